@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.markdown_table import markdown
-from outrider.environments.alfworld.family import AlfworldFamily
+from outrider.environments.alfworld.family import AlfworldTaskSet
 from outrider.environments.alfworld.floor_plans import TASK_TYPES
 from outrider.environments.alfworld.settings import AlfworldConfig
 from outrider.environments.scienceworld.text import render_action
@@ -22,7 +22,7 @@ from outrider.seeding import stream
 from outrider.types import Message, Task
 
 
-def chance(family: AlfworldFamily, task: Task, sample: int) -> bool:
+def chance(family: AlfworldTaskSet, task: Task, sample: int) -> bool:
     """Whether commands drawn from those that are admitted win the game within the moves that there are."""
     draw = stream(sample, "alfworld chance", task.key)
     environment = family.make()(task)
@@ -35,7 +35,7 @@ def chance(family: AlfworldFamily, task: Task, sample: int) -> bool:
     return environment.result().success
 
 
-def rows(family: AlfworldFamily, num_samples: int) -> list[Sequence[str]]:
+def rows(family: AlfworldTaskSet, num_samples: int) -> list[Sequence[str]]:
     """One a task type, and all of them."""
     played: dict[str, list[tuple[int | None, list[bool]]]] = {one: [] for one in (*TASK_TYPES, "all")}
     for task in family.tasks("test"):
@@ -64,7 +64,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--max-moves", type=int, default=50)
     arguments = parser.parse_args(given)
-    family = AlfworldFamily(AlfworldConfig(num_test=arguments.games, max_moves=arguments.max_moves))
+    family = AlfworldTaskSet(AlfworldConfig(num_test=arguments.games, max_moves=arguments.max_moves))
     header = ("task type", "games", "planner", "its commands", "won by chance")
     print(markdown(header, rows(family, arguments.samples)))
     return 0

@@ -21,7 +21,7 @@ from tests.tiny import save_tiny_model
 
 from outrider.config import validate
 from outrider.rollout.loop_lag import LoopLag
-from outrider.scale.placement import Shape, place
+from outrider.scale.placement import Shape, assign_to_ranks
 from outrider.scale.start import remote_rollouts, sharded_learner
 from outrider.train.building import build
 from outrider.train.components import Components
@@ -72,7 +72,7 @@ def imbalance(model: str, folder: Path, num: int) -> list[Figure]:
     for seed in range(50):
         for num_ranks in (2, 4, 8):
             paths = rollout_paths(groups(4 * num_ranks, rollouts=8, seed=seed, longest=400))
-            loads = [shape.cost(one) for one in place(paths, num_ranks=num_ranks, cost=shape.cost)]
+            loads = [shape.cost(one) for one in assign_to_ranks(paths, num_ranks=num_ranks, cost=shape.cost)]
             worst.append(max(loads) * num_ranks / sum(loads))
     told = f"median {statistics.median(worst):.3f}, largest {max(worst):.3f} of {len(worst)} draws"
     return [Figure(name="cost of the heaviest rank over the mean, 4 groups a rank", measured=told,
@@ -127,21 +127,21 @@ def crew(model: str, folder: Path, **given: Any) -> Iterator[Components]:
         resumed=False,
         on_tokens=lambda num_tokens: None,
         note=lambda line: None,
-        start=local_learner,
-        spread=remote_rollouts,
+        start_learner=local_learner,
+        start_remote=remote_rollouts,
     )
     try:
         yield parts
     finally:
-        assert parts.elsewhere is not None
-        parts.elsewhere.close()
+        assert parts.remote is not None
+        parts.remote.close()
         parts.factory.close()
 
 
 def transfer(model: str, folder: Path, num: int) -> list[Figure]:
     """Weights through the object store to two engines."""
     with crew(model, folder) as parts:
-        remote: Any = parts.elsewhere
+        remote: Any = parts.remote
         told = []
         for version in range(1, num + 1):
             remote.engine.load(version)
@@ -163,7 +163,7 @@ def recovery(model: str, folder: Path, num: int) -> list[Figure]:
     draw = random.Random(0)
     lost: dict[str, list[float]] = {"engine": [], "rollout worker": []}
     with crew(model, folder) as parts:
-        remote: Any = parts.elsewhere
+        remote: Any = parts.remote
 
         def play() -> float:
             rollouts = remote.rollouts(parts, training=True, on_finished=lambda done, owed: None)
@@ -206,7 +206,7 @@ def loop_lag(model: str, folder: Path, num: int) -> list[Figure]:
 
 def _lags(parts: Components, num_groups: int, size: int, step: int) -> tuple[Any, Any]:
     """Of this process and of the worker, while it plays a step."""
-    remote: Any = parts.elsewhere
+    remote: Any = parts.remote
     rollouts = remote.rollouts(parts, training=True, on_finished=lambda done, owed: None)
     with own_lag() as own:
         tasks = parts.train_tasks[:num_groups]
@@ -221,7 +221,7 @@ def own_lag() -> Iterator[LoopLag]:
     lag, ended = LoopLag(), threading.Event()
 
     async def watch() -> None:
-        async with lag.measured():
+        async with lag.measure():
             while not ended.is_set():
                 await asyncio.sleep(0.02)
 

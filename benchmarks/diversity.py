@@ -53,7 +53,7 @@ def read_groups(
         raise ConfigError(f"--on-policy: {len(others)} runs beside {len(runs)}; give one for each")
     groups: dict[Key, Steps] = {}
     for number, path in enumerate(runs):
-        run, other = Run.of(path), Run.of(others[number]) if others else None
+        run, other = Run.from_path(path), Run.from_path(others[number]) if others else None
         for step in steps or run.steps():
             found = steps_by_task(run.traces(step).to_pylist(), hybrid_by=by, with_retrieved=with_retrieved)
             beside = found if other is None else steps_by_task(other.traces(step).to_pylist(), hybrid_by=by)

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from outrider.engines.local.model import load_model, resolve_precision
 from outrider.trace import Node, Trace, without_memory
-from outrider.train.update.off_policy import acting_logprobs
+from outrider.train.update.off_policy import score_with_tips
 from outrider.train.update.pack import RolloutPath, pack
 from outrider.train.update.policy import OptimizerSettings, Policy
 from outrider.types import Message, Origin, Task
@@ -105,7 +105,9 @@ def episodes(num: int, num_turns: int) -> list[RolloutPath]:
             )
         acted = trace.path(tip.node_id)
         paths.append(
-            RolloutPath(nodes=without_memory(acted), rollout_index=index, rollout=index, acted=acted)
+            RolloutPath(
+                nodes=without_memory(acted), rollout_index=index, rollout=index, nodes_with_tips=acted
+            )
         )
     return paths
 
@@ -145,11 +147,11 @@ def update(policy: Policy, paths: list[RolloutPath], max_tokens: int) -> int:
 
 
 def off_policy(policy: Policy, paths: list[RolloutPath], max_tokens: int) -> int:
-    acting_logprobs(policy, paths, max_tokens=max_tokens)
+    score_with_tips(policy, paths, max_tokens=max_tokens)
     extra = sum(
         batch.num_tokens
         for batch in pack(
-            [RolloutPath(nodes=p.acted or (), rollout_index=0) for p in paths], max_tokens=10**9
+            [RolloutPath(nodes=p.nodes_with_tips or (), rollout_index=0) for p in paths], max_tokens=10**9
         )
     )
     return update(policy, paths, max_tokens) + extra

@@ -14,7 +14,7 @@ from benchmarks.gpu_shapes import KNOWN, TINY
 from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.fused import fuse
 from outrider.engines.local.model import LanguageModel
-from outrider.planning.read_shape import known_models, shape_of
+from outrider.planning.read_shape import known_models, shape_from_config
 from outrider.planning.shape import ModelShape
 from outrider.smoke.model import character_tokenizer
 
@@ -56,4 +56,4 @@ def make_model(name: str, *, device: str, dtype: torch.dtype) -> Made:
         context_length=min(_CONTEXT, config.max_position_embeddings),
         eos_token_ids=frozenset(),
     )
-    return Made(language_model=language_model, shape=shape_of(told, name=name), config=config)
+    return Made(language_model=language_model, shape=shape_from_config(told, name=name), config=config)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.algorithms.common.advantages import (
-    GroupAdvantages,
+    RolloutAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
@@ -32,7 +32,7 @@ from outrider.algorithms.rapo.formulas import (
 )
 
 Float64Array: TypeAlias = NDArray[np.float64]
-Credit: TypeAlias = Callable[[Sequence[int]], GroupAdvantages]
+Credit: TypeAlias = Callable[[Sequence[int]], RolloutAdvantages]
 Mean: TypeAlias = Literal["none", "rollout", "group"]
 
 BRANCHING, DEPTH = 3, 3
@@ -166,7 +166,7 @@ def retrieval_shaped(tree: TreeMdp, *, weight: float = 0.2) -> Credit:
     """RAPO credit of a group of paths: GRPO times the retrieval factor."""
     retrieval, outcome = tree.retrieval_rewards(), normalized(tree)
 
-    def credit(group: Sequence[int]) -> GroupAdvantages:
+    def credit(group: Sequence[int]) -> RolloutAdvantages:
         advantages = retrieval_advantages_per_rollout(rewards=retrieval[list(group)])
         factors = retrieval_factors_per_rollout(retrieval=advantages, weight=weight)
         return combined_advantages_per_rollout(outcome=outcome(group), factors=factors)

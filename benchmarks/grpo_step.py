@@ -121,7 +121,7 @@ def ours(name: str, precision: str) -> Callable[[], None]:
                 Leaf(node_id=node.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value)
             )
         engine.free_cache()
-        algorithm.credit(trace)
+        algorithm.assign_advantages(trace)
         update(
             policy,
             [trace],

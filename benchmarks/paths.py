@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.markdown_table import markdown
 from outrider.engines.base import Engine, Generation, Request
-from outrider.engines.local.choice import engine_for
+from outrider.engines.local.choice import make_engine
 from outrider.engines.local.model import Forward, LanguageModel, load_model
 from outrider.engines.local.processor import read_processor
 from outrider.trace import Trace
@@ -53,7 +53,7 @@ def written_by(
 ) -> tuple[list[Request], list[Generation]]:
     """The requests, and what the model's engine writes for them."""
     asked = requests_of(model, num=num, prompt=prompt, new=new, seed=seed)
-    return asked, engine_for(endless(model)).generate(asked)
+    return asked, make_engine(endless(model)).generate(asked)
 
 
 def paths_of(asked: Sequence[Request], written: Sequence[Generation]) -> list[RolloutPath]:
@@ -77,7 +77,7 @@ def works(model: LanguageModel) -> dict[str, Callable[[], None]]:
     policy = Policy(model, OptimizerSettings())
 
     def engine() -> Engine:
-        return engine_for(endless(model))  # without what another run has computed
+        return make_engine(endless(model))  # without what another run has computed
 
     def one_by_one() -> None:
         playing = engine()

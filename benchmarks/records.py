@@ -76,15 +76,17 @@ def watched(clock: Clock, scratch: Path) -> Iterator[None]:
     def before(parts: Any, traces: Sequence[Trace], step: int) -> float:
         began = time.perf_counter()
         with mock.patch.object(trace_records, "_rollout", lambda *given: None):
-            rows = trace_records.rows_of(traces, step=step, tokenizer=parts.renderer.tokenizer).nodes
+            rows = trace_records.trace_rows(traces, step=step, tokenizer=parts.renderer.tokenizer).nodes
         with mock.patch("outrider.watch.step_files.pq.write_table", _without_new):
-            RecordFiles.of(scratch).traces.write(step, rows)
+            RecordFiles.from_run(scratch).traces.write(step, rows)
         return time.perf_counter() - began
 
     with (
         mock.patch.object(RecordFiles, "write_step", both),
         mock.patch.object(update_module, "token_record", clock.timed(update_module.token_record)),
-        mock.patch.object(trainer_module, "seen_by_update", clock.timed(trainer_module.seen_by_update)),
+        mock.patch.object(
+            trainer_module, "collect_node_values", clock.timed(trainer_module.collect_node_values)
+        ),
     ):
         yield
 

@@ -138,7 +138,7 @@ class Play:
             renderer=self.parts.renderer,
             factory=self.parts.factory,
             limits=settings.limits,
-            sampling=Sampling(temperature=settings.evaluation.temperature, stop=self.parts.family.stop),
+            sampling=Sampling(temperature=settings.evaluation.temperature, stop=self.parts.task_set.stop),
             run_seed=settings.seed,
             hooks=tuple(hooks),
             max_concurrent=settings.num_concurrent,

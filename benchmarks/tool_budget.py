@@ -86,7 +86,7 @@ def scheduler(parts: Components) -> Scheduler:
         renderer=parts.renderer,
         factory=parts.factory,
         limits=settings.limits,
-        sampling=Sampling(stop=parts.family.stop),
+        sampling=Sampling(stop=parts.task_set.stop),
         run_seed=settings.seed,
         hooks=parts.algorithm.hooks,
         max_concurrent=settings.num_concurrent,

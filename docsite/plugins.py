@@ -11,7 +11,7 @@ from outrider.metrics.docs import metrics_page
 from outrider.plugins.listing import rows
 from outrider.plugins.names import KINDS, Kind
 from outrider.plugins.presets import preset_types
-from outrider.plugins.registry import base_of, resolve, settings_of
+from outrider.plugins.registry import load_settings_class, resolve, settings_base
 
 _HEAD: Final = """# Plug-ins
 
@@ -60,7 +60,7 @@ def plugins_page() -> str:
 
 
 def _table(kind: Kind) -> str:
-    base = base_of(kind)
+    base = settings_base(kind)
     shared = [key for key in base.model_fields if key != "type"]
     title = (
         f"\n## {kind.capitalize().replace('_', ' ')}\n\n{_NAMED[kind]}.{_shared(base.__name__, shared)}\n\n"
@@ -87,9 +87,9 @@ def _settings(kind: Kind, name: str) -> str:
     """The class and its own keys."""
     if getattr(resolve(kind, name), "Settings", None) is None:
         # A tool that is built in has its section in every recipe.
-        of_recipe = kind == "tools" and name in settings_of("environments", "tools").model_fields
+        of_recipe = kind == "tools" and name in load_settings_class("environments", "tools").model_fields
         return f"`environment.{name}`" if of_recipe else "none"
-    cls, shared = settings_of(kind, name), base_of(kind).model_fields
+    cls, shared = load_settings_class(kind, name), settings_base(kind).model_fields
     own = [key for key in cls.model_fields if key not in shared and key != "type"]
     return f"`{cls.__name__}`" + (f": {_listed(own)}" if own else "")
 

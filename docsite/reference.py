@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from docsite.plugins import all_metrics_page, plugins_page
 from outrider.commands import make_parser
-from outrider.plugins.fields import Name, markers_of
+from outrider.plugins.fields import Name, field_markers
 from outrider.train.settings import RunSettings
 
 _SETTINGS: Final = """# Settings
@@ -43,7 +43,7 @@ def _sections(kind: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in own.items():
         plugins = [
             one
-            for marker in markers_of(kind, name)
+            for marker in field_markers(kind, name)
             if not isinstance(marker, Name)
             for one in marker.built_in()
         ]

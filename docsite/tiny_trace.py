@@ -10,12 +10,12 @@ from typing import Final
 
 from docsite.characters import CharacterTokenizer
 from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
-from outrider.algorithms.base import outcome_advantages, write_credit
+from outrider.algorithms.base import assign_advantages, outcome_advantages
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.rollout.episode import Limits, Sampling
-from outrider.rollout.hooks import EpisodeState, Hook, Splice, retrieved
+from outrider.rollout.hooks import EpisodeState, Hook, Splice, format_retrieved
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
@@ -78,7 +78,9 @@ class RetrieveOnce:
         if state.mode != "hybrid" or state.turn != 1:
             return ()
         step = Step(text="<search>neighbour of San Marino</search>", observation="Italy")
-        return (Splice(origin=Origin.BUFFER, text=retrieved(f"{step.text} {step.observation}"), step=step),)
+        return (
+            Splice(origin=Origin.BUFFER, text=format_retrieved(f"{step.text} {step.observation}"), step=step),
+        )
 
     def after_turn(self, state: EpisodeState) -> None:
         """Nothing to do."""
@@ -123,5 +125,5 @@ def play(hooks: Sequence[Hook] | None = None, *, seed: int = 3, group_size: int 
     )
     modes = ("on_policy", "hybrid", *["on_policy"] * (group_size - 2))
     trace = scheduler.run([TASK], modes=modes, training_step=0).traces[0]
-    write_credit(trace, outcome_advantages(trace, "group_normalized"), attribution="soft")
+    assign_advantages(trace, outcome_advantages(trace, "group_normalized"), attribution="soft")
     return trace

@@ -5,7 +5,7 @@ python examples/grpo_one_screen.py [MODEL]     # an id, a folder, or the package
 
 import sys
 
-from outrider.algorithms.base import write_credit
+from outrider.algorithms.base import assign_advantages
 from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.common.losses import clipped_surrogate_per_token
 from outrider.engines.local.engine import LocalEngine
@@ -59,13 +59,13 @@ def train(language_model, *, num_steps=8, group_size=8, learning_rate=1e-5, max_
         returns = [[leaf.episode_return for leaf, _ in group.rollouts()] for group in groups]
         # 2. Advantages: how much better than the other rollouts of the same task, on every token.
         for group, of_group in zip(groups, returns, strict=True):
-            write_credit(group, group_normalized_advantages_per_rollout(returns=of_group))
+            assign_advantages(group, group_normalized_advantages_per_rollout(returns=of_group))
         # 3. The token loss: max(-A r, -A clip(r, 0.8, 1.2)), with r the ratio of now to the sampling policy.
         [batch] = pack(rollout_paths(groups), max_tokens=1_000_000)
         logprobs = policy.score(batch).logprobs_T
         batch = batch.like(logprobs)
         surrogate = clipped_surrogate_per_token(
-            logprobs=logprobs, old_logprobs=batch.engine_logprobs_T, advantages=batch.credit_T
+            logprobs=logprobs, old_logprobs=batch.engine_logprobs_T, advantages=batch.advantages_T
         )
         surrogate.losses.mean().backward()
         # 4. One optimiser step. The engine samples with the new weights from here on.

@@ -15,11 +15,11 @@ from pydantic import Field
 import outrider
 from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.base import (
-    GroupCredit,
+    GroupAdvantages,
     ObjectiveSettings,
+    assign_advantages,
     group_advantages,
     with_values,
-    write_credit,
 )
 from outrider.metrics import Metric
 from outrider.runs import Run
@@ -64,14 +64,14 @@ class PastBaseline(Algorithm):
         self.modes = ("on_policy",) * settings.group_size
         self._known: dict[str, float] = {}  # mean return by task
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """An advantage on every policy token. A return of None is a fault, which is in no statistic."""
         returns = [leaf.episode_return for leaf, _ in trace.rollouts()]
         advantages = group_advantages(returns, "group_centered")
         kept = [one for one in returns if one is not None]
         if not kept:
-            write_credit(trace, advantages)
-            return GroupCredit(advantages=advantages, measurements={})
+            assign_advantages(trace, advantages)
+            return GroupAdvantages(advantages=advantages, measurements={})
         mean = sum(kept) / len(kept)
         known = self._known.get(trace.task.key, mean)
         weight = self.settings.memory_weight
@@ -79,8 +79,8 @@ class PastBaseline(Algorithm):
         # with_values sets the flag that the group has a signal, also where all of its returns are equal
         advantages = with_values(advantages, advantages.values + shift)
         self._known[trace.task.key] = (known + mean) / 2
-        write_credit(trace, advantages)
-        return GroupCredit(advantages=advantages, measurements={"past_baseline/known": [known]})
+        assign_advantages(trace, advantages)
+        return GroupAdvantages(advantages=advantages, measurements={"past_baseline/known": [known]})
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """Minus advantage times ratio, without a clip; one value a trained token."""

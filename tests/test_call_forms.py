@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.plugins.record import plugin_digests
 from outrider.testing import check_call_format
 from outrider.tokens import ChatRenderer
-from outrider.tokens.calls import CALL_FORMATS, FoundCalls, form_named, read_turn
+from outrider.tokens.calls import CALL_FORMATS, ParsedCalls, get_call_format, read_turn
 from outrider.tokens.calls.hermes import Hermes
 from outrider.train.settings import RunSettings
 from outrider.types import Message, ToolCall, ToolSchema
@@ -28,7 +28,7 @@ class Mistral(Hermes):
 
     markers = ("[CALL]", "[/CALL]")
 
-    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
         return super().read(text.replace("[CALL]", "<tool_call>").replace("[/CALL]", "</tool_call>"), tools)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
@@ -36,14 +36,14 @@ class Mistral(Hermes):
 
 
 class Raises(Hermes):
-    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
         return super().read(text[: text.index("<tool_call>") + 10**6], tools)
 
 
 class Forgets(Hermes):
-    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
         found = super().read(text, tools)
-        return FoundCalls(content=found.content, calls=found.calls[:1], problems=found.problems)
+        return ParsedCalls(content=found.content, calls=found.calls[:1], problems=found.problems)
 
 
 class NoForm:
@@ -52,7 +52,7 @@ class NoForm:
 
 @pytest.mark.parametrize("name", [*CALL_FORMATS, MINE])
 def test_the_contract(name: str) -> None:
-    check_call_format(form_named(name))
+    check_call_format(get_call_format(name))
 
 
 @pytest.mark.parametrize(("form", "told"), [(Raises(), "read raises"), (Forgets(), "is read as")])
@@ -90,11 +90,11 @@ def test_a_name_that_nobody_has_is_one_line(name: str, told: str) -> None:
 
 def test_a_class_that_is_no_form_is_told() -> None:
     with pytest.raises(ConfigError, match="is no form of calls: it has to have markers, read, write"):
-        form_named("tests.test_call_forms:NoForm")
+        get_call_format("tests.test_call_forms:NoForm")
 
 
 def test_tags_of_thinking_inside_a_call_are_its_text() -> None:
-    form = form_named(MINE)
+    form = get_call_format(MINE)
     call = ToolCall(name="lookup", arguments={"key": "a</think>b"}, call_id="call00000")
     turn = read_turn(form.write([call]), form, TOOLS)
     assert (turn.tool_calls, turn.reasoning, turn.problems) == ((call,), "", ())

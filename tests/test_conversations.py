@@ -14,8 +14,8 @@ from outrider.engines.local.model import resolve_model
 from outrider.errors import ModelError
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
-from outrider.tokens.load_check import LoadCheck, check_template, difference, forms_of, written_call
-from outrider.tokens.tokenizer import text_of
+from outrider.tokens.load_check import LoadCheck, check_template, difference, matching_formats, written_call
+from outrider.tokens.tokenizer import decode_text
 from outrider.tokens.written import append, turn_text
 from outrider.types import Message, Role, ToolSchema
 from tests.conversations import TOOLS, Generator
@@ -100,7 +100,7 @@ def bridged(
         bridge = renderer.bridge(ids, answers)
         ids += bridge
         told += [said, *answers]
-        yield text_of(renderer.tokenizer, bridge, skip_special_tokens=False), list(told)
+        yield decode_text(renderer.tokenizer, bridge, skip_special_tokens=False), list(told)
 
 
 def check_bridges(
@@ -118,7 +118,7 @@ def check_bridges(
             whole = renderer.template.encode(renderer.whole_text(told, tools))
         except ModelError:
             continue  # refused at once, as the check has told
-        at_once = text_of(renderer.tokenizer, whole, skip_special_tokens=False)
+        at_once = decode_text(renderer.tokenizer, whole, skip_special_tokens=False)
         assert at_once.endswith(text), (name, told, text, at_once[-len(text) - 40 :])
         num += 1
     return num
@@ -220,7 +220,7 @@ def test_the_check_tells_what_servers_would_see_differently() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_form_that_a_template_writes_is_found(name: str) -> None:
     renderer = renderer_of(name, ("tool",))
-    read = forms_of(renderer)
+    read = matching_formats(renderer)
     if not written_call(renderer) or name in OWN_FORMS:
         assert read == []
     else:

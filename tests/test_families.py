@@ -13,11 +13,11 @@ from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.errors import ModelError
-from outrider.rollout.truncation import shortened_text
+from outrider.rollout.truncation import truncate_text
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
 from outrider.tokens.calls import CALL_FORMATS
-from outrider.tokens.calls.rewriting import in_form
+from outrider.tokens.calls.rewriting import convert_calls
 from outrider.tokens.continuation import Continuation
 from outrider.tokens.load_check import check_template
 from outrider.tokens.token_bytes import token_bytes
@@ -105,9 +105,9 @@ def test_stop_strings_with_blanks_at_their_ends_stop(name: str, stop: str) -> No
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 def test_a_text_that_is_cut_to_a_budget_keeps_its_beginning(name: str) -> None:
     renderer = ChatRenderer(TOKENIZERS[name])
-    cut = shortened_text("the " * 60, 30, renderer=renderer)
+    cut = truncate_text("the " * 60, 30, renderer=renderer)
     assert cut.startswith("the the ") and "[...]" in cut
-    assert shortened_text(" the " * 60, 30, renderer=renderer).startswith(" the")
+    assert truncate_text(" the " * 60, 30, renderer=renderer).startswith(" the")
 
 
 # Turns
@@ -372,7 +372,7 @@ def test_the_bytes_of_a_sampled_turn_are_those_of_the_text_that_is_passed_on(nam
     prompt = renderer.prompt([Message(role="user", content="Who?")])
     ids = renderer.turn_ids(answer, prompt, is_closed=True)
     said = renderer.turn_text(ids, context=prompt, is_closed=False).removeprefix(renderer.opened(prompt))
-    found = token_bytes(renderer.tokenizer, ids, said=said)
+    found = token_bytes(renderer.tokenizer, ids, visible_text=said)
     assert len(found) == len(ids)
     assert b"".join(found).startswith(said.encode())
     if FAMILIES[name].vocabulary != "always" and not FAMILIES[name].strips:
@@ -390,7 +390,9 @@ def test_loading_says_where_words_beside_a_demonstrated_call_differ(name: str) -
     call = ToolCall(name="lookup", arguments={"key": "c"}, call_id="call00000")
     asked = Message(role="user", content="Who?")
     prompt = renderer.prompt([asked], TOOLS)
-    text = in_form(f"Words.\n{CALL_FORMATS['hermes'].write([call])}", CALL_FORMATS[family.call_format], TOOLS)
+    text = convert_calls(
+        f"Words.\n{CALL_FORMATS['hermes'].write([call])}", CALL_FORMATS[family.call_format], TOOLS
+    )
     ids = [*prompt, *renderer.turn_ids(renderer.demonstration(text, prompt), prompt, is_closed=False)]
     said = Message(role="assistant", content="Words.", tool_calls=(call,))
     whole = renderer.template.encode(renderer.whole_text([asked, said], TOOLS, opened=False))

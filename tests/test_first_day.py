@@ -18,7 +18,7 @@ from outrider.config import load_settings, validate
 from outrider.engines.local import model
 from outrider.engines.model_names import require_known_model
 from outrider.errors import ConfigError, ModelError
-from outrider.evals.benchmark.task_sets import find_task_set
+from outrider.evals.benchmark.task_sets import find_benchmark
 from outrider.train import adaptation
 from outrider.train import launch as start
 from outrider.train.settings import RunSettings
@@ -238,9 +238,9 @@ def test_f12_an_unknown_name_before_a_file_is_told() -> None:
         ConfigError,
         match=r"unknown task set 'own' in 'own=mine\.jsonl'; .* questions of your own go as FILE alone",
     ):
-        find_task_set("own=mine.jsonl")
+        find_benchmark("own=mine.jsonl")
     with pytest.raises(ConfigError, match="did you mean gsm8k"):
-        find_task_set("gsm9k=mine.jsonl")
+        find_benchmark("gsm9k=mine.jsonl")
 
 
 def test_f12_an_error_names_the_file_and_not_its_temporary(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 from outrider.config import load_settings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.webshop.catalogue import load_catalogue
-from outrider.evals.benchmark.task_sets import load_task_set
+from outrider.evals.benchmark.task_sets import load_benchmark
 from outrider.memory.steps.sources import import_trajectories
 from outrider.tools.browser.pages import PageCollection
 from outrider.tools.search import SearchTool, load_passages
-from outrider.train.data.experts import demonstrations_of
+from outrider.train.data.experts import read_demonstrations
 from outrider.train.data.no_expert import require_experts
 from outrider.train.settings import RunSettings
 
@@ -45,7 +45,7 @@ def _questions(page: Path) -> None:
         ("6",),
         ("Goethe", "Johann Wolfgang von Goethe"),
     ]
-    assert len(load_task_set(str(page / "questions.jsonl")).tasks) == 3
+    assert len(load_benchmark(str(page / "questions.jsonl")).tasks) == 3
 
 
 def _columns(page: Path) -> None:
@@ -64,7 +64,7 @@ def _columns(page: Path) -> None:
 
 
 def _task_set(page: Path) -> None:
-    tasks = load_task_set(f"gsm8k={page / 'gsm8k.jsonl'}").tasks
+    tasks = load_benchmark(f"gsm8k={page / 'gsm8k.jsonl'}").tasks
     assert [task.answers for task in tasks] == [("7",), ("7",), ("36",)]
 
 
@@ -86,7 +86,7 @@ def _trajectories(page: Path) -> None:
     assert [len(one.steps) for one in found] == [2, 1, 1]
     assert (found[1].agent, found[2].trajectory_id) == ("teacher", "a-failure")
     tasks = load_tasks(DatasetConfig(path=page / "questions.jsonl"))
-    shown = demonstrations_of(str(page / "trajectories.jsonl"), tasks)  # by question, by key, by question
+    shown = read_demonstrations(str(page / "trajectories.jsonl"), tasks)  # by question, by key, by question
     assert set(shown) == {task.key for task in tasks}
     assert [len(shown[task.key] or ()) for task in tasks] == [2, 1, 1]
 

@@ -22,7 +22,7 @@ from outrider.config import load_settings
 from outrider.engines.local.model import load_model
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import ConfigError, DataError, ModelError, OutriderError
-from outrider.evals.benchmark.task_sets import load_task_set
+from outrider.evals.benchmark.task_sets import load_benchmark
 from outrider.memory.embedder import HashEmbedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.sources import import_trajectories
@@ -366,7 +366,7 @@ def test_decimals_are_numbers(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", **{**WHOLE, "reward": half, "answer": half})
     assert import_trajectories(path).trajectories[0].reward == 0.5
     assert load_tasks(DatasetConfig(path=path))[0].answers == ("0.50",)
-    assert load_task_set(str(path)).tasks[0].answers == ("0.50",)
+    assert load_benchmark(str(path)).tasks[0].answers == ("0.50",)
 
 
 @pytest.mark.filterwarnings("error")

@@ -233,7 +233,7 @@ def test_kill_anywhere_and_resume_gives_the_file_of_an_unbroken_run(
         writer = MetricsWriter(broken)
         report = writer.cut(at + 1)
         writer.close()
-        assert (report.num_kept, report.num_cut) == (at + 1, killed_at - at - 1)
+        assert (report.num_retained, report.num_cut) == (at + 1, killed_at - at - 1)
         write(broken, events[at + 1 :])
         assert broken.read_bytes() == unbroken.read_bytes()
         assert not list(Path(folder).glob("*.tmp"))

@@ -98,12 +98,12 @@ def test_every_command_runs_in_smoke_size(command: str, page: Page) -> None:
     for run in re.findall(r"outrider train .*?--run (\S+)", command):
         assert_trained(Path(run))
     for run in re.findall(r"outrider eval .*?--run (\S+)", command):
-        assert Run.of(Path(run)).evaluations().num_rows >= 1
+        assert Run.from_path(Path(run)).evaluations().num_rows >= 1
 
 
 def assert_trained(run: Path) -> None:
     """One step, or the cold start that was asked for, of the tiny model."""
-    settings = Run.of(run).settings
+    settings = Run.from_path(run).settings
     assert "smoke-" in settings.model.name
     assert os.listdir(run / "checkpoints")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

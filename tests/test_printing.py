@@ -16,7 +16,7 @@ from rich.text import Text
 import outrider
 from outrider.cli import main
 from outrider.config import Settings, load_settings, to_toml
-from outrider.printing import points, say, score
+from outrider.printing import points, print_lines, score
 from outrider.terminal import Terminal
 
 ESCAPES = "a\x1b[2Jb\x1b]0;owned\x07c\x9b31md\u202ee\x00\x7ff"
@@ -51,8 +51,8 @@ def is_calm(text: str) -> bool:
 
 
 def test_d6_a_line_stays_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    say(f"first\n{ESCAPES}\r", "second \ud800")
-    say("third\u2028", to_stderr=True)
+    print_lines(f"first\n{ESCAPES}\r", "second \ud800")
+    print_lines("third\u2028", to_stderr=True)
     told = capsys.readouterr()
     assert is_calm(told.out) and told.out.splitlines()[1:] == ["second  "] and told.out.startswith("first a")
     assert told.err == "third \n"

@@ -11,8 +11,8 @@ from pydantic import Field
 from outrider.cli import main
 from outrider.config import Settings, load_settings
 from outrider.plugins.names import BUILT_IN
-from outrider.plugins.registry import settings_of
-from outrider.resolved import Leaf, given_by, leaves, show
+from outrider.plugins.registry import load_settings_class
+from outrider.resolved import Leaf, format_toml, key_sources, leaves
 from outrider.train.settings import RunSettings
 from outrider.train.state.same_settings import UNSEEN
 
@@ -22,7 +22,7 @@ MOST = 60  # what a person reads
 
 def resolved(file: Path | None, *overrides: str) -> tuple[RunSettings, list[Leaf]]:
     settings = load_settings(RunSettings, file=file, overrides=overrides)
-    return settings, leaves(settings, given=given_by(file, overrides), unseen=UNSEEN)
+    return settings, leaves(settings, sources=key_sources(file, overrides), unseen=UNSEEN)
 
 
 def shown(found: list[Leaf]) -> dict[str, Leaf]:
@@ -48,7 +48,7 @@ def needs(environment: str, algorithm: str) -> list[str]:
 
 
 def presets(algorithm: str) -> list[str | None]:
-    field = settings_of("algorithms", algorithm).model_fields.get("preset")
+    field = load_settings_class("algorithms", algorithm).model_fields.get("preset")
     return [None] if field is None else list(get_args(field.annotation))
 
 
@@ -67,7 +67,7 @@ def test_a_person_reads_at_most_sixty_settings_of_any_pair(environment: str, alg
         chosen += [f"algorithm.preset={preset}"] if preset else []
         settings, found = resolved(None, *chosen, *needs(environment, algorithm))
         assert len(shown(found)) <= MOST
-        assert RunSettings.model_validate(tomllib.loads(show(found))) == settings
+        assert RunSettings.model_validate(tomllib.loads(format_toml(found))) == settings
 
 
 @pytest.mark.parametrize("environment", [one for one in BUILT_IN["environments"] if one not in PROGRAMS])
@@ -77,23 +77,26 @@ def test_also_with_three_methods_in_one_run(environment: str) -> None:
     chosen = [f"environment.type={environment}", "algorithm.type=combined"]
     chosen += [f"algorithm.{one}" for one in sections]
     settings, found = resolved(None, *chosen, *needs(environment, "combined"))
-    text = show(found)
+    text = format_toml(found)
     assert len(shown(found)) <= MOST
     assert RunSettings.model_validate(tomllib.loads(text)) == settings
     assert {"algorithm.branch.base_probability", "algorithm.tips.memory.num_shown"} <= shown(found).keys()
     for told in ("branch.window = 20", "tips.memory.min_similarity = 0.5", "student_mask = token"):
         assert f"algorithm.{told}" in " ".join(text.replace("\n#", "").split())
     _, found = resolved(None, *chosen, *needs(environment, "combined"), "algorithm.tips.memory.writer=policy")
-    assert shown(found)["algorithm.tips.memory.writer"].by == "command"
+    assert shown(found)["algorithm.tips.memory.writer"].source == "command"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_what_a_recipe_sets_is_shown_as_its_own_and_the_rest_reads_back(recipe: Path) -> None:
     settings, found = resolved(recipe, "seed=7")
-    assert RunSettings.model_validate(tomllib.loads(show(found))) == settings
-    assert shown(found)["seed"].by == "command" and shown(found)["model.name"].by in ("recipe", "default")
-    given = {key for key, by in given_by(recipe, []).items() if by == "recipe"} - {"seed"}
-    assert {key for key, leaf in shown(found).items() if leaf.by == "recipe"} == given
+    assert RunSettings.model_validate(tomllib.loads(format_toml(found))) == settings
+    assert shown(found)["seed"].source == "command" and shown(found)["model.name"].source in (
+        "recipe",
+        "default",
+    )
+    given = {key for key, by in key_sources(recipe, []).items() if by == "recipe"} - {"seed"}
+    assert {key for key, leaf in shown(found).items() if leaf.source == "recipe"} == given
 
 
 def test_the_demo_shows_at_most_sixty() -> None:
@@ -117,7 +120,7 @@ def test_the_demo_shows_at_most_sixty() -> None:
 )
 def test_who_set_it(override: str, key: str, by: str) -> None:
     _, found = resolved(None, "environment.type=factbook", "algorithm.type=grpo", override)
-    assert shown(found)[key].by == by
+    assert shown(found)[key].source == by
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_every_setting_is_shown_or_named(capsys: pytest.CaptureFixture[str]) -> 
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     settings, found = resolved(RECIPES[0].with_name("demo.toml"))
-    assert printed.startswith(show(found) + "\n")
+    assert printed.startswith(format_toml(found) + "\n")
     every: dict[str, Any] = settings.model_dump(mode="json")
     assert len(found) == sum(1 for _ in flat(every))
     for leaf in found:
@@ -180,7 +183,7 @@ def test_a_text_with_any_line_break_and_a_key_with_a_dot_read_back() -> None:
         "algorithm.type=grpo",
         f"environment.system_prompt={json.dumps(awkward)}",
     )
-    assert RunSettings.model_validate(tomllib.loads(show(found))) == settings
+    assert RunSettings.model_validate(tomllib.loads(format_toml(found))) == settings
 
 
 class Rates(Settings):
@@ -189,5 +192,5 @@ class Rates(Settings):
 
 def test_a_table_of_any_keys_is_one_value() -> None:
     settings = Rates(rates={"learning": 2.0, "learning.rate": 1.0})
-    text = show(leaves(settings, given={"rates": "recipe"}))
+    text = format_toml(leaves(settings, sources={"rates": "recipe"}))
     assert Rates.model_validate(tomllib.loads(text)) == settings

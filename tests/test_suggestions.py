@@ -15,7 +15,7 @@ from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.plugins.names import BUILT_IN
 from outrider.plugins.presets import preset_types
-from outrider.plugins.registry import settings_of
+from outrider.plugins.registry import load_settings_class
 from outrider.train.settings import RunSettings
 
 BASE: dict[str, Any] = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}}
@@ -97,11 +97,11 @@ def _keys(section: type[BaseModel]) -> Iterator[str]:
 def test_no_suggestion_leads_to_another_unknown_key(kind: Any) -> None:
     """For every type, and every key that another type has."""
     section = {"algorithms": "algorithm", "environments": "environment", "engines": "engine"}[kind]
-    keys = sorted({key for name in BUILT_IN[kind] for key in _keys(settings_of(kind, name))})
+    keys = sorted({key for name in BUILT_IN[kind] for key in _keys(load_settings_class(kind, name))})
     for name in BUILT_IN[kind]:
         tree = {**BASE, section: {"type": name}}
         for key in keys:
-            if key in settings_of(kind, name).model_fields:
+            if key in load_settings_class(kind, name).model_fields:
                 continue
             path = f"{section}.{key}"
             told = refusal(put(tree, path, 1))

@@ -14,7 +14,7 @@ from outrider.errors import ModelError
 from outrider.rollout.episode import Sampling
 from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
-from outrider.tokens import ChatRenderer, text_of
+from outrider.tokens import ChatRenderer, decode_text
 from outrider.types import Message, Outcome, Role
 from tests.rollout.fakes import Factory, Fake, say, scripted, tasks
 from tests.test_tokens import CONTENT, byte_tokenizer
@@ -154,7 +154,7 @@ def test_an_end_behind_a_space_stands_there_once(answer: str, written: str) -> N
 
 
 def test_which_of_them_take_a_system_message() -> None:
-    assert {name for name, renderer in RENDERERS.items() if renderer.takes_system} == {
+    assert {name for name, renderer in RENDERERS.items() if renderer.supports_system} == {
         "llama2",
         "phi3",
         "phi3 twice",
@@ -236,7 +236,7 @@ def test_a_rollout_with_rules_and_observations_ends_well(name: str) -> None:
     )
     [trace] = runs.run(tasks(1), modes=("m",), training_step=0).traces
     assert trace.leaves[0].outcome is Outcome.FINISHED
-    shown = text_of(
+    shown = decode_text(
         engine.tokenizer, trace.token_ids(trace.leaves[0].node_id or 0), skip_special_tokens=False
     )
     assert shown.count("rules") == 1 and shown.count("obs") == 2

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from outrider.tokens.token_bytes import token_bytes, token_text
-from outrider.tokens.tokenizer import text_of
+from outrider.tokens.tokenizer import decode_text
 from tests.tiny import tiny_tokenizer
 
 CORPUS = [
@@ -126,7 +126,7 @@ def test_the_bytes_of_a_turn_are_its_utf_8(kind: str, text: str, cut: int) -> No
     ids = tokenizer.encode(text, add_special_tokens=False)
     ids = ids[: len(ids) - cut] if cut else ids
     found = token_bytes(tokenizer, ids)
-    spelled = text_of(tokenizer, ids, skip_special_tokens=False)
+    spelled = decode_text(tokenizer, ids, skip_special_tokens=False)
     assert len(found) == len(ids)
     whole = b"".join(found)
     head, lost, _ = spelled.partition("\ufffd")  # which decoders write for an incomplete character

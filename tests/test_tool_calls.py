@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn, unwritable_in
+from outrider.tokens.calls import CALL_FORMATS, CallFormatName, describe_unwritable, read_turn
 from outrider.tokens.parsed import opened_thinking, split_thinking
 from outrider.types import Json, ToolCall, ToolSchema
 from tests.conversations import TOOLS
@@ -240,13 +240,15 @@ def test_a_name_that_a_form_cannot_write_is_said() -> None:
         return {"name": name, "description": "d", "parameters": {"properties": properties}}
 
     odd = named("get-time")
-    assert unwritable_in("pythonic", [named("calendar.add", "day", "ü")]) == ""
-    assert "a tool named 'get-time': hermes, qwen3_coder, llama3_json can" in unwritable_in("pythonic", [odd])
-    assert "the argument 'from' of f" in unwritable_in("pythonic", [named("f", "a", "from")])
-    assert "the argument 'max-n' of f" in unwritable_in("pythonic", [named("f", "max-n")])
+    assert describe_unwritable("pythonic", [named("calendar.add", "day", "ü")]) == ""
+    assert "a tool named 'get-time': hermes, qwen3_coder, llama3_json can" in describe_unwritable(
+        "pythonic", [odd]
+    )
+    assert "the argument 'from' of f" in describe_unwritable("pythonic", [named("f", "a", "from")])
+    assert "the argument 'max-n' of f" in describe_unwritable("pythonic", [named("f", "max-n")])
     for name in NAMES:
-        assert bool(unwritable_in(name, [named("a b", "<x>")])) == (name in ("pythonic", "qwen3_coder"))
-        assert name == "pythonic" or unwritable_in(name, [odd]) == ""
+        assert bool(describe_unwritable(name, [named("a b", "<x>")])) == (name in ("pythonic", "qwen3_coder"))
+        assert name == "pythonic" or describe_unwritable(name, [odd]) == ""
     turn = read_turn("[get-time(zone='x')]", CALL_FORMATS["pythonic"], [odd])
     assert turn.content == "" and "cannot be read" in turn.problems[0]
 

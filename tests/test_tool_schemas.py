@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, fault_of, flaw_of, read_turn
-from outrider.tools.described import tried_arguments, usage_line
+from outrider.tokens.calls import CALL_FORMATS, CallFormatName, find_call_error, find_schema_flaw, read_turn
+from outrider.tools.described import trial_arguments, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
 PLAIN = st.none() | st.booleans() | st.integers(-99, 99) | st.floats(-9, 9) | st.text(max_size=5)
@@ -54,19 +54,19 @@ def test_no_schema_and_no_turn_raises(name: CallFormatName, parameters: Any, tex
     tools = [tool_of(parameters)]
     for said in (text, SAID[name].replace("VALUE", text)):
         read_turn(said, CALL_FORMATS[name], tools)
-    flaw_of(parameters)
+    find_schema_flaw(parameters)
 
 
 @settings(deadline=None, max_examples=200)
 @given(parameters=SCHEMAS, arguments=st.dictionaries(st.sampled_from("ab"), JSON, max_size=2))
 def test_no_schema_and_no_arguments_raise(parameters: Any, arguments: dict[str, Json]) -> None:
-    assert isinstance(fault_of(ToolCall(name="f", arguments=arguments), [tool_of(parameters)]), str)
+    assert isinstance(find_call_error(ToolCall(name="f", arguments=arguments), [tool_of(parameters)]), str)
 
 
 def test_definitions_that_double_are_looked_at_once() -> None:
     pairs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
     parameters = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**pairs, "d60": {"type": "null"}}}
-    assert "of type null" in fault_of(ToolCall(name="f", arguments={"a": 1}), [tool_of(parameters)])
+    assert "of type null" in find_call_error(ToolCall(name="f", arguments={"a": 1}), [tool_of(parameters)])
 
 
 TEXT = st.text(
@@ -169,17 +169,17 @@ def test_arguments_between_tags_are_read_as_what_the_schema_says(found: tuple[Js
 )
 def test_what_a_schema_does_not_take_is_told(schema: Json, value: Json, told: str) -> None:
     tool = tool_of({"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
-    found = fault_of(ToolCall(name="f", arguments={"a": value}), [tool])
+    found = find_call_error(ToolCall(name="f", arguments={"a": value}), [tool])
     assert found == (f"The argument 'a' of f {told}." if told else "")
 
 
 def test_any_others_are_taken_where_the_schema_says_so() -> None:
     call = ToolCall(name="f", arguments={"b": 1})
-    assert "no argument 'b'" in fault_of(call, [tool_of({"properties": {}})])
+    assert "no argument 'b'" in find_call_error(call, [tool_of({"properties": {}})])
     for others in ({}, True, {"type": "integer"}):
-        assert fault_of(call, [tool_of({"properties": {}, "additionalProperties": others})]) == ""
+        assert find_call_error(call, [tool_of({"properties": {}, "additionalProperties": others})]) == ""
     text = tool_of({"properties": {}, "additionalProperties": {"type": "string"}})
-    assert "of type string" in fault_of(call, [text])
+    assert "of type string" in find_call_error(call, [text])
 
 
 URL = {"properties": {"url": {"type": "string"}}, "required": ["url"]}
@@ -278,15 +278,15 @@ def test_arguments_are_found_wherever_the_schema_declares_them(name: CallFormatN
     turn = read_turn(CALL_FORMATS[name].write([call]), CALL_FORMATS[name], [tool])
     assert (turn.tool_calls, turn.problems) == ((call,), ())
     if refused is not None:
-        assert fault_of(ToolCall(name="f", arguments=refused), [tool])
+        assert find_call_error(ToolCall(name="f", arguments=refused), [tool])
 
 
 def test_what_a_prompt_says_of_alternatives_can_be_called() -> None:
     for parameters, _, _ in BEHIND.values():
         tool = tool_of(parameters)
         line = usage_line(tool)
-        for arguments in tried_arguments(tool)[:1]:
-            assert fault_of(ToolCall(name="f", arguments=arguments), [tool]) == "", line
+        for arguments in trial_arguments(tool)[:1]:
+            assert find_call_error(ToolCall(name="f", arguments=arguments), [tool]) == "", line
     assert usage_line(tool_of({"oneOf": [URL, SIZE]})) == (
         'Write <f>{"url": "..."}</f> for this: d. url (string, may be left out); '
         "size (integer, may be left out). Give url or size."
@@ -297,7 +297,7 @@ def test_what_a_prompt_says_of_alternatives_can_be_called() -> None:
 def test_definitions_that_double_at_the_top_are_bounded() -> None:
     pairs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
     tool = tool_of({"$ref": "#/$defs/d0", "$defs": {**pairs, "d60": URL}})
-    assert fault_of(ToolCall(name="f", arguments={"url": "a"}), [tool]) == ""
+    assert find_call_error(ToolCall(name="f", arguments={"url": "a"}), [tool]) == ""
 
 
 @pytest.mark.parametrize(
@@ -314,4 +314,4 @@ def test_definitions_that_double_at_the_top_are_bounded() -> None:
     ],
 )
 def test_what_is_wrong_with_a_schema_is_said(parameters: Any, told: str) -> None:
-    assert flaw_of(parameters) == told
+    assert find_schema_flaw(parameters) == told

@@ -14,7 +14,7 @@ class ToyEnvironment:
     episode.
     """
 
-    def __init__(self, task: Task, family: "ToyFamily") -> None:
+    def __init__(self, task: Task, family: "ToyTaskSet") -> None:
         self.task = task
         self.family = family
         self.number = -1
@@ -59,7 +59,7 @@ class ToyEnvironment:
         self.family.num_closed += 1
 
 
-class ToyFamily:
+class ToyTaskSet:
     name = "toy"
     stop: tuple[str, ...] = ("</ask>", "</answer>")
     stateful = False
@@ -97,7 +97,7 @@ class ToyFamily:
 
 
 class ToyFactory:
-    def __init__(self, family: ToyFamily) -> None:
+    def __init__(self, family: ToyTaskSet) -> None:
         self.family = family
 
     def __call__(self, task: Task) -> ToyEnvironment:

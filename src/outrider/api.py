@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from outrider.config import Settings, load_settings
 from outrider.config_paths import require_paths
 from outrider.errors import ConfigError, OutriderError
-from outrider.plugins.imports import search_in, searched
+from outrider.plugins.imports import add_search_folder, search_folders
 from outrider.plugins.names import Kind
 from outrider.plugins.record import require_kinds
-from outrider.plugins.registry import given
+from outrider.plugins.registry import substitute
 from outrider.runs import Run
-from outrider.stopping import interruption_asks
+from outrider.stopping import stop_on_interrupt
 
 if TYPE_CHECKING:
-    from outrider.evals.benchmark.settings import PanelSettings
-    from outrider.train.models import StartElsewhere, StartLearner
+    from outrider.evals.benchmark.settings import EvalTasksSettings
+    from outrider.train.models import StartLearner, StartRemote
     from outrider.train.settings import RunSettings
 
 Recipe: TypeAlias = "str | Path | Mapping[str, Any] | RunSettings"
@@ -68,17 +68,17 @@ def train(
     """
     plugins |= {"environment": environment, "algorithm": algorithm, "engine": engine}
     progress = progress or _default_progress()
-    with _standing_in(plugins) as sections:
+    with _plugin_sections(plugins) as sections:
         if (recipe is None) == (resume is None):
             raise ConfigError("give a recipe for a new run, or --resume RUN to continue one")
         if resume is not None:
-            for name, one in plugins.items():
-                if isinstance(one, str | Mapping):
+            for name, value in plugins.items():
+                if isinstance(value, str | Mapping):
                     raise ConfigError(f"a resumed run keeps its {name}: only an object may be given again")
             return _resume(Path(resume), run, overrides, progress, changed_plugins, on_start, sections)
         assert recipe is not None
         settings = run_settings(recipe, overrides=overrides, sections=sections)
-        folder = _require_possible(run, settings)
+        folder = _validate_run(run, settings)
         from outrider.train.launch import run_training  # torch, which takes longer than all that came before
         from outrider.train.state.run_directory import RunDirectory
 
@@ -88,8 +88,8 @@ def train(
                 opened,
                 progress=progress,
                 on_start=stop,
-                start=_learner_of(settings),
-                spread=_elsewhere_of(settings),
+                start_learner=_learner_factory(settings),
+                start_remote=_remote_factory(settings),
             )
     return load_run(folder)
 
@@ -97,7 +97,7 @@ def train(
 def _default_progress() -> Progress:
     """Lines in a notebook, whose reader sees nothing else of the run; else nothing, as a library does."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    names = {one.__name__ for one in type(shell).__mro__}
+    names = {base.__name__ for base in type(shell).__mro__}
     return "plain" if "ZMQInteractiveShell" in names else "none"
 
 
@@ -110,9 +110,9 @@ def _stopping(folder: Path, on_start: OnStart | None) -> Iterator[OnStart]:
         yield on_start
         return
     with ExitStack() as installed:
-        asked: list[Event] = []
-        yield lambda request_stop: asked.append(installed.enter_context(interruption_asks(request_stop)))
-    if any(one.is_set() for one in asked):
+        events: list[Event] = []
+        yield lambda request_stop: events.append(installed.enter_context(stop_on_interrupt(request_stop)))
+    if any(event.is_set() for event in events):
         raise KeyboardInterrupt(
             f"finished steps are in {folder}; continue with outrider.train(resume={str(folder)!r})"
         )
@@ -131,12 +131,12 @@ def _resume(
 
     if run is not None:
         raise ConfigError("a resumed run keeps its model and its directory")
-    opened = RunDirectory.open(folder, overrides, takes_plugins=changed_plugins)
+    opened = RunDirectory.open(folder, overrides, allow_changed_plugins=changed_plugins)
     try:
         _require_same_objects(opened[1], again)
         # demonstrations and initial weights have been read, a buffer has been copied
         for name in ("environment", "engine"):
-            require_paths(getattr(opened[1], name), searched(), prefix=f"{name}.")
+            require_paths(getattr(opened[1], name), search_folders(), prefix=f"{name}.")
     except OutriderError:
         opened[0].release()
         raise
@@ -147,13 +147,13 @@ def _resume(
             opened,
             progress=progress,
             on_start=stop,
-            start=_learner_of(opened[1]),
-            spread=_elsewhere_of(opened[1]),
+            start_learner=_learner_factory(opened[1]),
+            start_remote=_remote_factory(opened[1]),
         )
     return load_run(folder)
 
 
-def _learner_of(settings: "RunSettings") -> "StartLearner":
+def _learner_factory(settings: "RunSettings") -> "StartLearner":
     """What makes the learner: Ray is loaded where several processes train, and nowhere else."""
     if settings.has_ranks:
         from outrider.scale.start import sharded_learner
@@ -164,7 +164,7 @@ def _learner_of(settings: "RunSettings") -> "StartLearner":
     return local_learner
 
 
-def _elsewhere_of(settings: "RunSettings") -> "StartElsewhere | None":
+def _remote_factory(settings: "RunSettings") -> "StartRemote | None":
     """What plays in other processes, where any does."""
     if not settings.cluster.is_remote:
         return None
@@ -213,7 +213,7 @@ def evaluate(
     """
     plugins |= {"environment": environment, "algorithm": algorithm, "engine": engine}
     progress = progress or _default_progress()
-    with _standing_in(plugins) as sections:
+    with _plugin_sections(plugins) as sections:
         settings = evaluation_settings(
             recipe,
             overrides=overrides,
@@ -222,7 +222,7 @@ def evaluate(
             method=method,
             sections=sections,
         )
-        folder = _require_possible(run, settings)
+        folder = _validate_run(run, settings)
         from outrider.train.state.run_directory import RunDirectory
 
         if settings.evaluation.num_trials:
@@ -238,7 +238,7 @@ def evaluate(
 
 
 def evaluate_tasks(
-    settings: "PanelSettings", *, run: str | Path | None, progress: Progress | None = None
+    settings: "EvalTasksSettings", *, run: str | Path | None, progress: Progress | None = None
 ) -> int:
     """Evaluate on named task sets or an environment's own tasks (docs/evaluation.md); 0 where all was
     scored."""
@@ -255,7 +255,7 @@ def evaluate_tasks(
 def load_run(path: str | Path) -> Run:
     """A run directory: its settings, metrics, evaluations and traces. Raises DataError where there is
     none."""
-    return Run.of(Path(path))
+    return Run.from_path(Path(path))
 
 
 def run_settings(
@@ -265,18 +265,18 @@ def run_settings(
     sections: Mapping[str, Any] | None = None,
 ) -> "RunSettings":
     """The checked settings of a recipe. Raises ConfigError."""
-    from outrider.algorithms.common.loss_settings import in_todays_keys
+    from outrider.algorithms.common.loss_settings import migrate_keys
     from outrider.train.settings import RunSettings
     from outrider.train.state.recorded import RECORD
 
     if isinstance(recipe, str | Path):
         file = Path(recipe)
         # What a run wrote down is a recipe, too; it may be of an earlier version.
-        respelled = in_todays_keys if file.name == RECORD else None
+        respelled = migrate_keys if file.name == RECORD else None
         return load_settings(
             RunSettings, file=file, overrides=overrides, sections=sections, respelled=respelled
         )
-    search_in(Path.cwd())
+    add_search_folder(Path.cwd())
     tree = recipe.model_dump() if isinstance(recipe, Settings) else dict(recipe)
     return load_settings(RunSettings, file=None, overrides=overrides, sections={**tree, **(sections or {})})
 
@@ -299,29 +299,29 @@ def evaluation_settings(
         key, _, value = override.partition("=")
         if value.strip() != own.get(key.strip(), value.strip()):
             raise ConfigError(f"an evaluation has {key}={own[key.strip()]}: leave {override!r} out")
-    given_ = [*_EVALUATION, *overrides]
+    all_overrides = [*_EVALUATION, *overrides]
     if checkpoint is not None:
-        given_.append(f"model.initial_checkpoint={checkpoint}")
+        all_overrides.append(f"model.initial_checkpoint={checkpoint}")
     if num_trials is not None:
-        given_ += [f"evaluation.num_trials={num_trials}", f"evaluation.memory={method}"]
-    return run_settings(recipe, overrides=given_, sections=sections)
+        all_overrides += [f"evaluation.num_trials={num_trials}", f"evaluation.memory={method}"]
+    return run_settings(recipe, overrides=all_overrides, sections=sections)
 
 
 @contextmanager
-def _standing_in(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _plugin_sections(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The sections of a recipe that objects, names and tables stand for."""
     if unknown := [name for name in plugins if name not in _KINDS]:
         raise ConfigError(f"there is no section {unknown[0]!r} for a plug-in: {', '.join(_KINDS)}")
-    chosen = {name: one for name, one in plugins.items() if one is not None}
-    objects = {_KINDS[name]: one for name, one in chosen.items() if not isinstance(one, str | Mapping)}
-    with given(objects) as stand_ins:
-        named = {name: {"type": one} for name, one in chosen.items() if isinstance(one, str)}
-        tables = {name: dict(one) for name, one in chosen.items() if isinstance(one, Mapping)}
-        made = {name: stand_ins[kind] for name, kind in _KINDS.items() if kind in stand_ins}
-        yield named | tables | made
+    chosen = {name: value for name, value in plugins.items() if value is not None}
+    objects = {_KINDS[name]: value for name, value in chosen.items() if not isinstance(value, str | Mapping)}
+    with substitute(objects) as object_sections:
+        name_sections = {name: {"type": value} for name, value in chosen.items() if isinstance(value, str)}
+        tables = {name: dict(value) for name, value in chosen.items() if isinstance(value, Mapping)}
+        instances = {name: object_sections[kind] for name, kind in _KINDS.items() if kind in object_sections}
+        yield name_sections | tables | instances
 
 
-def _require_possible(run: str | Path | None, settings: "RunSettings") -> Path:
+def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
     """Refuses, before torch is imported, what can be refused without it; the new folder."""
     from outrider.engines.model_names import require_known_model
     from outrider.train.data.no_expert import require_experts
@@ -331,7 +331,7 @@ def _require_possible(run: str | Path | None, settings: "RunSettings") -> Path:
     require_free(folder)
     require_kinds(settings)
     require_experts(settings)
-    require_paths(settings, searched())
+    require_paths(settings, search_folders())
     require_known_model(settings.model.name)
     return folder
 

@@ -178,12 +178,12 @@ def append(path: Path, content: bytes) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        append_to(descriptor, content)
+        append_bytes(descriptor, content)
     finally:
         os.close(descriptor)
 
 
-def append_to(descriptor: int, content: bytes) -> None:
+def append_bytes(descriptor: int, content: bytes) -> None:
     """Add to the end of an open file, and force it to disk: all of it, or an OSError and nothing."""
     size = os.fstat(descriptor).st_size
     rest = memoryview(content)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from outrider.commands import make_parser
 from outrider.errors import ConfigError, OutriderError
-from outrider.printing import say
-from outrider.stopping import is_interruption, lost_interruptions_return, second_signal_ends
+from outrider.printing import print_lines
+from outrider.stopping import exit_on_second_signal, is_interruption, reraise_lost_interrupts
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -22,25 +22,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     parsed = None
     try:
-        parsed = _parsed(arguments)
+        parsed = _parse_arguments(arguments)
         command: Command = parsed.command
-        with second_signal_ends(_how_to_go_on(parsed)), lost_interruptions_return():
+        with exit_on_second_signal(_resume_hint(parsed)), reraise_lost_interrupts():
             return command(parsed)
     except (Exception, KeyboardInterrupt) as error:
         if is_interruption(error):
-            told, status = f"interrupted{_how_to_go_on(parsed) if parsed is not None else ''}", 130
+            message, status = f"interrupted{_resume_hint(parsed) if parsed is not None else ''}", 130
         elif isinstance(error, OutriderError):
-            told, status = str(error), 2 if isinstance(error, ConfigError) else 1
+            message, status = str(error), 2 if isinstance(error, ConfigError) else 1
         elif isinstance(error, OSError):  # a full disk, a folder without permission
-            where = f": {error.filename}" if error.filename else ""
-            told, status = f"{error.strerror or error}{where}", 1
+            suffix = f": {error.filename}" if error.filename else ""
+            message, status = f"{error.strerror or error}{suffix}", 1
         else:
             raise
-    say(f"outrider: {told}", to_stderr=True)
+    print_lines(f"outrider: {message}", to_stderr=True)
     return status
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Ends the process with status 2 for arguments that no command takes."""
     parser = make_parser()
     parsed, rest = parser.parse_known_args(arguments)
@@ -53,8 +53,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def _how_to_go_on(parsed: argparse.Namespace) -> str:
+def _resume_hint(parsed: argparse.Namespace) -> str:
     """The end of the line about an interruption; empty where the command does not go on."""
-    told: str = parsed.interrupted
+    template: str = parsed.interrupted
     run = vars(parsed).get("resume") or vars(parsed).get("run")
-    return told.replace("{run}", shlex.quote(str(run or "RUN")))
+    return template.replace("{run}", shlex.quote(str(run or "RUN")))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from outrider.config_paths import absolute_paths
 from outrider.config_problems import problem_line
 from outrider.errors import ConfigError
-from outrider.plugins.imports import import_target, search_in
+from outrider.plugins.imports import add_search_folder, import_target
 
 if TYPE_CHECKING:
     from outrider.plugins.origin import Origin
@@ -52,7 +52,7 @@ class Settings(BaseModel):
         """
         return {}
 
-    def named(self) -> Mapping[str, Callable[[], object]]:
+    def reference_checks(self) -> Mapping[str, Callable[[], object]]:
         """Fields that name what others have made, each with what raises ConfigError unless that is there.
         ``--dry-run`` calls them: they import, and start nothing.
         """
@@ -93,8 +93,8 @@ class Settings(BaseModel):
         return filled
 
 
-def _merged(own: "Settings", given: Mapping[str, Any], annotation: Any) -> dict[str, Any]:
-    """``given`` over what the default ``own`` sets, section by section.
+def _merged(own: "Settings", table: Mapping[str, Any], annotation: Any) -> dict[str, Any]:
+    """``table`` over what the default ``own`` sets, section by section.
 
     Only what ``own`` names itself: the rest are defaults of its class, which may follow from others. A
     section of another ``type`` or ``preset`` is taken as it is, and so is one of a union that nothing tells
@@ -102,16 +102,16 @@ def _merged(own: "Settings", given: Mapping[str, Any], annotation: Any) -> dict[
     """
     fields = type(own).model_fields
     choices = {"type", "preset"} & fields.keys()
-    if any(given.get(key, getattr(own, key)) != getattr(own, key) for key in choices):
-        return dict(given)
+    if any(table.get(key, getattr(own, key)) != getattr(own, key) for key in choices):
+        return dict(table)
     if any(field.alias for field in fields.values()) or (
         "type" not in choices and len(list(_sections(annotation))) > 1
     ):
-        return dict(given)
+        return dict(table)
     merged = {key: getattr(own, key) for key in own.model_fields_set}
     if "type" in choices:
         merged["type"] = getattr(own, "type")  # noqa: B009 a field that not every section has
-    for key, value in given.items():
+    for key, value in table.items():
         inner = getattr(own, key, None) if key in fields else None
         if isinstance(value, Mapping) and isinstance(inner, Settings):
             merged[key] = _merged(inner, value, fields[key].annotation)
@@ -148,7 +148,7 @@ def load_settings(
     """
     tree: dict[str, Any] = {}
     if file is not None:
-        search_in(file.parent)  # a recipe may name a class of a module beside it
+        add_search_folder(file.parent)  # a recipe may name a class of a module beside it
         try:
             tree = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
@@ -171,14 +171,14 @@ def _folders(
     by command or from Python in the current folder first.
     """
     current = Path.cwd()
-    beside = current if file is None else file.absolute().parent
-    by_hand = {override.partition("=")[0].strip() for override in overrides} | sections.keys()
+    recipe_folder = current if file is None else file.absolute().parent
+    manual_keys = {override.partition("=")[0].strip() for override in overrides} | sections.keys()
 
-    def of_key(key: str) -> Sequence[Path]:
-        is_by_hand = any(key == one or key.startswith(f"{one}.") for one in by_hand)
-        return (current, beside) if is_by_hand else (beside, current)
+    def search_folders(key: str) -> Sequence[Path]:
+        is_manual = any(key == prefix or key.startswith(f"{prefix}.") for prefix in manual_keys)
+        return (current, recipe_folder) if is_manual else (recipe_folder, current)
 
-    return of_key
+    return search_folders
 
 
 def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
@@ -189,7 +189,7 @@ def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
         raise ConfigError("; ".join(problem_line(kind, item, tree) for item in error.errors())) from error
 
 
-def value_of(raw: str) -> Any:
+def parse_value(raw: str) -> Any:
     """The value of an override: TOML, and where that fails a plain string."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
@@ -202,7 +202,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     parts = path.strip().split(".")
     if not separator or not all(parts):
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
-    value = value_of(raw)
+    value = parse_value(raw)
     for part in parts[:-1]:
         child = tree.setdefault(part, {})
         if not isinstance(child, dict):

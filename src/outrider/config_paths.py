@@ -26,9 +26,9 @@ def absolute_paths(settings: SettingsT, folders: Folders, prefix: str = "") -> S
     tree: Any = settings  # outrider.config needs this module, so that its class cannot be named here
     changed: dict[str, Any] = {}
     for name, value in tree:
-        found = _absolute(value, f"{prefix}{name}", folders, is_input=tree.names_path(name))
-        if found is not value:
-            changed[name] = found
+        absolute = _absolute(value, f"{prefix}{name}", folders, is_input=tree.names_path(name))
+        if absolute is not value:
+            changed[name] = absolute
     return tree.model_copy(update=changed) if changed else settings
 
 
@@ -36,21 +36,21 @@ def _absolute(value: Any, key: str, folders: Folders, *, is_input: bool) -> Any:
     if hasattr(value, "names_path"):
         return absolute_paths(value, folders, f"{key}.")
     if isinstance(value, tuple):
-        items = [_absolute(one, f"{key}.{n}", folders, is_input=False) for n, one in enumerate(value)]
-        return tuple(items) if any(one is not old for one, old in zip(items, value, strict=True)) else value
+        items = [_absolute(item, f"{key}.{n}", folders, is_input=False) for n, item in enumerate(value)]
+        return tuple(items) if any(item is not old for item, old in zip(items, value, strict=True)) else value
     if is_dataclass(value) and not isinstance(value, type):
-        paths = {one.name: getattr(value, one.name) for one in fields(value)}
-        found = {
+        paths = {item.name: getattr(value, item.name) for item in fields(value)}
+        located = {
             name: _absolute(path, f"{key}.{name}", folders, is_input=False)
             for name, path in paths.items()
             if isinstance(path, Path)
         }
-        return replace(value, **found) if any(found[name] != paths[name] for name in found) else value
+        return replace(value, **located) if any(located[name] != paths[name] for name in located) else value
     if isinstance(value, Path):
         return _located(value, key, folders, is_input=is_input)
     if is_input and isinstance(value, str):
-        found_path = _located(Path(value), key, folders, is_input=True)
-        return str(found_path) if found_path.is_absolute() else value
+        located_path = _located(Path(value), key, folders, is_input=True)
+        return str(located_path) if located_path.is_absolute() else value
     return value
 
 
@@ -59,14 +59,14 @@ def _located(path: Path, key: str, folders: Folders, *, is_input: bool) -> Path:
         path = path.expanduser()
     if path.is_absolute():
         return path
-    there = [folder.absolute() / path for folder in folders(key) if (folder / path).exists()]
-    if not there:
+    existing = [folder.absolute() / path for folder in folders(key) if (folder / path).exists()]
+    if not existing:
         return path if is_input else Path.cwd() / path
-    others = [one for one in there[1:] if not one.samefile(there[0])]
-    if others and (key, there[0]) not in _reported:
-        _reported.add((key, there[0]))
-        logging.getLogger(__name__).warning("%s: %s is used, not %s", key, there[0], others[0])
-    return there[0]
+    others = [other for other in existing[1:] if not other.samefile(existing[0])]
+    if others and (key, existing[0]) not in _reported:
+        _reported.add((key, existing[0]))
+        logging.getLogger(__name__).warning("%s: %s is used, not %s", key, existing[0], others[0])
+    return existing[0]
 
 
 def require_paths(settings: Any, folders: Sequence[Path], *, prefix: str = "") -> None:
@@ -93,12 +93,12 @@ def shown_path(path: Path) -> str:
 
 
 def _inputs(settings: Any, prefix: str) -> Iterator[tuple[str, Path]]:
-    idle = settings.idle()
+    unused = settings.idle()
     for name, value in settings:
-        if name in idle:
+        if name in unused:
             continue
         if name in settings.input_paths and value is not None:
             yield f"{prefix}{name}", Path(value)
-        for number, one in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
-            if hasattr(one, "names_path") and not getattr(one, "makes_tasks", False):
-                yield from _inputs(one, f"{prefix}{name}{'' if number is None else f'.{number}'}.")
+        for number, item in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
+            if hasattr(item, "names_path") and not getattr(item, "makes_tasks", False):
+                yield from _inputs(item, f"{prefix}{name}{'' if number is None else f'.{number}'}.")

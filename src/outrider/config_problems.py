@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Protocol, get_args, get_origin
 from pydantic import BaseModel
 
 from outrider.errors import ConfigError
-from outrider.near import did_you_mean, near_match
+from outrider.near import closest_match, did_you_mean
 
 _NO_SECTION = {"model_attributes_type", "model_type", "dict_type"}
 _NO_LIST = {"tuple_type", "list_type"}
@@ -65,32 +65,32 @@ class _Choice:
 def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = None) -> str:
     """One error of pydantic about ``tree``, a tree of ``kind``, as ``path: what is wrong``."""
     path, sections, choices = _locate(kind, item["loc"])
-    where, text = ".".join(path), item["msg"].removeprefix("Value error, ")
+    location, text = ".".join(path), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "extra_forbidden":
-            is_owned = any(_owned(choice, path) for choice in choices)  # another type has this key
+            is_owned = any(_describe_owner(choice, path) for choice in choices)  # another type has this key
             explained = None if is_owned else _EXPLAINED.get(path[-1])
-            text = f"unknown key{explained or _meant(kind, path, sections, choices, tree)}"
+            text = f"unknown key{explained or _suggest(kind, path, sections, choices, tree)}"
         case "union_tag_invalid":
             known = [name.strip(" '") for name in item["ctx"]["expected_tags"].split(",")]
             tag = item["ctx"]["tag"]
             text = f"there is no {tag!r}{did_you_mean(tag, known)} (one of {', '.join(known)})"
-            where = f"{where}.{_discriminator(item)}"
+            location = f"{location}.{_discriminator(item)}"
         case "union_tag_not_found":
-            text, where = "is missing", f"{where}.{_discriminator(item)}"
+            text, location = "is missing", f"{location}.{_discriminator(item)}"
         case "literal_error" if isinstance(item["input"], str):
             text += did_you_mean(item["input"], re.findall(r"'([^']+)'", item["ctx"]["expected"]))
         case "plugin_name" if not isinstance(item["input"], str):
-            where = f"{where}.type"
-        case kind_of_error if kind_of_error in _NO_LIST and not isinstance(item["input"], Mapping):
-            text = f'needs a list, such as {where}=["{item["input"]}"]'
-        case kind_of_error if kind_of_error in _NO_LIST:
+            location = f"{location}.type"
+        case error_type if error_type in _NO_LIST and not isinstance(item["input"], Mapping):
+            text = f'needs a list, such as {location}=["{item["input"]}"]'
+        case error_type if error_type in _NO_LIST:
             text = f"is a list and has no keys ({', '.join(map(str, item['input']))})"[:200]
-        case kind_of_error if kind_of_error in _NO_SECTION and where:
+        case error_type if error_type in _NO_SECTION and location:
             text = f"is a section with keys of its own, not {item['input']!r}"[:200]
         case "string_type" if isinstance(item["input"], Mapping):
             text = f"is a string and has no keys ({', '.join(map(str, item['input']))})"[:200]
-    return f"{where}: {text}" if where else str(text)
+    return f"{location}: {text}" if location else str(text)
 
 
 def _discriminator(item: Mapping[str, Any]) -> str:
@@ -110,13 +110,21 @@ def _locate(
     marker: _Marker | None = None
     for part in loc:
         if marker is not None and isinstance(part, str):  # the plug-in's name, which is no key
-            others = {_type_of(one): one for one in marker.built_in() if _type_of(one) != part}
+            others = {
+                _type_value(member): member
+                for member in marker.builtin_classes()
+                if _type_value(member) != part
+            }
             choices.append(_Choice(len(path), part, others))
-            sections, marker = [marker.class_of(part)], None
+            sections, marker = [marker.settings_class(part)], None
             continue
         chosen = [section for section in sections if part in _tags(section)] if len(sections) > 1 else []
         if chosen:
-            others = {_type_of(one): one for one in sections if one not in chosen and _type_of(one)}
+            others = {
+                _type_value(member): member
+                for member in sections
+                if member not in chosen and _type_value(member)
+            }
             choices.append(_Choice(len(path), str(part), others))
             sections = chosen
             continue
@@ -124,22 +132,22 @@ def _locate(
         if isinstance(part, str):
             parents = sections
             marker = next(
-                (found for section in sections if (found := _marker(section, part)) is not None), None
+                (candidate for section in sections if (candidate := _marker(section, part)) is not None), None
             )
-            sections = [one for section in sections for one in _sections_of(section, part)]
+            sections = [member for section in sections for member in _child_sections(section, part)]
     return path, parents, choices
 
 
-def _type_of(section: type[BaseModel]) -> str:
+def _type_value(section: type[BaseModel]) -> str:
     """The value of ``type`` that selects a section; empty if nothing does."""
     field = section.model_fields.get("type")
     values = get_args(field.annotation) if field is not None else ()
     return str(values[0]) if len(values) == 1 else ""
 
 
-def _sections_of(section: type[BaseModel], key: str) -> list[type[BaseModel]]:
+def _child_sections(section: type[BaseModel], key: str) -> list[type[BaseModel]]:
     if (marker := _marker(section, key)) is not None:
-        return list(marker.built_in())
+        return list(marker.builtin_classes())
     field = section.model_fields.get(key)
     return [] if field is None else list(_members(field.annotation))
 
@@ -163,9 +171,9 @@ def _tags(section: type[BaseModel]) -> set[str]:
 class _Marker(Protocol):
     """Mark of :mod:`outrider.plugins.fields` on a field whose class the recipe names."""
 
-    def class_of(self, name: str) -> type[BaseModel]: ...
+    def settings_class(self, name: str) -> type[BaseModel]: ...
 
-    def built_in(self) -> Sequence[type[BaseModel]]: ...
+    def builtin_classes(self) -> Sequence[type[BaseModel]]: ...
 
 
 def _marker(section: type[BaseModel], key: str) -> _Marker | None:
@@ -175,12 +183,12 @@ def _marker(section: type[BaseModel], key: str) -> _Marker | None:
 
 def _markers(parts: Iterable[Any]) -> Iterator[_Marker]:
     for part in parts:
-        if hasattr(part, "class_of"):
+        if hasattr(part, "settings_class"):
             yield part
         yield from _markers(get_args(part))
 
 
-def _meant(
+def _suggest(
     kind: type[BaseModel],
     path: list[str],
     sections: Sequence[type[BaseModel]],
@@ -195,42 +203,46 @@ def _meant(
     names = {name for section in sections for name in section.model_fields}
     if similar := _similar(kind, path, choices, tree):
         return f", did you mean {' or '.join(similar)}?"
-    elsewhere = _of_that_name(kind, path, tree)
+    same_name = _same_name_keys(kind, path, tree)
     section = f"{'.'.join(path[: choices[-1].depth])}." if choices else ""
-    if section and (near := [other for other in elsewhere if other.startswith(section)]):
-        return f", did you mean {' or '.join(near[:2])}?"
-    if owned := next((told for choice in reversed(choices) if (told := _owned(choice, path))), ""):
-        return f": {owned}{f'; did you mean {elsewhere[0]}?' if elsewhere else ''}"
+    if section and (siblings := [other for other in same_name if other.startswith(section)]):
+        return f", did you mean {' or '.join(siblings[:2])}?"
+    if owner_hint := next(
+        (hint for choice in reversed(choices) if (hint := _describe_owner(choice, path))), ""
+    ):
+        return f": {owner_hint}{f'; did you mean {same_name[0]}?' if same_name else ''}"
     longer = sorted(name for name in names if key in name.split("_"))
-    found = near_match(key, names, cutoff=_SURE) or (longer[0] if len(longer) == 1 else None)
-    if found is None and elsewhere:
-        return f", did you mean {' or '.join(elsewhere[:2])}?"
-    if (found := found or near_match(key, names)) is not None:
-        return f", did you mean {'.'.join([*above, found])}?"
-    return next((f", {told}" for choice in reversed(choices) if (told := _near_owned(choice, path))), "")
+    match = closest_match(key, names, cutoff=_SURE) or (longer[0] if len(longer) == 1 else None)
+    if match is None and same_name:
+        return f", did you mean {' or '.join(same_name[:2])}?"
+    if (match := match or closest_match(key, names)) is not None:
+        return f", did you mean {'.'.join([*above, match])}?"
+    return next(
+        (f", {hint}" for choice in reversed(choices) if (hint := _describe_similar_key(choice, path))), ""
+    )
 
 
 def _similar(kind: type[BaseModel], path: Sequence[str], choices: Sequence[_Choice], tree: Any) -> list[str]:
     """Keys of this configuration for a common name of other libraries; none if another type of the section
     has a key of this name.
     """
-    if path[-1] not in _SIMILAR or any(_owned(choice, path) for choice in choices):
+    if path[-1] not in _SIMILAR or any(_describe_owner(choice, path) for choice in choices):
         return []
     known = set(_paths(kind, tree, ""))
     return [one for one in _SIMILAR[path[-1]] if one in known]
 
 
-def _of_that_name(kind: type[BaseModel], path: Sequence[str], tree: Any) -> list[str]:
+def _same_name_keys(kind: type[BaseModel], path: Sequence[str], tree: Any) -> list[str]:
     """Other keys with the same last part, those of every run before those of one plug-in."""
-    found = {
+    keys = {
         other
         for other in _paths(kind, tree, "")
         if other.rpartition(".")[2] == path[-1] and other != ".".join(path)
     }
-    return sorted(found, key=lambda other: (other.count("."), other))
+    return sorted(keys, key=lambda other: (other.count("."), other))
 
 
-def _owned(choice: _Choice, path: Sequence[str]) -> str:
+def _describe_owner(choice: _Choice, path: Sequence[str]) -> str:
     """The other types of a section that have this key: at the same place or, if none has, elsewhere in the
     section.
     """
@@ -238,23 +250,23 @@ def _owned(choice: _Choice, path: Sequence[str]) -> str:
     if owners := [name for name, section in choice.others.items() if _has(section, rest)]:
         return f"{'.'.join(rest)} belongs to {_types(owners)}, yours is {choice.name}"
     deeper = {
-        name: found
+        name: keys
         for name, section in choice.others.items()
-        if (found := sorted(one for one in _paths(section, None, "") if one.rpartition(".")[2] == rest[-1]))
+        if (keys := sorted(key for key in _paths(section, None, "") if key.rpartition(".")[2] == rest[-1]))
     }
     if not deeper or len(rest) > 1:
         return ""
-    name = min(deeper, key=lambda one: deeper[one][0].count("."))
+    name = min(deeper, key=lambda key: deeper[key][0].count("."))
     return f"{deeper[name][0]} belongs to {_types([name])}, yours is {choice.name}"
 
 
-def _near_owned(choice: _Choice, path: Sequence[str]) -> str:
+def _describe_similar_key(choice: _Choice, path: Sequence[str]) -> str:
     """A mistyped key of another type."""
     rest = path[choice.depth :]
     for name, section in choice.others.items():
-        found = near_match(rest[-1], section.model_fields, cutoff=_SURE) if len(rest) == 1 else None
-        if found is not None:
-            return f"did you mean {found}? It belongs to {_types([name])}, yours is {choice.name}"
+        match = closest_match(rest[-1], section.model_fields, cutoff=_SURE) if len(rest) == 1 else None
+        if match is not None:
+            return f"did you mean {match}? It belongs to {_types([name])}, yours is {choice.name}"
     return ""
 
 
@@ -267,10 +279,10 @@ def _has(section: type[BaseModel], keys: Sequence[str]) -> bool:
     """Whether a dotted key leads somewhere below a section."""
     sections = [section]
     for number, key in enumerate(keys):
-        if not any(key in one.model_fields for one in sections):
+        if not any(key in candidate.model_fields for candidate in sections):
             return False
         if number + 1 < len(keys):
-            sections = [inner for one in sections for inner in _sections_of(one, key)]
+            sections = [inner for candidate in sections for inner in _child_sections(candidate, key)]
     return True
 
 
@@ -281,8 +293,8 @@ def _paths(section: type[BaseModel], tree: Any, prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}"
         inner = tree.get(name) if isinstance(tree, Mapping) else None
-        for one in _chosen_sections(section, name, inner, field.default):
-            yield from _paths(one, inner, f"{prefix}{name}.")
+        for child in _chosen_sections(section, name, inner, field.default):
+            yield from _paths(child, inner, f"{prefix}{name}.")
 
 
 def _chosen_sections(
@@ -294,11 +306,11 @@ def _chosen_sections(
         if not isinstance(chosen, str):
             return [type(default)] if isinstance(default, BaseModel) else []
         try:
-            return [marker.class_of(chosen)]
+            return [marker.settings_class(chosen)]
         except ConfigError:  # an unknown name is an error of its own
             return []
-    members = _sections_of(section, name)
+    members = _child_sections(section, name)
     if len(members) < 2:
         return members
-    wanted = chosen if isinstance(chosen, str) else getattr(default, "type", None)
-    return [one for one in members if _type_of(one) == wanted] or members
+    selected = chosen if isinstance(chosen, str) else getattr(default, "type", None)
+    return [member for member in members if _type_value(member) == selected] or members

@@ -77,14 +77,14 @@ class ClusterFault(OutriderError):
     """
 
 
-class ProcessGone(ClusterFault):
-    """The process ``who`` (``engine 1``, ``rollout worker 0``) is dead, or silent (``is_silent``): another
+class ProcessLost(ClusterFault):
+    """The process ``process`` (``engine 1``, ``rollout worker 0``) is dead, or silent (``is_silent``): another
     one may take its place.
     """
 
-    def __init__(self, message: str, who: str, is_silent: bool = False) -> None:
-        super().__init__(message, who, is_silent)  # what pickle makes it of again
-        self.who = who
+    def __init__(self, message: str, process: str, is_silent: bool = False) -> None:
+        super().__init__(message, process, is_silent)  # what pickle makes it of again
+        self.process = process
         self.is_silent = is_silent
         self.is_charged = True  # whether its repair counts in cluster.max_restarts
 

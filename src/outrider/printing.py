@@ -16,7 +16,7 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def say(*lines: str, to_stderr: bool = False) -> None:
+def print_lines(*lines: str, to_stderr: bool = False) -> None:
     """Print each on a line of its own, whatever it holds; tables go through
     :class:`outrider.terminal.Terminal`.
     """
@@ -45,7 +45,7 @@ def is_graded(share: float, mean_return: float | None) -> bool:
     return mean_return is not None and math.isfinite(mean_return) and abs(mean_return - share) > _SAME
 
 
-def beside_score(share: float, mean_return: float | None) -> str:
+def format_mean_return(share: float, mean_return: float | None) -> str:
     """The mean return to print behind a share of solved tasks, if it is another number: rewards may be
     graded, and then a share of 0 % hides what was learned.
     """

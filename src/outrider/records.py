@@ -17,12 +17,12 @@ SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record. ``place`` is ``file:line`` (JSONL, from 1) or ``file:row N`` (Parquet, from 0), for
+    """One record. ``location`` is ``file:line`` (JSONL, from 1) or ``file:row N`` (Parquet, from 0), for
     messages. ``unreadable`` names the types of columns that Python cannot have, such as dates in an unknown
     time zone; nothing is wrong with a file while nobody reads them.
     """
 
-    place: str
+    location: str
     values: Mapping[str, Json]
     unreadable: Mapping[str, str] = field(default_factory=dict)
 
@@ -32,11 +32,11 @@ class Row:
         """
         value: Json = dict(self.values)
         if (kind := self.unreadable.get(name.split(".")[0])) is not None:
-            raise DataError(f"{self.place}: column {name!r} cannot be read: it is of the type {kind}")
+            raise DataError(f"{self.location}: column {name!r} cannot be read: it is of the type {kind}")
         for part in name.split("."):
             if not isinstance(value, dict) or part not in value:
                 raise DataError(
-                    f"{self.place}: no column {name!r}; the row has {', '.join(sorted(self.values))}"
+                    f"{self.location}: no column {name!r}; the row has {', '.join(sorted(self.values))}"
                 )
             value = value[part]
         return value
@@ -46,7 +46,7 @@ class Row:
         value = self.get(name)
         if not isinstance(value, str) or not value.strip():
             raise DataError(
-                f"{self.place}: column {name!r} must hold a string that is not blank, got {value!r}"[:300]
+                f"{self.location}: column {name!r} must hold a string that is not blank, got {value!r}"[:300]
             )
         return value
 
@@ -78,7 +78,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
     for number, raw in enumerate(content.split(b"\n"), start=1):
         if not raw.strip():
             continue
-        place = f"{path}:{number}"
+        location = f"{path}:{number}"
         try:
             record = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
             if b"\\u" in raw:
@@ -87,26 +87,26 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         except UnicodeDecodeError as error:
             byte = f"byte 0x{raw[error.start]:02x} at position {error.start}"
             raise DataError(
-                f"{place}: malformed JSON: not UTF-8 text ({byte}); save the file as UTF-8"
+                f"{location}: malformed JSON: not UTF-8 text ({byte}); save the file as UTF-8"
             ) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: malformed JSON: {error}") from error
+            raise DataError(f"{location}: malformed JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(
-                f"{place}: malformed JSON: expected an object, got {type(record).__name__} "
+                f"{location}: malformed JSON: expected an object, got {type(record).__name__} "
                 "(a .jsonl file has one object per line)"
             )
-        yield Row(place=place, values=record)
+        yield Row(location=location, values=record)
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     """An object of JSON. Raises ValueError for a key that occurs twice: one of its values would be lost."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    record = dict(pairs)
+    if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r} occurs more than once in an object")
-    return found
+    return record
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -135,7 +135,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     ) as error:
         raise DataError(f"{path}: malformed Parquet: {' '.join(str(error).split())}"[:300]) from error
     for index, record in enumerate(records):
-        yield Row(place=f"{path}:row {index}", values=record, unreadable=unreadable)
+        yield Row(location=f"{path}:row {index}", values=record, unreadable=unreadable)
 
 
 def _unreadable(table: Any) -> list[str]:

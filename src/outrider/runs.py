@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import DataError
 from outrider.json_lines import parsed, whole_lines
-from outrider.watch.run_directory import told_of_tasks
+from outrider.watch.run_directory import task_evaluation_message
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,10 +25,12 @@ class Run:
     path: Path
 
     @classmethod
-    def of(cls, path: Path) -> "Run":
+    def from_path(cls, path: Path) -> "Run":
         """Raises DataError where no run directory is."""
         if not (path / "config.toml").is_file():
-            raise DataError(told_of_tasks(path) or f"{path} is no run directory: it has no config.toml")
+            raise DataError(
+                task_evaluation_message(path) or f"{path} is no run directory: it has no config.toml"
+            )
         return cls(path)
 
     def __repr__(self) -> str:
@@ -62,13 +64,13 @@ class Run:
         """One row per evaluation, in the order of play; the score with its 95 % interval in columns of their
         own."""
         rows = []
-        for one in self._lines("evaluations.jsonl"):
+        for record in self._lines("evaluations.jsonl"):
             scores = {
                 f"{name}.{part}": value
-                for name, found in one["metric"].items()
-                for part, value in found.items()
+                for name, interval in record["metric"].items()
+                for part, value in interval.items()
             }
-            rows.append({key: value for key, value in one.items() if not isinstance(value, dict)} | scores)
+            rows.append({key: value for key, value in record.items() if not isinstance(value, dict)} | scores)
         return _table(rows)
 
     def steps(self) -> tuple[int, ...]:
@@ -98,7 +100,7 @@ class Run:
         if step is not None:
             return read_rollouts(self.path, step_file(step))
         steps = sorted({*self.steps(), *StepFiles(self.path / ROLLOUTS).steps()})
-        tables = [read_rollouts(self.path, step_file(one)) for one in steps]
+        tables = [read_rollouts(self.path, step_file(training_step)) for training_step in steps]
         return pa.concat_tables(tables, promote_options="default") if tables else ROLLOUT_SCHEMA.empty_table()
 
     def evaluation_rollouts(self, number: int) -> "pa.Table":
@@ -135,9 +137,9 @@ class Run:
             with (self.path / "traces" / name).open("rb") as stream:
                 return pq.read_table(stream)
         except (OSError, pa.ArrowException) as error:
-            is_gone = isinstance(error, FileNotFoundError)
+            is_missing = isinstance(error, FileNotFoundError)
             reason = (
-                f"the file is missing{_never_written(name)}" if is_gone else str(error).partition("\n")[0]
+                f"the file is missing{_never_written(name)}" if is_missing else str(error).partition("\n")[0]
             )
             raise DataError(f"{name} cannot be read: {reason}") from error
 
@@ -158,6 +160,6 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> "pa.Table":
     """Columns in the order in which they first appear; a row without one has null there."""
     import pyarrow as pa
 
-    kept = list(rows)
-    names = dict.fromkeys(name for row in kept for name in row)
-    return pa.table({name: pa.array([row.get(name) for row in kept]) for name in names})
+    records = list(rows)
+    names = dict.fromkeys(name for row in records for name in row)
+    return pa.table({name: pa.array([row.get(name) for row in records]) for name in names})

@@ -22,14 +22,14 @@ from pydantic_core import SchemaError
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _REPEAT_S: Final = 0.1  # `timeout` signals its child and the child's group: one request, which comes twice
 _BEHIND_S: Final = 0.001  # what Python calls back ends within it, mostly; else once more
-_TELL_S: Final = 0.5  # a pipe that nobody reads must not hold up the end
+_MESSAGE_TIMEOUT_S: Final = 0.5  # a pipe that nobody reads must not hold up the end
 _SHOW_CURSOR: Final = b"\x1b[?25h"  # the live display has hidden it
 STOPPING: Final = "stopping (an update in flight ends first); Ctrl-C again ends at once"  # within 80 columns
-_TOLD: Final = (
+_STOP_MESSAGE: Final = (
     b"\noutrider: stopping (an update in flight ends first); what is finished goes into a checkpoint. "
     b"A second signal ends at once.\n"
 )
-_TOLD_PROGRAM: Final = (
+_INTERRUPT_MESSAGE: Final = (
     b"\noutrider: stopping (an update in flight ends first); what is finished goes into a checkpoint. "
     b"A second interruption ends the run at once.\n"
 )
@@ -38,31 +38,31 @@ _own: list[None] = []  # an element for every signal of ours on its way, which i
 
 
 @contextmanager
-def second_signal_ends(how_to_go_on: str) -> Iterator[None]:
+def exit_on_second_signal(resume_hint: str) -> Iterator[None]:
     """Within the block a second SIGINT or SIGTERM, whichever came first, ends the process with status 128 +
     its number.
 
     Nothing is cleaned up: what is on disk is what a kill leaves, and checkpoints are whole because they come
-    by a rename. ``how_to_go_on`` is told in the one line that is written. In another thread than the main
+    by a rename. ``resume_hint`` is told in the one line that is written. In another thread than the main
     one, which alone may listen to signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _own.clear()  # of a time when nobody listened
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(heard, how_to_go_on), daemon=True).start()
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(read_fd, resume_hint), daemon=True).start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(told)  # which ends the thread
+        os.close(write_fd)  # which ends the thread
 
 
 @contextmanager
-def lost_interruptions_return() -> Iterator[None]:
+def reraise_lost_interrupts() -> Iterator[None]:
     """Within the block a KeyboardInterrupt that Python would print and forget is raised again a moment later.
 
     It cannot raise one out of what it calls back itself: a finaliser, or the end of an import's lock, which
@@ -87,10 +87,10 @@ def lost_interruptions_return() -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _interrupt_again(lost_in: CodeType) -> None:
+def _interrupt_again(code: CodeType) -> None:
     """Once the main thread has left the hook, which would lose it too: on a busy machine it takes a while."""
     time.sleep(_BEHIND_S)
-    while _is_in(lost_in):
+    while _is_running(code):
         time.sleep(_BEHIND_S)
     _own.append(None)
     # A signal: interrupt_main() would not wake a main thread that waits for a lock or a socket. One of the
@@ -98,7 +98,7 @@ def _interrupt_again(lost_in: CodeType) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _is_in(code: CodeType) -> bool:
+def _is_running(code: CodeType) -> bool:
     """Whether the main thread runs it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code is not code:
@@ -120,7 +120,7 @@ def is_interruption(error: BaseException) -> bool:
     return False
 
 
-def cleared_before_the_end(clear: Callable[[], None]) -> Callable[[], None]:
+def clear_before_exit(clear: Callable[[], None]) -> Callable[[], None]:
     """Have a live display cleared before the line that a second signal writes, which it would draw over. What
     is returned takes that back.
 
@@ -131,23 +131,23 @@ def cleared_before_the_end(clear: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
-def first_signal_asks(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
+def stop_on_first_signal(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
     """Within the block the first SIGINT or SIGTERM calls ``request_stop``. The event tells of an interruption
     by SIGINT.
 
     The request runs in the signal handler: it must take no lock. Unless it returns True, for a display that
     says so itself, one line on stderr says what happens now.
     """
-    interrupted, asked = threading.Event(), threading.Event()
+    interrupted, stop_requested = threading.Event(), threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if stop_requested.is_set():
             return
-        asked.set()
+        stop_requested.set()
         if number == signal.SIGINT:
             interrupted.set()
         if request_stop() is not True:
-            os.write(2, _TOLD)
+            os.write(2, _STOP_MESSAGE)
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
@@ -158,34 +158,34 @@ def first_signal_asks(request_stop: Callable[[], object]) -> Iterator[threading.
 
 
 @contextmanager
-def interruption_asks(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
+def stop_on_interrupt(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
     """Within the block the first SIGINT calls ``request_stop``, and a second one raises KeyboardInterrupt, as
     it does without this: for a program or a notebook that goes on afterwards. The event tells of the first.
     In another thread than the main one, or where somebody else handles SIGINT, this does nothing.
     """
-    asked = threading.Event()
+    stop_requested = threading.Event()
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield asked
+        yield stop_requested
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if stop_requested.is_set():
             signal.default_int_handler(number, frame)
-        asked.set()
+        stop_requested.set()
         request_stop()
-        os.write(2, _TOLD_PROGRAM)
+        os.write(2, _INTERRUPT_MESSAGE)
 
     signal.signal(signal.SIGINT, handle)
     try:
-        yield asked
+        yield stop_requested
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _listen(heard: int, how_to_go_on: str) -> None:
+def _listen(read_fd: int, resume_hint: str) -> None:
     first: tuple[int, float] | None = None
-    with open(heard, "rb", buffering=0) as numbers:
+    with open(read_fd, "rb", buffering=0) as numbers:
         while read := numbers.read(1):
             number, now = read[0], time.monotonic()
             if number not in _SIGNALS:
@@ -196,15 +196,15 @@ def _listen(heard: int, how_to_go_on: str) -> None:
             if first is None:
                 first = number, now
             elif number != first[0] or now - first[1] > _REPEAT_S:
-                _end(number, how_to_go_on)
+                _end(number, resume_hint)
 
 
-def _end(number: int, how_to_go_on: str) -> None:
+def _end(number: int, resume_hint: str) -> None:
     # a lock of the display that is never freed costs its line only
-    for work in (_clear, lambda: _tell(how_to_go_on)):
+    for work in (_clear, lambda: _print_exit(resume_hint)):
         worker = threading.Thread(target=work, daemon=True)
         worker.start()
-        worker.join(_TELL_S)
+        worker.join(_MESSAGE_TIMEOUT_S)
     os._exit(128 + number)
 
 
@@ -213,7 +213,7 @@ def _clear() -> None:
         clear()
 
 
-def _tell(how_to_go_on: str) -> None:
+def _print_exit(resume_hint: str) -> None:
     if os.isatty(1):
         os.write(1, _SHOW_CURSOR)
-    os.write(2, f"\noutrider: ended at once by a second signal{how_to_go_on}\n".encode())
+    os.write(2, f"\noutrider: ended at once by a second signal{resume_hint}\n".encode())

@@ -71,7 +71,7 @@ class Node:
         return self.origin is Origin.POLICY
 
     @property
-    def takes_credit(self) -> bool:
+    def receives_advantages(self) -> bool:
         """Whether an update may train on these tokens: the policy's own, and a demonstrator's."""
         return self.origin is Origin.POLICY or self.origin is Origin.DEMONSTRATION
 
@@ -163,7 +163,7 @@ class Trace:
             )
         if parent is not None and not 0 <= parent < len(self.nodes):
             raise ValueError(f"parent {parent} is not in the trace")
-        if node.restarts and (parent is None or node.takes_credit):
+        if node.restarts and (parent is None or node.receives_advantages):
             raise ValueError("a context begins anew behind other nodes, with what the policy did not write")
         self.nodes.append(node)
         return node
@@ -192,7 +192,7 @@ class Trace:
         """All ids to the end of ``node_id`` from the root, or from where the context last began anew: the
         context that an engine sees.
         """
-        return tuple(token for node in samples_of(self.path(node_id))[-1] for token in node.token_ids)
+        return tuple(token for node in split_contexts(self.path(node_id))[-1] for token in node.token_ids)
 
     def number_by_rollout(self) -> None:
         """Give the nodes the order in which their rollouts would have been played one after the other.
@@ -233,7 +233,7 @@ def without_memory(path: Sequence[Node]) -> list[Node]:
     return [node for node in path if node.origin is not Origin.MEMORY]
 
 
-def samples_of(path: Sequence[Node]) -> list[Sequence[Node]]:
+def split_contexts(path: Sequence[Node]) -> list[Sequence[Node]]:
     """The contexts that a rollout was played in, in order: one, and another one wherever it began anew. They
     are the samples that an update computes; statistics count the rollout.
     """
@@ -242,20 +242,20 @@ def samples_of(path: Sequence[Node]) -> list[Sequence[Node]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedTurn:
+class PolicyTurn:
     """One policy turn of a path: the text that it acted on, and its node."""
 
     observation: str
     node: Node
 
 
-def played_turns(path: Sequence[Node]) -> list[PlayedTurn]:
+def policy_turns(path: Sequence[Node]) -> list[PolicyTurn]:
     """The policy's turns with the newest observation in front of each: the state it acted on."""
-    turns: list[PlayedTurn] = []
+    turns: list[PolicyTurn] = []
     observation = ""
     for node in path:
         if node.trainable:
-            turns.append(PlayedTurn(observation=observation, node=node))
+            turns.append(PolicyTurn(observation=observation, node=node))
         elif node.is_observation:
             observation = node.message.content
     return turns

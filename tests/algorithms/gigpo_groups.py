@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.algorithms.base import GroupCredit
+from outrider.algorithms.base import GroupAdvantages
 from outrider.algorithms.gigpo.algorithm import Gigpo, GigpoSettings
 from outrider.config import validate
 from outrider.trace import Leaf, Node, Trace
@@ -72,10 +72,10 @@ def play(episodes: Sequence[Episode]) -> tuple[Trace, list[list[Node]]]:
     return trace, turns
 
 
-def credited(episodes: Sequence[Episode], **chosen: Any) -> tuple[list[list[float]], GroupCredit]:
+def credited(episodes: Sequence[Episode], **chosen: Any) -> tuple[list[list[float]], GroupAdvantages]:
     """The credit of every turn through the public class, and what it reported."""
     trace, turns = play(episodes)
-    credit = Gigpo(validate(GigpoSettings, chosen)).credit(trace)
+    credit = Gigpo(validate(GigpoSettings, chosen)).assign_advantages(trace)
     values = []
     for own in turns:
         values.append([node.credit[0] for node in own if node.credit is not None])

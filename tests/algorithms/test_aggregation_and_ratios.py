@@ -23,7 +23,7 @@ from outrider.algorithms.common.ratios import ImportanceStats, log_ratio, shaped
 from outrider.algorithms.common.sampler_correction import correction_stats, sampler_weights_per_token
 from outrider.algorithms.rapo.formulas import retrieval_ratio_scale
 from outrider.train.update.metric_accumulator import MetricAccumulator
-from outrider.train.update.success_term import success_nll, success_weights
+from outrider.train.update.success_term import sft_loss, success_weights
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case
@@ -335,9 +335,9 @@ def test_the_likelihood_term_weighs_every_token_of_successful_rollouts_the_same_
     paths: Any = [SimpleNamespace(succeeded=success) for success in (True, False, True)]
     batches: Any = [
         SimpleNamespace(
-            rollout_index_T=torch.tensor([0, 1, 0]), is_foreign_T=torch.tensor([False, False, False])
+            rollout_index_T=torch.tensor([0, 1, 0]), is_off_policy_T=torch.tensor([False, False, False])
         ),
-        SimpleNamespace(rollout_index_T=torch.tensor([2, 2]), is_foreign_T=torch.tensor([True, False])),
+        SimpleNamespace(rollout_index_T=torch.tensor([2, 2]), is_off_policy_T=torch.tensor([True, False])),
     ]
     weights = success_weights(paths, batches)
     assert [each.tolist() for each in weights] == [
@@ -346,7 +346,7 @@ def test_the_likelihood_term_weighs_every_token_of_successful_rollouts_the_same_
     ]
     accumulator = MetricAccumulator()
     losses = [
-        success_nll(torch.tensor(each), own, accumulator)
+        sft_loss(torch.tensor(each), own, accumulator)
         for each, own in zip(([-1.0, -9.0, -2.0], [-9.0, -3.0]), weights, strict=True)
     ]
     assert sum(float(loss) for loss in losses) == pytest.approx(2.0)

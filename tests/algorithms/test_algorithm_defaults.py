@@ -30,7 +30,7 @@ class Page(Algorithm):
         self.modes = ("on_policy",) * 2
         self.asked: list[Any] = []
 
-    def credit(self, trace: Any) -> Any:
+    def assign_advantages(self, trace: Any) -> Any:
         self.asked.append(trace)
         return f"of {trace}"
 
@@ -43,7 +43,7 @@ def test_a_page_that_only_writes_advantages_has_everything_else() -> None:
     assert page.modes_of(5, 6) == page.modes and page.hooks == () and page.counts() == []
     assert page.state() == ({}, {}) and not page.remembers
     with pytest.raises(NotImplementedError, match="Algorithm has neither"):
-        Algorithm().credit(page)
+        Algorithm().assign_advantages(page)
 
 
 def test_who_has_a_state_remembers() -> None:

@@ -266,12 +266,12 @@ def test_soft_credit_gives_every_leaf_its_own_and_hard_their_mean() -> None:
     soft, hard = tree([1.0, 0.0, 0.0]), tree([1.0, 0.0, 0.0])
     values = (
         Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V)
-        .credit(soft)
+        .assign_advantages(soft)
         .advantages.values
     )
     Arpo(
         validate(ArpoSettings, {"group_size": 3, "first_wave": 1, "attribution": "hard"}), vocabulary_size=V
-    ).credit(hard)
+    ).assign_advantages(hard)
     assert soft.nodes[1].credit is None
     assert {r: s.credit for r, s in soft.nodes[1].shares.items()} == {
         0: (values[0],) * 2,
@@ -291,8 +291,10 @@ def test_soft_credit_gives_every_leaf_its_own_and_hard_their_mean() -> None:
 def test_the_entropy_aware_advantage_scales_every_token() -> None:
     plain, scaled = tree([1.0, 0.0, 0.0]), tree([1.0, 0.0, 0.0])
     sizes: dict[str, Any] = {"group_size": 3, "first_wave": 1}
-    Arpo(validate(ArpoSettings, sizes), vocabulary_size=V).credit(plain)
-    Arpo(validate(ArpoSettings, sizes | {"entropy_advantage": 0.2}), vocabulary_size=V).credit(scaled)
+    Arpo(validate(ArpoSettings, sizes), vocabulary_size=V).assign_advantages(plain)
+    Arpo(validate(ArpoSettings, sizes | {"entropy_advantage": 0.2}), vocabulary_size=V).assign_advantages(
+        scaled
+    )
     entropies = [e for node in scaled.nodes for e in node.entropies]
     factors = iter(entropy_advantage_factors(entropies, weight=0.2))
     for one, other in zip(plain.nodes, scaled.nodes, strict=True):
@@ -309,7 +311,9 @@ def test_the_entropy_aware_advantage_scales_every_token() -> None:
 
 def test_a_group_without_spread_gives_no_signal() -> None:
     trace = tree([1.0, 1.0, 1.0])
-    credit = Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V).credit(trace)
+    credit = Arpo(
+        validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V
+    ).assign_advantages(trace)
     assert not credit.advantages.has_signal and not np.any(credit.advantages.values)
 
 

@@ -12,9 +12,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from outrider.algorithms.base import Attribution, outcome_advantages, write_credit
+from outrider.algorithms.base import Attribution, assign_advantages, outcome_advantages
 from outrider.trace import Leaf, Node, Trace
-from outrider.train.update.pack import RolloutPath, credits_by_rollout
+from outrider.train.update.pack import RolloutPath, advantages_by_rollout
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="assistant", content="")
@@ -77,7 +77,7 @@ def expected_estimate(
     total = np.zeros((1 + ACTIONS, ACTIONS))
     for chance, tops, belows in groups(first, second):
         trace = trace_of(tops, belows, returns)
-        write_credit(trace, outcome_advantages(trace, "leave_one_out"), attribution=attribution)
+        assign_advantages(trace, outcome_advantages(trace, "leave_one_out"), attribution=attribution)
         for leaf, path in trace.rollouts():
             own = RolloutPath(nodes=path, rollout_index=leaf.rollout, rollout=leaf.rollout)
             turns = [node for node in path if node.trainable]
@@ -85,7 +85,7 @@ def expected_estimate(
             for node, row, probabilities in zip(
                 turns, rows, (first, second[turns[0].token_ids[0]]), strict=True
             ):
-                for _, credit, _ in credits_by_rollout(node, [own]):
+                for _, credit, _ in advantages_by_rollout(node, [own]):
                     score = np.eye(ACTIONS)[node.token_ids[0]] - probabilities
                     total[row] += chance * credit[0] * score / LEAVES
     return total

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.algorithm import Algorithm
-from outrider.algorithms.base import group_advantages, write_credit
+from outrider.algorithms.base import assign_advantages, group_advantages
 from outrider.algorithms.common.group_settings import GroupSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusSettings
@@ -215,7 +215,7 @@ def test_every_page_is_asked_for_the_whole_batch() -> None:
         batch([[(0.0, [1]), (1.0, [1])]]),
         batch([[(0.0, [1]), (1.0, [1])], [(0.0, [1]), (9.0, [1])]]),
     )
-    grpo().credit(alone[0])
+    grpo().assign_advantages(alone[0])
     grpo().advantages(together)
     assert [leaf.advantage for leaf, _ in alone[0].rollouts()] == [
         leaf.advantage for leaf, _ in together[0].rollouts()
@@ -271,11 +271,13 @@ def test_long_rollouts_are_punished_in_credit_and_not_in_the_record() -> None:
         algorithm = Grpo(validate(GrpoSettings, {"overlong": overlong | {"counted": counted}}))
         for node in half.nodes:
             node.credit = None
-        algorithm.credit(half)
+        algorithm.assign_advantages(half)
         assert half.leaves[0].intrinsic == penalty
     # buffer: a fifth
     derived = Grpo(validate(GrpoSettings, {"overlong": {"factor": 0.5}}), max_response_tokens=50)
-    derived.credit(trace := trace_of([Played(value=0.0, mask=[1] * 45), Played(value=0.0, mask=[1] * 40)]))
+    derived.assign_advantages(
+        trace := trace_of([Played(value=0.0, mask=[1] * 45), Played(value=0.0, mask=[1] * 40)])
+    )
     assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == [-0.25, 0.0]
 
 
@@ -304,7 +306,7 @@ def test_credit_is_written_once_and_by_one_rollout() -> None:
     shared = trace_of([Played(value=0.0), Played(value=1.0)])
     shared.leaves[1].node_id = shared.leaves[0].node_id
     with pytest.raises(ValueError, match="already has credit"):
-        plus().credit(shared)
+        plus().assign_advantages(shared)
     assert all(node.credit is None for node in shared.nodes)
 
 
@@ -331,10 +333,10 @@ def test_two_rollouts_that_share_a_turn_need_an_attribution() -> None:
     trace.finish(Leaf(node_id=leaf.node_id, rollout=1, outcome=Outcome.FINISHED, episode_return=0.0))
     advantages = group_advantages([1.0, 0.0], "group_centered")
     with pytest.raises(ValueError, match="already has credit"):
-        write_credit(trace, advantages)
-    write_credit(trace, advantages, attribution="hard")
+        assign_advantages(trace, advantages)
+    assign_advantages(trace, advantages, attribution="hard")
     with pytest.raises(ValueError, match="already has credit"):
-        write_credit(trace, advantages, attribution="hard")
+        assign_advantages(trace, advantages, attribution="hard")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +350,7 @@ def test_credit_of_a_step_measures_the_kl_that_the_reward_counts_first(
     learner = SimpleNamespace(has_reference=has_reference, score=lambda given: calls.append(("KL", given)))
 
     class Each(Algorithm):
-        def credit(self, trace: Any) -> Any:
+        def assign_advantages(self, trace: Any) -> Any:
             calls.append(trace)
             return f"of {trace}"
 
@@ -359,6 +361,6 @@ def test_credit_of_a_step_measures_the_kl_that_the_reward_counts_first(
 
     run = SimpleNamespace(algorithm=GroupSettings(reward_kl_weight=weight))
     parts: Any = SimpleNamespace(settings=run, learner=learner, algorithm=Batch() if is_batch else Each())
-    assert advantage_stage.credit_step(parts, traces) == ["of one", "of two"]
+    assert advantage_stage.assign_step_advantages(parts, traces) == ["of one", "of two"]
     measured = [("KL", traces)] if weight and has_reference else []
     assert calls == [*measured, *([traces] if is_batch else traces)]

@@ -127,7 +127,7 @@ def expected_estimate(tree: Tree, method: Combined, mode: str) -> np.ndarray:
     total = torch.zeros((), dtype=torch.float64)
     for chance, tops, belows in tree.groups(policy):
         trace = trace_of(tree, policy, mode, tops, belows)
-        method.credit(trace)
+        method.assign_advantages(trace)
         [batch] = pack(rollout_paths([trace]), max_tokens=10**6)
         rows = [
             tree.row(leaf, tops[leaf % FIRST_WAVE]) if ordinal else 0
@@ -141,11 +141,11 @@ def expected_estimate(tree: Tree, method: Combined, mode: str) -> np.ndarray:
         acting = torch.tensor(np.log(policy))[rows, taken] if mode == "tips_off" else None
         inputs = TokenLossInputs(
             logprobs_T=logprobs,
-            denominators=method.objective.denominators(logprobs.detach(), acting),
-            advantages_T=batch.credit_T,
+            old_logprobs=method.objective.old_logprobs(logprobs.detach(), acting),
+            advantages_T=batch.advantages_T,
             ratio_scale_T=batch.ratio_scale_T,
             engine_logprobs_T=batch.engine_logprobs_T,
-            is_foreign_T=batch.is_foreign_T,
+            is_off_policy_T=batch.is_off_policy_T,
             rollout_T=batch.rollout_index_T,
             turn_T=batch.turn_T,
             measures=MetricAccumulator(),

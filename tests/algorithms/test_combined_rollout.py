@@ -20,7 +20,7 @@ from outrider.environments.base import StepResult
 from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.limits import Limits
-from outrider.trace import Node, Trace, played_turns, without_memory
+from outrider.trace import Node, Trace, policy_turns, without_memory
 from outrider.train.update.pack import pack
 from outrider.train.update.policy import OptimizerSettings, Policy
 from outrider.train.update.update import rollout_paths
@@ -98,7 +98,7 @@ def test_a_tip_comes_before_a_retrieved_step_and_a_fork_inherits_both_once(
             if Origin.BUFFER in origins:
                 assert origins.index(Origin.MEMORY) < origins.index(Origin.BUFFER) == len(origins) - 1
         # a shown step is no state, and neither is a tip
-        assert [turn.observation.strip() for turn in played_turns(path)] == [
+        assert [turn.observation.strip() for turn in policy_turns(path)] == [
             path[0].message.content.strip(),
             *(f"seen {number}" for number in range(TURNS - 1)),
         ]
@@ -107,14 +107,14 @@ def test_a_tip_comes_before_a_retrieved_step_and_a_fork_inherits_both_once(
 @pytest.mark.parametrize("role", ["user", "inline"])
 def test_the_tips_off_update_sees_retrieved_steps_and_no_tips(buffer: StepTraceBuffer, role: Role) -> None:
     trace, method = play(buffer, role, "tips_off")
-    method.credit(trace)
+    method.assign_advantages(trace)
     rollouts = rollout_paths([trace])
     lm = tiny_model(dtype=torch.float64, context=4096)
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-3))
     for rollout in rollouts:
         origins = {node.origin for node in rollout.nodes}
-        assert Origin.MEMORY not in origins and rollout.acted is not None
-        assert list(rollout.nodes) == without_memory(list(rollout.acted))
+        assert Origin.MEMORY not in origins and rollout.nodes_with_tips is not None
+        assert list(rollout.nodes) == without_memory(list(rollout.nodes_with_tips))
         [alone] = pack([rollout], max_tokens=10**6)
         assert alone.ids_N.tolist() == [token for node in rollout.nodes for token in node.token_ids]
         assert alone.positions_N.tolist() == list(range(alone.num_tokens))
@@ -134,8 +134,8 @@ def test_every_leaf_scales_its_own_ratio_and_has_its_own_credit_on_shared_tokens
     buffer: StepTraceBuffer, role: Role
 ) -> None:
     trace, method = play(buffer, role, "tips_on")
-    method.credit(trace)
-    assert not trace.without_memory and all(path.acted is None for path in rollout_paths([trace]))
+    method.assign_advantages(trace)
+    assert not trace.without_memory and all(path.nodes_with_tips is None for path in rollout_paths([trace]))
     shares = [node.shares for node in trace.nodes if node.shares]
     assert any(len({share.ratio_scale for share in one.values()}) > 1 for one in shares)
     for leaf, path in trace.rollouts():
@@ -164,8 +164,8 @@ def test_novelty_counts_every_leaf_and_every_leaf_writes_a_tip(buffer: StepTrace
     counts = method.tips.hook.counts
     assert counts["written"] + counts["empty"] == GROUP
     assert len({leaf.reflection for leaf, _ in trace.rollouts()}) == GROUP  # from each rollout's own stream
-    method.credit(trace)
+    method.assign_advantages(trace)
     # all leaves see the same states, a shared one too: six visits of each are seen together
     for leaf, path in trace.rollouts():
-        assert len(played_turns(path)) == TURNS
+        assert len(policy_turns(path)) == TURNS
         assert leaf.intrinsic == pytest.approx(0.3 * TURNS / GROUP)

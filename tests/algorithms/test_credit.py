@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.common.advantages import (
-    GroupAdvantages,
+    RolloutAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
@@ -160,7 +160,7 @@ def test_no_signal_has_a_reason_and_exactly_zero_credit(
     returns: list[float | None], reason: str | None
 ) -> None:
     for credit in (group_normalized_advantages_per_rollout, leave_one_out_advantages_per_rollout):
-        group: GroupAdvantages = credit(returns=returns)
+        group: RolloutAdvantages = credit(returns=returns)
         assert (group.reason, group.has_signal) == (reason, reason is None)
         assert reason is None or not group.values.any()
 

@@ -6,10 +6,10 @@ import pytest
 
 from outrider.algorithms.base import (
     ObjectiveSettings,
-    credited_returns,
+    assign_advantages,
     group_advantages,
     outcome_advantages,
-    write_credit,
+    total_returns,
 )
 from outrider.algorithms.common.advantages import (
     group_normalized_advantages_per_rollout,
@@ -52,7 +52,7 @@ def test_each_kind_of_advantage_by_hand() -> None:
     """Returns of 1, 3, a fault, and 6 of which 1 is the algorithm's own: the mean is 10 / 3."""
     trace = trace_of([Played(value=1.0), Played(value=3.0), Played(value=None), Played(value=5.0)])
     trace.leaves[3].intrinsic = 1.0
-    assert credited_returns(trace) == [1.0, 3.0, None, 6.0]
+    assert total_returns(trace) == [1.0, 3.0, None, 6.0]
     centred = [1 - 10 / 3, 3 - 10 / 3, 0.0, 6 - 10 / 3]
     std = (sum(value**2 for value in centred) / 2) ** 0.5
     assert outcome_advantages(trace, "group_centered").values.tolist() == pytest.approx(centred)
@@ -62,7 +62,7 @@ def test_each_kind_of_advantage_by_hand() -> None:
     normalized = [value / (std + 1e-6) for value in centred]
     assert outcome_advantages(trace, "group_normalized").values.tolist() == pytest.approx(normalized)
     population = [value / (std * (2 / 3) ** 0.5 + 1e-6) for value in centred]
-    found = group_advantages(credited_returns(trace), "group_normalized", std_ddof=0)
+    found = group_advantages(total_returns(trace), "group_normalized", std_ddof=0)
     assert found.values.tolist() == pytest.approx(population) and found.assigned.tolist() == [
         True,
         True,
@@ -100,13 +100,13 @@ def forked(num_leaves: int = 2) -> Trace:
 def test_a_shared_node_keeps_every_rollout_s_credit_and_scale_or_their_mean() -> None:
     """Advantages of -0.5 and 0.5."""
     soft = forked()
-    write_credit(soft, outcome_advantages(soft, "group_centered"), [1.5, 1.25], attribution="soft")
+    assign_advantages(soft, outcome_advantages(soft, "group_centered"), [1.5, 1.25], attribution="soft")
     assert soft.nodes[1].shares == {0: Share((-0.5, -0.5), 1.5), 1: Share((0.5, 0.5), 1.25)}
     assert [(node.credit, node.ratio_scale) for node in soft.nodes[2:]] == [((-0.5,), 1.5), ((0.5,), 1.25)]
     assert [soft.leaves[rollout].advantage for rollout in (0, 1)] == [-0.5, 0.5]
     hard = forked(3)
     hard.leaves[2].episode_return = 5.0  # advantages of -2, -1 and 3
-    write_credit(hard, outcome_advantages(hard, "group_centered"), [1.5] * 3, attribution="hard")
+    assign_advantages(hard, outcome_advantages(hard, "group_centered"), [1.5] * 3, attribution="hard")
     assert (hard.nodes[1].credit, hard.nodes[1].ratio_scale, hard.nodes[1].owner) == ((0.0, 0.0), 1.5, 0)
     assert [(node.credit, node.ratio_scale, node.owner) for node in hard.nodes[2:]] == [
         ((-2.0,), 1.5, None), ((-1.0,), 1.5, None), ((3.0,), 1.5, None),
@@ -117,26 +117,26 @@ def test_credit_that_cannot_be_written_is_refused() -> None:
     shared = forked()
     advantages = outcome_advantages(shared, "group_centered")
     with pytest.raises(ValueError, match="already has credit"):
-        write_credit(shared, advantages)  # several rollouts, and no attribution
+        assign_advantages(shared, advantages)  # several rollouts, and no attribution
     with pytest.raises(ValueError, match="differently"):
-        write_credit(forked(), advantages, [1.0, 1.5], attribution="hard")
+        assign_advantages(forked(), advantages, [1.0, 1.5], attribution="hard")
     twice = trace_of([Played(value=0.0), Played(value=1.0)])
-    write_credit(twice, advantages)
+    assign_advantages(twice, advantages)
     assert [node.credit for node in twice.nodes[1:]] == [(-0.5,), (0.5,)]
     assert [node.ratio_scale for node in twice.nodes[1:]] == [1.0, 1.0]
     with pytest.raises(ValueError, match="already has credit"):
-        write_credit(twice, advantages)
+        assign_advantages(twice, advantages)
     again = forked()
-    write_credit(again, advantages, attribution="soft")
+    assign_advantages(again, advantages, attribution="soft")
     with pytest.raises(ValueError, match="already has credit"):
-        write_credit(again, advantages, attribution="soft")
+        assign_advantages(again, advantages, attribution="soft")
 
 
 def test_what_a_fault_left_in_the_tree_gets_no_credit() -> None:
     trace = trace_of([Played(value=0.0), Played(value=1.0), Played(value=0.0)])
     trace.leaves[1] = replace(trace.leaves[1], episode_return=None, outcome=Outcome.TOOL_FAULT)
     trace.leaves[2].episode_return = 3.0
-    write_credit(trace, outcome_advantages(trace, "group_centered"))
+    assign_advantages(trace, outcome_advantages(trace, "group_centered"))
     assert [node.credit for node in trace.nodes[1:]] == [(-1.5,), None, (1.5,)]
     assert [trace.leaves[rollout].advantage for rollout in range(3)] == [-1.5, None, 1.5]
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.common.loss_kinds import student_mask
+from outrider.algorithms.common.loss_kinds import without_tips_mask
 from outrider.algorithms.common.losses import clipped_surrogate_per_token
 from outrider.algorithms.empo2.algorithm import Empo2Settings
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
+from outrider.algorithms.empo2.hook import MemorySettings, TipHook, clean_reflection, record_text, render_tips
 from outrider.algorithms.empo2.modes import ModeSchedule, mode_of_draw
 from outrider.algorithms.empo2.novelty import CountNovelty, visit_bonus
-from outrider.algorithms.empo2.tips import intrinsic_return, never_shows_a_tip, states_of
+from outrider.algorithms.empo2.tips import intrinsic_return, never_shows_a_tip, visited_states
 from outrider.config import load_settings, validate
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Trace
@@ -98,9 +98,9 @@ def test_masked_clipped_loss(sign: float) -> None:
     np.testing.assert_allclose(surrogate.losses.detach().numpy(), wanted["token_loss"], atol=1e-5)
     is_off, turn = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
     masks = {
-        kind: student_mask(
+        kind: without_tips_mask(
             OffPolicyObjective(student_mask=kind, min_probability=given_["delta"]), logprobs_T=new,
-            acting_T=old, is_off_T=is_off, turn_T=turn,
+            with_tips_T=old, is_without_tips_T=is_off, turn_T=turn,
         )
         for kind in ("token", "turn", "none")
     }  # fmt: skip
@@ -135,7 +135,9 @@ def test_the_released_mask_takes_whole_turns() -> None:
     turn = torch.tensor([[0] * 4, [1] * 4])[real]
     objective = OffPolicyObjective(student_mask="turn", min_probability=math.exp(given_["threshold"]))
     is_off = torch.ones(int(real.sum()), dtype=torch.bool)
-    kept = student_mask(objective, logprobs_T=old[real], acting_T=old[real], is_off_T=is_off, turn_T=turn)
+    kept = without_tips_mask(
+        objective, logprobs_T=old[real], with_tips_T=old[real], is_without_tips_T=is_off, turn_T=turn
+    )
     found = torch.zeros(real.shape)
     found[real] = kept.float()
     assert found.tolist() == expected["new_response_mask"]
@@ -145,8 +147,8 @@ def test_tokens_of_other_rollouts_are_never_masked() -> None:
     low, is_off = torch.tensor([-9.0, -9.0]), torch.tensor([True, False])
     for kind in ("token", "turn"):
         objective = OffPolicyObjective(student_mask=kind)
-        kept = student_mask(
-            objective, logprobs_T=low, acting_T=low, is_off_T=is_off, turn_T=torch.tensor([0, 1])
+        kept = without_tips_mask(
+            objective, logprobs_T=low, with_tips_T=low, is_without_tips_T=is_off, turn_T=torch.tensor([0, 1])
         )
         assert kept.tolist() == [0.0, 1.0]
 
@@ -168,13 +170,13 @@ def test_intrinsic_reward_decides_where_returns_tie() -> None:
     np.testing.assert_allclose(found.values, expected["paper_adv"], atol=1e-4)
     told = [["start", "kitchen"], ["start", "kitchen"], ["start", "kitchen"], ["start", "garden"]]
     trace = played([0.0] * 4, told)
-    credit = algorithm().credit(trace)
+    credit = algorithm().assign_advantages(trace)
     assert credit.advantages.has_signal and credit.advantages.values[3] > 0 > credit.advantages.values[0]
     intrinsic = [leaf.intrinsic for leaf, _ in trace.rollouts()]
     assert intrinsic == pytest.approx([0.01 * (1 / 4 + 1 / 3)] * 3 + [0.01 * (1 / 4 + 1)])
     # the environment's record stays what it was
     assert [leaf.episode_return for leaf, _ in trace.rollouts()] == [0.0] * 4
-    released = algorithm(preset="empo2-released").credit(played([0.0] * 4, told))
+    released = algorithm(preset="empo2-released").assign_advantages(played([0.0] * 4, told))
     assert released.advantages.reason == "no_spread"
 
 
@@ -192,7 +194,7 @@ def test_an_episode_has_as_many_states_as_turns_however_it_ended(num_turns: int)
             node_id = trace.append(
                 parent=node_id, origin=Origin.ENVIRONMENT, token_ids=(1,), message=said
             ).node_id
-        assert node_id is not None and states_of(trace.path(node_id)) == told
+        assert node_id is not None and visited_states(trace.path(node_id)) == told
 
 
 def test_a_state_is_what_the_turn_acted_on_and_never_a_tip() -> None:
@@ -209,7 +211,7 @@ def test_a_state_is_what_the_turn_acted_on_and_never_a_tip() -> None:
             logprobs=values, entropies=values,
         )  # fmt: skip
         parent = node.node_id
-    assert parent is not None and states_of(trace.path(parent)) == ["start", "kitchen", "kitchen"]
+    assert parent is not None and visited_states(trace.path(parent)) == ["start", "kitchen", "kitchen"]
 
 
 @pytest.mark.parametrize("scope", ["task", "all"])
@@ -222,7 +224,7 @@ def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
     for task in ("one", "other"):
         trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
         trace.task = Task(key=task, question="q")
-        method.credit(trace)
+        method.assign_advantages(trace)
         assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == pytest.approx([0.01 * 2 / 4] * 4)
         assert method.novelty.num_states(task) == 2
     assert method.novelty.num_states("all") == 0
@@ -246,7 +248,7 @@ def test_a_run_knows_whether_a_task_ever_finds_its_own_tips(
     played_keys: list[str] = []
     cursor = 0
     for _ in range(num_steps):
-        taken, cursor = order.take(tasks_per_step, cursor=cursor)
+        taken, cursor = order.draw(tasks_per_step, cursor=cursor)
         played_keys += [task.key for task in taken]
     repeats = len(set(played_keys)) < len(played_keys)
     for probability in (0.0, 0.3):
@@ -270,7 +272,7 @@ def test_the_shipped_recipes_show_tips() -> None:
 def test_equal_rollouts_get_equal_intrinsic_rewards_whatever_their_number() -> None:
     """Counted one after the other, the first of eight equal rollouts would win the group."""
     trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
-    assert algorithm().credit(trace).advantages.reason == "no_spread"
+    assert algorithm().assign_advantages(trace).advantages.reason == "no_spread"
 
 
 def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retrieved_tips() -> None:
@@ -298,7 +300,7 @@ def test_every_different_action_of_an_episode_is_a_record() -> None:
     ]
     assert [(tip.score, tip.rollout_id) for tip in tips] == [(7.04, "t/0")] * 2
     assert (hook.counts["written"], hook.counts["empty"], hook.counts["stored"]) == (1, 1, 2)
-    assert cleaned("") == "" and cleaned(" \n\n a \nb") == "a"
+    assert clean_reflection("") == "" and clean_reflection(" \n\n a \nb") == "a"
 
 
 @given(lengths=st.lists(st.integers(1, 60), max_size=12), budget=st.integers(0, 400))
@@ -312,14 +314,14 @@ def test_tips_fit_their_budget_and_the_oldest_go_first(lengths: list[int], budge
     shown, text = hook._within(hits, budget)
     assert len(text) <= budget and (text == "") == (not shown)
     # one long record must not hide all others
-    fitting = [hit for hit in hits if len(rendered_tips([hit.tip])) <= budget]
+    fitting = [hit for hit in hits if len(render_tips([hit.tip])) <= budget]
     kept = {hit.tip.tip_id for hit in shown}
     lost = {hit.tip.tip_id for hit in fitting} - kept
     assert all(one < other for one in lost for other in kept)
     assert shown == [hit for hit in fitting if hit.tip.tip_id in kept] and bool(shown) == bool(fitting)
     if lost:
         again = [hit for hit in fitting if hit.tip.tip_id in kept | {max(lost)}]
-        assert len(rendered_tips([hit.tip for hit in again])) > budget
+        assert len(render_tips([hit.tip for hit in again])) > budget
 
 
 def test_presets_fill_what_is_not_given() -> None:
@@ -339,7 +341,10 @@ def test_a_thought_is_no_action_and_no_tip() -> None:
         == "T Here: go home; final score 1."
     )
     assert record_text("T", action="plain", score=0.5) == "T Here: plain; final score 0.5."
-    assert cleaned("<think>hm</think>\nTry left.") == "Try left." and cleaned("<think>cut") == ""
+    assert (
+        clean_reflection("<think>hm</think>\nTry left.") == "Try left."
+        and clean_reflection("<think>cut") == ""
+    )
 
 
 RETURNS = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=8)
@@ -359,7 +364,7 @@ def test_without_pay_for_ties_novelty_never_makes_a_signal_of_its_own(
     settings_ = {"group_size": len(returns), "advantage": advantage, "intrinsic_coefficient": 0.01}
     paid, unpaid = algorithm(**settings_), algorithm(**settings_, intrinsic_where_tied=False)
     for _ in range(2):  # the second time states are known: they were counted all the same
-        with_pay, without = (one.credit(played(returns, seen)) for one in (paid, unpaid))
+        with_pay, without = (one.assign_advantages(played(returns, seen)) for one in (paid, unpaid))
         assert with_pay.measurements["tips/state_visits"] == without.measurements["tips/state_visits"]
         if len(set(returns)) == 1:
             assert not without.advantages.has_signal and not without.advantages.values.any()
@@ -372,7 +377,9 @@ def test_a_group_with_one_return_is_no_tie_that_pays() -> None:
     """Faults have no return; what is left of such a group cannot be told apart."""
     trace = played([0.0, 0.0], [["hall"], ["attic"]])
     trace.leaves[1] = replace(trace.leaves[1], episode_return=None, outcome=Outcome.ENVIRONMENT_FAULT)
-    assert algorithm(intrinsic_where_tied=False).credit(trace).measurements["tips/intrinsic_mean"] == [0.0]
+    assert algorithm(intrinsic_where_tied=False).assign_advantages(trace).measurements[
+        "tips/intrinsic_mean"
+    ] == [0.0]
 
 
 def test_the_preset_for_small_models_bounds_what_novelty_adds() -> None:
@@ -384,7 +391,15 @@ def test_the_preset_for_small_models_bounds_what_novelty_adds() -> None:
     paper = validate(Empo2Settings, {})
     assert (paper.advantage, paper.intrinsic_where_tied) == ("group_normalized", True)
     tied = [["hall"], ["hall", "attic"], ["hall"], ["hall"]]
-    assert np.abs(algorithm().credit(played([0.0] * 4, tied)).advantages.values).max() > 1
-    assert not algorithm(preset="empo2-centered").credit(played([0.0] * 4, tied)).advantages.values.any()
-    found = algorithm(preset="empo2-centered").credit(played([0.0, 0.0, 0.0, 1.0], tied)).advantages.values
+    assert np.abs(algorithm().assign_advantages(played([0.0] * 4, tied)).advantages.values).max() > 1
+    assert (
+        not algorithm(preset="empo2-centered")
+        .assign_advantages(played([0.0] * 4, tied))
+        .advantages.values.any()
+    )
+    found = (
+        algorithm(preset="empo2-centered")
+        .assign_advantages(played([0.0, 0.0, 0.0, 1.0], tied))
+        .advantages.values
+    )
     np.testing.assert_allclose(found, [-0.25, -0.25, -0.25, 0.75], atol=0.01 * 2)

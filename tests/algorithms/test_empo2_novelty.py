@@ -27,7 +27,7 @@ def test_the_intrinsic_return_is_the_coefficient_times_the_scaled_errors() -> No
     method, twin = (algorithm(novelty="rnd", intrinsic_coefficient=0.5) for _ in range(2))
     told = [["start", "kitchen"], ["start", "kitchen"], ["start", "kitchen"], ["start", "garden"]]
     trace = played([0.0] * 4, told)
-    credit = method.credit(trace)
+    credit = method.assign_advantages(trace)
     assert isinstance(twin.novelty, DistilledNovelty)
     texts = [text for states in told for text in states]
     errors = np.array(twin.novelty.errors(list(HashEmbedder().embed(texts))))
@@ -41,21 +41,23 @@ def test_the_intrinsic_return_is_the_coefficient_times_the_scaled_errors() -> No
 def test_a_new_room_is_worth_more_than_those_where_all_have_been() -> None:
     method = algorithm(novelty="rnd")
     first = played([0.0] * 4, KNOWN)
-    method.credit(first)
+    method.assign_advantages(first)
     for _ in range(30):
-        method.credit(played([0.0] * 4, KNOWN))
+        method.assign_advantages(played([0.0] * 4, KNOWN))
     trace = played([0.0] * 4, [["start", "kitchen"]] * 3 + [["start", "garden"]])
-    advantages = method.credit(trace).advantages.values
+    advantages = method.assign_advantages(trace).advantages.values
     assert intrinsic(trace)[0] < 0.05 * intrinsic(first)[0] and intrinsic(trace)[3] > 20 * intrinsic(trace)[0]
     assert advantages[3] > 0 > advantages[0]
 
 
 def test_equal_rollouts_are_a_tie_and_without_pay_for_ties_the_predictor_learns_all_the_same() -> None:
-    assert algorithm(novelty="rnd").credit(played([0.0] * 4, KNOWN)).advantages.reason == "no_spread"
+    assert (
+        algorithm(novelty="rnd").assign_advantages(played([0.0] * 4, KNOWN)).advantages.reason == "no_spread"
+    )
     told = [["start", "kitchen"]] * 3 + [["start", "garden"]]
     paid, unpaid = algorithm(novelty="rnd"), algorithm(novelty="rnd", intrinsic_where_tied=False)
     for _ in range(3):
-        seen, unseen = (one.credit(played([0.0] * 4, told)) for one in (paid, unpaid))
+        seen, unseen = (one.assign_advantages(played([0.0] * 4, told)) for one in (paid, unpaid))
         assert seen.measurements["tips/novelty_error"] == unseen.measurements["tips/novelty_error"]
         assert seen.advantages.has_signal and not unseen.advantages.has_signal
 
@@ -63,12 +65,12 @@ def test_equal_rollouts_are_a_tie_and_without_pay_for_ties_the_predictor_learns_
 def test_a_restored_algorithm_goes_on_bit_for_bit() -> None:
     whole, first, second = (algorithm(novelty="rnd") for _ in range(3))
     for one in (whole, first):
-        one.credit(played([0.0] * 4, KNOWN))
+        one.assign_advantages(played([0.0] * 4, KNOWN))
     second.restore(*first.state())
     told = [["start", "attic"], ["start"], ["start", "attic"], ["start", "kitchen"]]
     traces = [played([0.0, 1.0, 0.0, 0.0], told) for _ in range(2)]
     for one, trace in zip((whole, second), traces, strict=True):
-        one.credit(trace)
+        one.assign_advantages(trace)
     assert intrinsic(traces[0]) == intrinsic(traces[1])
 
 

@@ -57,7 +57,7 @@ def test_a_lost_last_row_does_not_change_a_return() -> None:
     for (_, path), own in zip(trace.rollouts(), kept, strict=True):
         for node, reward in zip([node for node in path if node.trainable], own, strict=True):
             node.reward = reward
-    credit = algorithm(intrinsic_coefficient=0.0).credit(trace)
+    credit = algorithm(intrinsic_coefficient=0.0).assign_advantages(trace)
     np.testing.assert_allclose(credit.advantages.values, expected["true_advantage"], atol=1e-4)
     for (_, path), value in zip(trace.rollouts(), expected["true_advantage"], strict=True):
         assert [node.credit for node in path if node.trainable] == [(pytest.approx(value, abs=1e-4),)] * (

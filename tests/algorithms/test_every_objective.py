@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.arpo.algorithm import PRESETS as ARPO_PRESETS
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings
 from outrider.algorithms.common.loss_settings import CispoLoss, ClipLoss, SamplerCorrection
 from outrider.algorithms.common.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
 from outrider.algorithms.common.ratios import LOG_RATIO_LIMIT
@@ -53,7 +53,7 @@ UNCENTRED = [*BATCH, "rejection"]  # credit against the batch, and against a thr
 GROUPS_ = [name for name in EVERY if name not in UNCENTRED]
 
 
-def credited(name: str, groups: Sequence[Sequence[Played]]) -> tuple[list[Trace], list[GroupCredit]]:
+def credited(name: str, groups: Sequence[Sequence[Played]]) -> tuple[list[Trace], list[GroupAdvantages]]:
     """A step's groups with the credit of that page."""
     run = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": EVERY[name]})
     page = make_algorithm(run, None, vocabulary_size=9, stateful=False, num_tokens=len)

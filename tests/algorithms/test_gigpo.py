@@ -174,8 +174,8 @@ def test_without_the_step_part_it_is_grpo_bit_for_bit(episodes: list[Episode], n
     trace, _ = play(episodes)
     other, _ = play(episodes)
     credit, plain = (
-        Gigpo(chosen).credit(trace),
-        Grpo(validate(GrpoSettings, {"advantage": chosen.advantage})).credit(other),
+        Gigpo(chosen).assign_advantages(trace),
+        Grpo(validate(GrpoSettings, {"advantage": chosen.advantage})).assign_advantages(other),
     )
     assert [node.credit for node in trace.nodes] == [node.credit for node in other.nodes]
     assert [leaf.advantage for leaf in trace.leaves.values()] == [

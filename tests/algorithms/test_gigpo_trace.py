@@ -9,7 +9,7 @@ import pytest
 from outrider.algorithms.gigpo.algorithm import Gigpo, GigpoSettings, reward_without_step, step_returns
 from outrider.config import to_toml, validate
 from outrider.errors import ConfigError
-from outrider.trace import Trace, played_turns
+from outrider.trace import Trace, policy_turns
 from outrider.types import Origin, Task
 from tests.algorithms.gigpo_groups import SMALL, SMALL_EXPECTED, Episode, add, credited, finish, flat, play
 
@@ -26,7 +26,7 @@ def test_the_anchor_is_the_newest_text_of_the_world() -> None:
         tip = add(trace, tip.node_id, origin, text)
         if text == "done":  # a retrieved step whose calls were carried out: its words are this world's
             tip.metadata["num_tool_calls"] = 1
-    found = [(turn.node.message.content, turn.observation) for turn in played_turns(trace.path(tip.node_id))]
+    found = [(turn.node.message.content, turn.observation) for turn in policy_turns(trace.path(tip.node_id))]
     expected = ["question", "door", "door", "door", "done"]
     assert found == list(zip(["one", "two", "three", "four", "five"], expected, strict=True))
 
@@ -55,7 +55,7 @@ def test_what_the_step_rewards_lack_is_put_on_the_last_turn_and_measured() -> No
     assert step_returns(first, episode_return=1.0, gamma=0.5) == [0.5, 1.0]
     assert step_returns(second, episode_return=0.0, gamma=0.5) == [0.25, -0.5]
     assert reward_without_step(second, episode_return=0.0) == -0.5
-    credit = Gigpo(validate(GigpoSettings, {"gamma": 0.5})).credit(trace)
+    credit = Gigpo(validate(GigpoSettings, {"gamma": 0.5})).assign_advantages(trace)
     assert credit.measurements["gigpo/reward_without_step_abs"] == [1.0, 0.5]
     assert turns[0][0].credit == pytest.approx((0.5 + 0.125,) * 2)
     assert turns[1][1].credit == pytest.approx((-0.5,) * 2)
@@ -122,7 +122,7 @@ def test_a_faulty_rollout_leaves_the_others_bit_for_bit_alone(statistics: str) -
     trace, others = play(SMALL)
     lost = add(trace, 0, Origin.POLICY, "lost", reward=99.0)
     finish(trace, len(SMALL), None, None)
-    plain, credit = algorithm.credit(base), algorithm.credit(trace)
+    plain, credit = algorithm.assign_advantages(base), algorithm.assign_advantages(trace)
     assert [[node.credit for node in own] for own in others] == [
         [node.credit for node in own] for own in turns
     ]
@@ -132,7 +132,7 @@ def test_a_faulty_rollout_leaves_the_others_bit_for_bit_alone(statistics: str) -
     assert credit.measurements == plain.measurements
     nobody = Trace(task=Task(key="t", question=""))
     finish(nobody, 0, None, None)
-    assert algorithm.credit(nobody).advantages.reason == "unscorable"
+    assert algorithm.assign_advantages(nobody).advantages.reason == "unscorable"
 
 
 def test_shared_and_credited_nodes_are_refused_before_anything_is_written() -> None:
@@ -145,12 +145,12 @@ def test_shared_and_credited_nodes_are_refused_before_anything_is_written() -> N
         )
     algorithm = Gigpo(validate(GigpoSettings, {}))
     with pytest.raises(ValueError, match=f"node {shared.node_id} already has credit"):
-        algorithm.credit(trace)
+        algorithm.assign_advantages(trace)
     assert all(node.credit is None for node in trace.nodes)
     played, _ = play(SMALL)
-    algorithm.credit(played)
+    algorithm.assign_advantages(played)
     with pytest.raises(ValueError, match="already has credit"):
-        algorithm.credit(played)
+        algorithm.assign_advantages(played)
 
 
 def test_settings() -> None:

@@ -105,7 +105,7 @@ def test_credit_scales_and_measures_of_a_group_by_hand() -> None:
     settings = RapoSettings(
         group_size=3, num_hybrid=2, advantage="group_centered", advantage_weight=0.3, ratio_weight=0.6
     )
-    found = Rapo(settings, buffer=None, num_training_steps=1).credit(trace)
+    found = Rapo(settings, buffer=None, num_training_steps=1).assign_advantages(trace)
     z, gain = 2 * 0.7615941559557649, 0.7615941559557649
     std = z / 3**0.5  # of (0, z, 0) with two degrees of freedom
     low, high = 1 + 0.3 * (-z / 3) / (std + 1e-6), 1 + 0.3 * (2 * z / 3) / (std + 1e-6)

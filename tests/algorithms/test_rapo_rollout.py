@@ -361,7 +361,7 @@ def test_retrievals_of_a_certain_policy_are_counted(buffer: StepTraceBuffer) -> 
     for certain, expected in ((False, 0), (True, hook.counts["retrievals"])):
         for node in traces[0].nodes:
             node.entropies, node.credit = (1e-5,) * len(node.entropies) if certain else node.entropies, None
-        metrics = retrieval_metrics(traces, [algorithm.credit(traces[0])], hook.counts)
+        metrics = retrieval_metrics(traces, [algorithm.assign_advantages(traces[0])], hook.counts)
         assert (
             metrics["retrieval/num_floored"] == expected
             and declared_metric("retrieval/num_floored").unit == "steps"
@@ -491,7 +491,7 @@ def test_credit_and_ratio_scale_are_the_formulas(buffer: StepTraceBuffer, a: flo
     )
     seen: set[str] = set()
     for trace in [trace for seed in range(3) for trace in mixed(buffer, seed)]:
-        algorithm.credit(trace)
+        algorithm.assign_advantages(trace)
         for (leaf, path), (rollout, expected) in zip(
             trace.rollouts(), expected_credit(trace, a=a, m=m).items(), strict=True
         ):
@@ -542,7 +542,9 @@ def test_group_credit_by_hand() -> None:
         trace.finish(
             Leaf(node_id=tip.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value)
         )
-    credit = Rapo(RapoSettings(group_size=4, num_hybrid=2), buffer=None, num_training_steps=1).credit(trace)
+    credit = Rapo(
+        RapoSettings(group_size=4, num_hybrid=2), buffer=None, num_training_steps=1
+    ).assign_advantages(trace)
     # A_ret of one outlier among four with the sample std: 1.5 and -0.5; A_acc: +-sqrt(3)/2.
     half = math.sqrt(3) / 2
     assert credit.advantages.values.tolist() == pytest.approx(
@@ -568,8 +570,8 @@ def test_switched_off_it_is_grpo_bit_for_bit_also_on_retrieved_nodes(
         group_size=8, num_hybrid=5, advantage_weight=0.0, ratio_weight=0.0, advantage=advantage
     )
     for one, other in zip(ours, theirs, strict=True):
-        Rapo(off, buffer=buffer, num_training_steps=1).credit(one)
-        Grpo(GrpoSettings(group_size=8, advantage=advantage)).credit(other)
+        Rapo(off, buffer=buffer, num_training_steps=1).assign_advantages(one)
+        Grpo(GrpoSettings(group_size=8, advantage=advantage)).assign_advantages(other)
         assert bits(one) == bits(other)
     assert any(credit is not None and any(credit) for trace in ours for credit, _ in bits(trace))
 
@@ -580,8 +582,8 @@ def test_without_hybrid_rollouts_it_has_no_hooks_and_writes_grpo_credit(buffer: 
     traces, _, _ = play(buffer, modes=algorithm.modes, num_tasks=3)
     for trace in traces:
         other = copy.deepcopy(trace)
-        algorithm.credit(trace)
-        Grpo(GrpoSettings(group_size=8)).credit(other)
+        algorithm.assign_advantages(trace)
+        Grpo(GrpoSettings(group_size=8)).assign_advantages(other)
         assert bits(trace) == bits(other)
 
 
@@ -590,8 +592,10 @@ def test_a_hybrid_rollout_that_never_retrieved_counts_as_on_policy(buffer: StepT
     assert hook.counts["opportunities"] > 0 and hook.counts["retrievals"] == 0
     for trace in traces:
         other = copy.deepcopy(trace)
-        Rapo(RapoSettings(group_size=8, num_hybrid=4), buffer=buffer, num_training_steps=1).credit(trace)
-        Grpo(GrpoSettings(group_size=8)).credit(other)
+        Rapo(RapoSettings(group_size=8, num_hybrid=4), buffer=buffer, num_training_steps=1).assign_advantages(
+            trace
+        )
+        Grpo(GrpoSettings(group_size=8)).assign_advantages(other)
         assert bits(trace) == bits(other)
 
 

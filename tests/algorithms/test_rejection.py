@@ -16,7 +16,7 @@ from tests.algorithms.test_exact_gradient import bias
 
 
 def kept(trace: Trace, **options: Any) -> list[int]:
-    Rejection(validate(RejectionSettings, options)).credit(trace)
+    Rejection(validate(RejectionSettings, options)).assign_advantages(trace)
     return [leaf.rollout for leaf, _ in trace.rollouts() if leaf.advantage]
 
 
@@ -49,7 +49,7 @@ def test_options_by_hand() -> None:
 
 def test_what_is_written_and_reported() -> None:
     trace = credited_trace = group()
-    credit = Rejection(validate(RejectionSettings, {})).credit(trace)
+    credit = Rejection(validate(RejectionSettings, {})).assign_advantages(trace)
     assert [leaf.advantage for leaf, _ in trace.rollouts()] == [0.0, 1.0, 1.0, 0.0, 1.0, None]
     # rejected tokens have no credit: they are in no denominator
     assert token_credit([trace]).tolist() == [1.0] * 6
@@ -60,10 +60,10 @@ def test_what_is_written_and_reported() -> None:
         "rejection/kept_fraction": 0.6,
         "rejection/task_fraction": 1.0,
     }
-    nobody = Rejection(validate(RejectionSettings, {"threshold": 3.0})).credit(trace := group())
+    nobody = Rejection(validate(RejectionSettings, {"threshold": 3.0})).assign_advantages(trace := group())
     assert (nobody.advantages.reason, nobody.measurements["rejection/task_fraction"]) == ("rejected", [0.0])
     assert token_credit([trace]).size == 0 and trace.leaves[0].advantage == 0.0
-    faults = Rejection(validate(RejectionSettings, {})).credit(trace_of([Played(value=None)]))
+    faults = Rejection(validate(RejectionSettings, {})).assign_advantages(trace_of([Played(value=None)]))
     assert faults.advantages.reason == "unscorable" and not any(faults.measurements.values())
     with pytest.raises(ValueError, match="already has credit"):
         kept(credited_trace)
@@ -103,7 +103,7 @@ def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
     algorithm = Rejection(validate(RejectionSettings, {"threshold": 0.6, "deduplicate": False}))
 
     def credit(paths: Any) -> Any:
-        return algorithm.credit(
+        return algorithm.assign_advantages(
             trace_of([Played(value=float(tree.returns[path])) for path in paths])
         ).advantages
 

@@ -10,13 +10,13 @@ import pytest
 
 from outrider.algorithms.rapo.algorithm import Rapo, RapoSettings
 from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings
-from outrider.environments.base import played_steps
+from outrider.environments.base import play_steps
 from outrider.environments.webshop import text as webshop_text
-from outrider.environments.webshop.family import WebShopConfig, WebShopFamily
+from outrider.environments.webshop.family import WebShopConfig, WebShopTaskSet
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.episode import Sampling
-from outrider.rollout.expert import trajectory_of
+from outrider.rollout.expert import to_trajectory
 from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
@@ -24,7 +24,7 @@ from outrider.trace import Trace
 from outrider.types import Origin, Trajectory
 from tests.rollout.fakes import TOKENIZER, scripted
 
-FAMILY = WebShopFamily(WebShopConfig(num_train=8))
+FAMILY = WebShopTaskSet(WebShopConfig(num_train=8))
 LIMITS = Limits(max_turns=5, max_response_tokens=40000, max_observation_tokens=6000, max_splice_tokens=6000)
 
 
@@ -77,7 +77,9 @@ def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_is_not_paid_for(
     assert shown and not any(refusal in node.message.content for node in shown for refusal in refusals)
     assert hook.counts["refused"] > 0 and hook.counts["retrievals"] == hook.counts["refused"] + len(shown)
     credit = [
-        Rapo(RapoSettings(group_size=2, num_hybrid=2), buffer=buffer, num_training_steps=1).credit(t)
+        Rapo(RapoSettings(group_size=2, num_hybrid=2), buffer=buffer, num_training_steps=1).assign_advantages(
+            t
+        )
         for t in traces
     ]
     num_paid = sum(len(one.measurements["retrieval/z_mean"]) for one in credit)
@@ -92,16 +94,16 @@ def test_what_a_rollout_did_can_be_done_again_from_its_stored_trajectory(buffer:
     factory, num_done = FAMILY.make(), 0
     for trace in traces:
         for leaf, path in trace.rollouts():
-            kept = trajectory_of(trace, leaf.rollout, agent="self", trajectory_id="x", count_tokens=len)
+            kept = to_trajectory(trace, leaf.rollout, agent="self", trajectory_id="x", count_tokens=len)
             assert kept is not None and leaf.episode_return is not None
             environment = factory(trace.task)
             environment.reset(0)
-            assert played_steps(environment, [step.text for step in kept.steps]) == kept.steps
+            assert play_steps(environment, [step.text for step in kept.steps]) == kept.steps
             assert environment.result().episode_return == leaf.episode_return
             done = [node.metadata["action"] for node in path if node.origin is Origin.BUFFER]
             own = sum(len(node.token_ids) for node in path if node.origin is Origin.POLICY)
             assert kept.num_tokens == own + sum(map(len, done))
-            unknown = trajectory_of(trace, leaf.rollout, agent="self", trajectory_id="x")
+            unknown = to_trajectory(trace, leaf.rollout, agent="self", trajectory_id="x")
             assert unknown is not None and unknown.num_tokens == (0 if done else own)
             num_done += len(done)
     assert num_done > 0

@@ -11,14 +11,14 @@ from outrider.algorithms.retrospex.critic import Critic, Networks
 from outrider.algorithms.retrospex.iql import (
     Batch,
     expectile_loss,
-    follow,
     quality_loss,
     train,
+    update_target,
     value_loss,
 )
-from outrider.algorithms.retrospex.rescoring import policy_weight, probability, rescored
+from outrider.algorithms.retrospex.rescoring import policy_weight, probability, rescore
 from outrider.algorithms.retrospex.settings import PRESETS, CriticSettings, RetrospexSettings
-from outrider.algorithms.retrospex.situations import Situation, transitions_of, turns_of
+from outrider.algorithms.retrospex.situations import Situation, encode_turns, to_transitions
 from outrider.config import validate
 from outrider.errors import DataError
 from outrider.memory.embedder import HashEmbedder
@@ -39,15 +39,15 @@ def test_the_released_scores(preset: str) -> None:
         turn = int(name.split("_")[1])
         weight = policy_weight(turn, decay=chosen["decay"], floor=chosen["floor"])
         assert weight == pytest.approx(expected[name]["lambda"], abs=1e-6)
-        scores = rescored(given_["llm_prob"], given_["q_minus_v"], weight=weight)
+        scores = rescore(given_["llm_prob"], given_["q_minus_v"], weight=weight)
         np.testing.assert_allclose(scores, expected[name]["scores"], atol=1e-6)
         assert int(scores.argmax()) == expected[name]["choice"]
 
 
 def test_what_ties_decides_nothing() -> None:
-    assert rescored([0.5, 0.5], [2.0, 1.0], weight=0.6).tolist() == pytest.approx([0.4, 0.0])
-    assert rescored([0.2, 0.5], [2.0, 2.0], weight=0.6).tolist() == pytest.approx([0.0, 0.6])
-    assert rescored([0.5], [2.0], weight=0.6).tolist() == [0.0]
+    assert rescore([0.5, 0.5], [2.0, 1.0], weight=0.6).tolist() == pytest.approx([0.4, 0.0])
+    assert rescore([0.2, 0.5], [2.0, 2.0], weight=0.6).tolist() == pytest.approx([0.0, 0.6])
+    assert rescore([0.5], [2.0], weight=0.6).tolist() == [0.0]
 
 
 def test_a_turn_is_as_likely_as_its_mean_token() -> None:
@@ -70,7 +70,7 @@ def batch(seed: int) -> Batch:
         states=torch.tensor(draws.normal(size=(SIZE, 3 * DIM))),
         actions=torch.tensor(draws.normal(size=(SIZE, DIM))),
         rewards=torch.tensor(draws.normal(size=SIZE)),
-        following=torch.tensor(draws.normal(size=(SIZE, 3 * DIM))),
+        next_states=torch.tensor(draws.normal(size=(SIZE, 3 * DIM))),
         is_last=torch.tensor(draws.random(SIZE) < 0.4),
     )
 
@@ -90,7 +90,7 @@ def networks_of(seed: int) -> Networks:
 
 def test_both_losses_are_those_of_the_paper() -> None:
     networks, target, one = networks_of(1), networks_of(2), batch(3)
-    states, actions, following = one.states.numpy(), one.actions.numpy(), one.following.numpy()
+    states, actions, following = one.states.numpy(), one.actions.numpy(), one.next_states.numpy()
     both = np.concatenate([states, actions], axis=1)
     lesser = np.minimum(layers(target, "first", both), layers(target, "second", both))
     differences = lesser - layers(networks, "value", states)
@@ -141,7 +141,7 @@ def test_its_minimum_is_the_expectile(expectile: float) -> None:
 def test_the_target_follows() -> None:
     networks, target = networks_of(1), networks_of(2)
     before = deepcopy(target.state_dict())
-    follow(target, networks, rate=0.25)
+    update_target(target, networks, rate=0.25)
     for name, value in target.state_dict().items():
         expected = 0.75 * before[name] + 0.25 * networks.state_dict()[name]
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
@@ -175,25 +175,25 @@ SHORT = CriticSettings(embedder="hash", hidden=32, learning_rate=1e-3, num_updat
 
 
 def test_turns_are_what_was_seen_done_and_paid() -> None:
-    found = transitions_of(walk("rlg", reward=0.5))
+    found = to_transitions(walk("rlg", reward=0.5))
     assert [one.action for one in found] == ["go right", "go left", "give up"]
     assert [one.reward for one in found] == [0.0, 0.0, 0.5]
     assert found[0].situation == Situation(prompt="rules\nfind the lamp")
     assert found[2].situation == Situation(
         prompt="rules\nfind the lamp", observation="room0 here", previous="go left"
     )
-    assert [one.following for one in found] == [found[1].situation, found[2].situation, None]
-    turns = turns_of([walk("rlg", reward=0.5), walk("r", reward=1.0)], HashEmbedder())
+    assert [one.next_situation for one in found] == [found[1].situation, found[2].situation, None]
+    turns = encode_turns([walk("rlg", reward=0.5), walk("r", reward=1.0)], HashEmbedder())
     assert turns.is_last_N.tolist() == [False, False, True, True]
     embedded = HashEmbedder().embed(["room0 here", "give up"])
     np.testing.assert_array_equal(turns.vectors_UD[[turns.states_N3[2, 1], turns.actions_N[2]]], embedded)
     with pytest.raises(DataError, match="no turn"):
-        turns_of([], HashEmbedder())
+        encode_turns([], HashEmbedder())
 
 
 def test_the_critic_of_a_random_walk_knows_the_way() -> None:
     embedder = HashEmbedder()
-    networks = train(turns_of(walks(), embedder), SHORT)
+    networks = train(encode_turns(walks(), embedder), SHORT)
     critic = Critic(networks, embedder, SHORT)
     for place, previous in ((1, "go right"), (2, "go right"), (1, "go left")):
         situation = Situation(
@@ -208,7 +208,7 @@ def test_the_critic_of_a_random_walk_knows_the_way() -> None:
 
 
 def test_one_seed_gives_one_critic() -> None:
-    turns, short = turns_of(walks()[:20], HashEmbedder()), SHORT.model_copy(update={"num_updates": 20})
+    turns, short = encode_turns(walks()[:20], HashEmbedder()), SHORT.model_copy(update={"num_updates": 20})
     one, same = train(turns, short).state_dict(), train(turns, short).state_dict()
     other = train(turns, short.model_copy(update={"seed": 1})).state_dict()
     assert all(torch.equal(one[name], same[name]) for name in one)

@@ -14,18 +14,18 @@ from outrider.algorithms.reflexion import ReflexionHook
 from outrider.algorithms.retrospex.critic import Critic, Networks, load_critic
 from outrider.algorithms.retrospex.engine import RescoringEngine
 from outrider.algorithms.retrospex.settings import CriticSettings, RetrospexSettings
-from outrider.algorithms.retrospex.situations import Situation, transitions_of
+from outrider.algorithms.retrospex.situations import Situation, to_transitions
 from outrider.config import validate
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError, EnvironmentFault
-from outrider.evals.recorded import trajectories_of
+from outrider.evals.recorded import build_trajectories
 from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.rollout.limits import Limits
-from outrider.tokens import ChatRenderer, text_of
+from outrider.tokens import ChatRenderer, decode_text
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import rows_of
+from outrider.train.metrics.trace_records import trace_rows
 from outrider.train.settings import RunSettings
 from outrider.types import Message
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, tasks
@@ -80,7 +80,7 @@ def ask(turn: int = 0, **given: Any) -> Request:
 
 
 def said(generation: Generation) -> str:
-    return text_of(TOKENIZER, generation.token_ids, skip_special_tokens=False)
+    return decode_text(TOKENIZER, generation.token_ids, skip_special_tokens=False)
 
 
 def following(request: Request, turn: Generation, answer: str) -> Request:
@@ -152,8 +152,8 @@ def test_the_critic_is_told_while_it_plays_what_it_was_told_in_training(ending: 
     inner = Inner(lambda r, _: f"hm <a>x{number_of(r) * 'x'}{ending}")
     critic = Sayings(lambda action: float(action.count("x")))
     traces, _ = play(inner, critic, num_candidates=3, decay=0.0, floor=0.0)
-    rows = rows_of(traces, step=0, tokenizer=TOKENIZER).nodes
-    recorded = [one for path in trajectories_of(rows, name="run") for one in transitions_of(path)]
+    rows = trace_rows(traces, step=0, tokenizer=TOKENIZER).nodes
+    recorded = [one for path in build_trajectories(rows, name="run") for one in to_transitions(path)]
     assert len(recorded) == 2 * 2 * 4 == len(critic.told)
     told = {
         (situation, max(actions, key=critic.liking) if situation.observation else actions[0])
@@ -177,8 +177,8 @@ def test_the_critic_is_told_of_rules_as_the_trace_keeps_them() -> None:
     factory = Factory(lambda task, n: Ruled(chat, question=task.question))
     made = scheduler(engine(inner, critic, num_candidates=2), factory, limits=LIMITS, stop=("</a>",))
     traces = made.run(tasks(1), modes=("plain",), training_step=0).traces
-    recorded = trajectories_of(rows_of(traces, step=0, tokenizer=TOKENIZER).nodes, name="run")
-    [first, *_] = transitions_of(recorded[0])
+    recorded = build_trajectories(trace_rows(traces, step=0, tokenizer=TOKENIZER).nodes, name="run")
+    [first, *_] = to_transitions(recorded[0])
     assert "be brief" in first.situation.prompt
     assert {situation.prompt for situation, _ in critic.told} == {first.situation.prompt}
 

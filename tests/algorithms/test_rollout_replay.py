@@ -10,7 +10,7 @@ import pytest
 
 from outrider.algorithms.common.batch_advantages import difficulty_probabilities
 from outrider.algorithms.rollout_replay.algorithm import RolloutReplay, RolloutReplaySettings
-from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restored_groups, snapshot_groups
+from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restore_groups, snapshot_groups
 from outrider.config import validate
 from outrider.errors import CheckpointError
 from outrider.trace import Leaf, Trace
@@ -69,7 +69,7 @@ def test_upstream_selection_through_the_buffer() -> None:
     inputs, expected = case["inputs"], case["expected"]
     algorithm = replay(buffer_size=inputs["buffer_size"], num_fresh_steps=0)
     algorithm.stored = [
-        StoredGroup.of(group(str(key), [1.0] * won + [0.0] * (8 - won)), step=step)
+        StoredGroup.from_trace(group(str(key), [1.0] * won + [0.0] * (8 - won)), step=step)
         for step, (key, won) in enumerate(
             zip(inputs["group_ids_oldest_first"], inputs["successes_of_8"], strict=True)
         )
@@ -85,7 +85,7 @@ def test_upstream_selection_through_the_buffer() -> None:
     drawn = set()
     for step in range(60):
         again = replay(num_fresh_steps=0)
-        again.stored = [StoredGroup.of(group(key, [1.0, 0.0]), step=0) for key in eligible]
+        again.stored = [StoredGroup.from_trace(group(key, [1.0, 0.0]), step=0) for key in eligible]
         drawn.add(tuple(trace.task.key for trace in again.replay([group("x", [1.0, 0.0])] * 2, step=step)[0]))
     assert len(drawn) == 6  # every pair of four
 
@@ -94,7 +94,7 @@ def test_a_stored_group_is_the_group_without_its_faults_credit_and_texts() -> No
     trace = group("t", [1.0, None, 0.25])
     for node in trace.nodes:
         node.metadata["rollout"] = 3
-    stored = StoredGroup.of(trace, step=4)
+    stored = StoredGroup.from_trace(trace, step=4)
     again = stored.trace()
     assert again.is_replayed and sorted(again.leaves) == [0, 2] and again.task.key == "t" and stored.step == 4
     kept = [(leaf, path) for leaf, path in trace.rollouts() if path]
@@ -109,8 +109,8 @@ def test_a_stored_group_is_the_group_without_its_faults_credit_and_texts() -> No
         ]
     assert len(again.nodes) == 7  # the prompt once, and nothing of the fault
     algorithm = replay()
-    algorithm.credit(again)
-    assert algorithm.credit(stored.trace()).advantages.values.tolist() == [
+    algorithm.assign_advantages(again)
+    assert algorithm.assign_advantages(stored.trace()).advantages.values.tolist() == [
         pytest.approx(0.70710, abs=1e-4),
         pytest.approx(-0.7071, abs=1e-4),
     ]
@@ -129,9 +129,9 @@ def test_a_buffer_comes_back_bit_for_bit_from_plain_data_and_arrays() -> None:
     following = [group("v", [1.0, 0.0])]
     first, second = algorithm.replay(following, step=3), other.replay(following, step=3)
     assert first[1] == second[1] and [t.task.key for t in first[0]] == [t.task.key for t in second[0]]
-    assert restored_groups(*snapshot_groups([])) == []
+    assert restore_groups(*snapshot_groups([])) == []
     with pytest.raises(CheckpointError, match="log-probs"):
-        restored_groups(state["groups"][:-1], arrays)
+        restore_groups(state["groups"][:-1], arrays)
 
 
 def test_what_may_be_replayed_goes_by_success_or_by_return() -> None:

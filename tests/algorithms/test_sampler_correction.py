@@ -163,7 +163,7 @@ def test_a_whole_rollout_goes_when_its_geometric_mean_is_outside() -> None:
         "mask": torch.ones(4, dtype=torch.bool),
     }
     applied = sampler_weights_per_token(
-        **tokens, lower=0.5, upper=2.0, outside="zero", decided_by="geometric"
+        **tokens, lower=0.5, upper=2.0, outside="zero", decision_level="geometric"
     )
     np.testing.assert_allclose(applied.weights, [6.0, 0.25, 0.0, 0.0])
     assert applied.changed.tolist() == [False, False, True, True]
@@ -321,7 +321,7 @@ def test_faults_and_impossible_settings_raise() -> None:
         with pytest.raises(ValueError, match="bounds"):
             sampler_weights_per_token(**tokens, **bounds)
     with pytest.raises(ValueError, match="decided_by"):
-        sampler_weights_per_token(**tokens, decided_by="geometric")
+        sampler_weights_per_token(**tokens, decision_level="geometric")
     impossible: list[dict[str, Any]] = [
         {"statistic": "k1", "upper": 2.0, "scope": "max"},
         {"statistic": "k1", "upper": 0.5},
@@ -368,7 +368,7 @@ def test_the_bounds_are_held_against_the_weights_of_the_deciding_level(
     tokens: dict[str, Any] = columns([(0, 0.0, 0.0, True)] * 2 + [(1, 0.0, 0.0, True)] * 2)
     tokens["old_logprobs"] = weights.log()
     upper = {"token": 2.5, "sequence": 5.0, "geometric": 5.0}[decided_by]
-    applied = sampler_weights_per_token(**tokens, upper=upper, outside="zero", decided_by=decided_by)
+    applied = sampler_weights_per_token(**tokens, upper=upper, outside="zero", decision_level=decided_by)
     np.testing.assert_allclose(applied.weights, weights * torch.tensor(kept))
 
 

@@ -18,7 +18,7 @@ from outrider.algorithms.common.loss_settings import (
     ReinforceLoss,
     RejectionMask,
     SamplerCorrection,
-    in_new_spelling,
+    migrate_algorithm_keys,
 )
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.rapo.algorithm import RapoSettings
@@ -236,11 +236,13 @@ def test_a_recorded_table_is_read_in_the_new_spelling() -> None:
         "ratio_cap": None, "ratio_floor": 0.0, "sequence_ratio": "product", "sampler_correction": 3.0,
         "sampler_level": "token", "sampler_floor": 0.5, "sampler_outside": "zero", "kl_weight": 0.1,
     }  # fmt: skip
-    found = validate(ObjectiveSettings, in_new_spelling(flat))
+    found = validate(ObjectiveSettings, migrate_algorithm_keys(flat))
     assert found.loss == GspoLoss(clip_low=0.1, clip_high=0.2, sequence_ratio="product")
     assert found.sampler_correction == SamplerCorrection(upper=3.0, lower=0.5, outside="zero")
     assert found.kl_weight == 0.1
-    off = validate(ObjectiveSettings, in_new_spelling(flat | {"sampler_correction": "none", "loss": "clip"}))
+    off = validate(
+        ObjectiveSettings, migrate_algorithm_keys(flat | {"sampler_correction": "none", "loss": "clip"})
+    )
     assert off.sampler_correction is None and off.loss == ClipLoss(clip_low=0.1)
 
 

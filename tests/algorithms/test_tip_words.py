@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from outrider.algorithms.empo2.environment_tips import environment_tip
 from outrider.algorithms.empo2.hook import MemorySettings, TipHook
 from outrider.algorithms.empo2.modes import PLAIN, TIPS_ON
-from outrider.environments.house.family import HouseConfig, HouseFamily
+from outrider.environments.house.family import HouseConfig, HouseTaskSet
 from outrider.environments.house.plan import make_house
 from outrider.environments.scienceworld.text import render_action
 from outrider.memory.embedder import HashEmbedder
@@ -20,7 +20,7 @@ from outrider.types import Message, Origin, Task
 from tests.algorithms.tip_groups import played
 from tests.rollout.fakes import scheduler, scripted
 
-FAMILY = HouseFamily(HouseConfig(num_train=2, max_moves=6))
+FAMILY = HouseTaskSet(HouseConfig(num_train=2, max_moves=6))
 TASKS = FAMILY.tasks("train")
 LIMITS = Limits(max_turns=6, max_response_tokens=2000, max_observation_tokens=400)
 
@@ -49,7 +49,7 @@ def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
     task = TASKS[0]
     plan = make_house(FAMILY.config.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
-    room = plan.room_of(goal)
+    room = plan.find_room(goal)
     place = plan.furniture[room]
     hook = make_hook()
     said = ["nonsense", *map(render_action, ["go sauna", f"go {room}", f"open {place}", f"take {goal}"])]
@@ -109,7 +109,7 @@ def test_what_the_task_asks_finds_the_tip_that_speaks_of_it_among_those_about_ro
     task = TASKS[0]
     plan = make_house(FAMILY.config.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
-    room = plan.room_of(goal)
+    room = plan.find_room(goal)
     fact = f"open {plan.furniture[room]}: In the {plan.furniture[room]} in the {room} is the {goal}."
     found = {}
     for state_key in ("observation", "question"):

@@ -64,12 +64,12 @@ def test_upstream_advantages_on_grown_trees(name: str, combination: str) -> None
     returns, expected = case["inputs"]["leaf_rewards"][:6], case["expected"]["advantage"][:6]
     chosen = algorithm(combination=combination)
     trace = grown(chosen, returns)
-    credit = chosen.credit(trace)
+    credit = chosen.assign_advantages(trace)
     np.testing.assert_allclose([leaf.advantage or 0.0 for leaf, _ in trace.rollouts()], expected, atol=1e-9)
     assert credit.measurements["tree/fraction_without_spread"] == [0.0, 1.0]
     both = algorithm()
     sums = grown(both, returns)
-    both.credit(sums)
+    both.assign_advantages(sums)
     outer = group_normalized_advantages_per_rollout(returns=returns).values
     inner = np.array(CASES["tree_grpo.tree_inner"]["expected"]["advantage"][:6])
     np.testing.assert_allclose(
@@ -81,12 +81,12 @@ def test_within_a_tree_the_sum_is_zero_and_one_tree_is_twice_grpo() -> None:
     returns = [0.2, 1.0, 0.0, 0.4, 0.9, 0.9, 0.1, 0.5]
     inner = algorithm(num_expansions=3, combination="inner")
     trace = grown(inner, returns)
-    inner.credit(trace)
+    inner.assign_advantages(trace)
     values = [leaf.advantage or 0.0 for leaf, _ in trace.rollouts()]
     assert abs(sum(values[:4])) < 1e-12 and abs(sum(values[4:])) < 1e-12 and any(values)
     alone = algorithm(num_trees=1, num_expansions=7)
     trace = grown(alone, returns)
-    alone.credit(trace)
+    alone.assign_advantages(trace)
     grpo = group_normalized_advantages_per_rollout(returns=returns).values
     np.testing.assert_allclose(
         [leaf.advantage or 0.0 for leaf, _ in trace.rollouts()], 2.0 * grpo, rtol=1e-12
@@ -104,7 +104,7 @@ def test_a_shared_tokens_gradient_is_the_sum_over_its_leaves(
     chosen = algorithm(dual_clip=1.05, clip_high=0.01, clip_low=0.02, **options)
     returns = np.random.default_rng(1).random(chosen.settings.group_size).round(2).tolist()
     trace = grown(chosen, returns, seed=4)
-    credit = chosen.credit(trace)
+    credit = chosen.assign_advantages(trace)
     assert credit.measurements["tree/tokens_shared"][0] > 0
     kept = [(leaf, path) for leaf, path in trace.rollouts() if leaf.rollout not in trace.pruned]
     assert len(kept) == 2 * (chosen.settings.num_kept or chosen.settings.tree_size)
@@ -141,7 +141,7 @@ def test_pruned_leaves_are_in_no_statistic() -> None:
     trace = grown(chosen, [1.0] * 6)
     for rollout in trace.pruned:
         trace.leaves[rollout].episode_return = 0.0
-    credit = chosen.credit(trace)
+    credit = chosen.assign_advantages(trace)
     assert credit.advantages.reason == "no_spread" and len(trace.pruned) == 2
     for leaf, path in trace.rollouts():
         assert (leaf.advantage is None) == (leaf.rollout in trace.pruned)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks import alfworld_policies
-from outrider.environments.alfworld.family import AlfworldFamily
+from outrider.environments.alfworld.family import AlfworldTaskSet
 from outrider.environments.alfworld.settings import AlfworldConfig
 
 
@@ -21,7 +21,7 @@ def test_a_row_a_type_and_one_of_all(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_chance_is_the_same_for_a_sample_and_another_for_another() -> None:
     def won(sample: int, max_moves: int = 500) -> bool:
-        family = AlfworldFamily(
+        family = AlfworldTaskSet(
             AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=max_moves)
         )
         return alfworld_policies.chance(family, family.tasks("test")[0], sample)

@@ -23,7 +23,7 @@ from benchmarks.speed_update import Shape, batches
 
 from benchmarks import gpu
 from outrider.engines.base import FinishReason, Generation
-from outrider.planning.read_shape import shape_of
+from outrider.planning.read_shape import shape_from_config
 
 ROOT = Path(__file__).parents[2]
 NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -188,7 +188,7 @@ def test_operations_are_those_that_torch_counts() -> None:
 
 
 def test_a_step_reads_every_weight_but_an_untied_embedding() -> None:
-    tied, untied = (shape_of(described(name), name=name) for name in ("1.5B", "7B"))
+    tied, untied = (shape_from_config(described(name), name=name) for name in ("1.5B", "7B"))
     assert step_bytes(tied, rows=0, context=0, value_bytes=2) == 2 * tied.num_parameters
     head_less = untied.num_parameters - untied.vocabulary * untied.width
     assert step_bytes(untied, rows=0, context=0, value_bytes=2) == 2 * head_less

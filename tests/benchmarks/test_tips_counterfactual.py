@@ -29,7 +29,7 @@ from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Trace
 from outrider.train.building import build
 from outrider.train.components import Components
-from outrider.train.data.imitation import expert_rollouts, with_tips
+from outrider.train.data.imitation import expert_rollouts, replay_with_tips
 from outrider.train.settings import RunSettings
 from outrider.types import Origin
 from tests.tiny import tiny_model
@@ -150,20 +150,20 @@ def shown(trace: Trace) -> str:
 def test_a_cold_start_shows_tips_in_its_share_of_the_examples(model: str, tmp_path: Path) -> None:
     parts = parts_of(model, tmp_path, "cold_start.tip_share=0.5", "cold_start.num_examples=8")
     tasks = parts.train_tasks[:8]
-    expert = {task.key: parts.family.expert(task, 0) for task in tasks}
+    expert = {task.key: parts.task_set.expert(task, 0) for task in tasks}
     plain = expert_rollouts(parts, tasks, lambda task: expert[task.key], training_step=0)
     assert not any(map(shown, plain))
-    traces = with_tips(parts, plain, lambda task: expert[task.key])
+    traces = replay_with_tips(parts, plain, lambda task: expert[task.key])
     assert [trace.task.key for trace in traces] == [task.key for task in tasks]
     told = [trace for trace in traces if shown(trace)]
     assert len(told) == 4 and all(trace.leaves[0].success for trace in traces)
     for trace in told:
         assert f"is the {trace.task.metadata['thing']}." in shown(trace)
-    again = with_tips(parts, plain, lambda task: expert[task.key])
+    again = replay_with_tips(parts, plain, lambda task: expert[task.key])
     assert [shown(trace) for trace in again] == [shown(trace) for trace in traces]
     assert len(parts.algorithm.tips.memory) == 0  # type: ignore[attr-defined]  # training begins with none
     none = parts_of(model, tmp_path, "cold_start.tip_share=0")
-    assert with_tips(none, plain, lambda task: expert[task.key]) == plain
+    assert replay_with_tips(none, plain, lambda task: expert[task.key]) == plain
 
 
 def test_tip_examples_need_tips_that_experts_can_leave() -> None:

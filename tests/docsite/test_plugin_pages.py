@@ -11,7 +11,7 @@ from outrider.metrics import DECLARED
 from outrider.metrics.docs import metrics_page
 from outrider.plugins import listing, names
 from outrider.plugins.names import BUILT_IN, KINDS
-from outrider.plugins.registry import base_of, settings_of
+from outrider.plugins.registry import load_settings_class, settings_base
 
 
 def _row(page: str, name: str) -> list[str]:
@@ -38,7 +38,11 @@ def test_every_plugin_has_a_row_with_its_own_keys_and_its_pages() -> None:
         for name in BUILT_IN[kind]:
             came_from, what, settings, pages = _row(page, name)
             assert came_from == "built in" and what.endswith(".") and pages.startswith("[about](../")
-            own = settings_of(kind, name).model_fields.keys() - base_of(kind).model_fields.keys() - {"type"}
+            own = (
+                load_settings_class(kind, name).model_fields.keys()
+                - settings_base(kind).model_fields.keys()
+                - {"type"}
+            )
             if own:
                 assert set(re.findall("`([a-z0-9_]+)`", settings)) == own
 

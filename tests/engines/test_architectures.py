@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engines.base import Request
-from outrider.engines.local.choice import engine_for
+from outrider.engines.local.choice import make_engine
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import ModelError
 from outrider.trace import Leaf, Share, Trace
@@ -118,7 +118,7 @@ def test_logprobs_and_gradients_are_those_of_transformers(
     for rollout, logprobs in enumerate(expected):
         ours = scores.logprobs_T[batch.rollout_index_T == rollout]
         torch.testing.assert_close(ours, logprobs, rtol=1e-3, atol=1e-3)
-    (scores.logprobs_T * batch.credit_T.float()).sum().backward()
+    (scores.logprobs_T * batch.advantages_T.float()).sum().backward()
     gradients = {name: one.grad for name, one in plain.named_parameters() if one.grad is not None}
     assert len(gradients) > 10
     for name, gradient in gradients.items():
@@ -135,7 +135,7 @@ def test_the_engine_says_of_its_tokens_what_the_trainer_says(
     _, _, found = case
     if isinstance(found, ModelError):
         pytest.skip(f"refused: {found}")
-    engine, trace = engine_for(found), Trace(task=Task(key="t", question=""))
+    engine, trace = make_engine(found), Trace(task=Task(key="t", question=""))
     root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(5, 6, 7, 8, 9), message=TEXT)
     tips = [root.node_id, root.node_id]
     is_short = found.context_length < 26

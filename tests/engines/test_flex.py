@@ -49,7 +49,7 @@ def inputs(num_tokens: int, num_heads: int = 4) -> list[Tensor]:
 def test_the_forward_pass_is_the_reference_s(plan: TreePlan, num_heads: int) -> None:
     given_ = inputs(sum(segment.length for segment in plan.segments), num_heads)
     wanted = plan.attend(nn.Identity(), *given_, SCALE)
-    found = FlexPlan.of(plan, device=CPU).attend(nn.Identity(), *given_, SCALE)
+    found = FlexPlan.from_plan(plan, device=CPU).attend(nn.Identity(), *given_, SCALE)
     assert found.shape == wanted.shape
     assert float((found - wanted).abs().max()) <= GAP
 
@@ -58,7 +58,7 @@ def test_the_forward_pass_is_the_reference_s(plan: TreePlan, num_heads: int) -> 
 @given(plan=plans())
 def test_whole_blocks_are_whole_and_nothing_is_left_out(plan: TreePlan) -> None:
     """A kernel asks the mask in partial blocks only, and no block that is not listed."""
-    made = FlexPlan.of(plan, device=CPU)
+    made = FlexPlan.from_plan(plan, device=CPU)
     length = made.num_positions
     place = torch.arange(length)
     seen = made.mask.mask_mod(torch.tensor(0), torch.tensor(0), place[:, None], place[None])
@@ -80,7 +80,7 @@ def test_what_the_update_packs_is_depth_first() -> None:
         num_tokens = len(batch.ids_N)
         given_ = inputs(num_tokens)
         wanted = batch.plan.attend(nn.Identity(), *given_, SCALE)
-        found = FlexPlan.of(batch.plan, device=CPU).attend(nn.Identity(), *given_, SCALE)
+        found = FlexPlan.from_plan(batch.plan, device=CPU).attend(nn.Identity(), *given_, SCALE)
         assert float((found - wanted).abs().max()) <= GAP
 
 
@@ -88,7 +88,7 @@ def test_another_order_is_refused() -> None:
     fork = Segment(length=2, ancestors=(0,))
     plan = TreePlan(segments=(Segment(length=2), Segment(length=2), fork))
     with pytest.raises(ValueError, match="depth-first"):
-        FlexPlan.of(plan, device=CPU)
+        FlexPlan.from_plan(plan, device=CPU)
 
 
 def test_a_run_compiles_as_often_as_there_are_lengths() -> None:
@@ -106,7 +106,7 @@ def test_on_a_gpu_values_and_gradients_are_the_reference_s() -> None:
     exact = [one.bfloat16().double().requires_grad_() for one in inputs(453)]
     ours = [one.detach().to(device, torch.bfloat16).requires_grad_() for one in exact]
     wanted = plan.attend(nn.Identity(), *exact, SCALE)
-    found = FlexPlan.of(plan, device=device).attend(nn.Identity(), *ours, SCALE)
+    found = FlexPlan.from_plan(plan, device=device).attend(nn.Identity(), *ours, SCALE)
     outer = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     wanted.backward(outer.double())
     found.backward(outer.to(device))
@@ -140,7 +140,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def attend(num_tokens: int, *, has_gradient: bool, num_heads: int = 4) -> None:
-    plan = FlexPlan.of(TreePlan(segments=(Segment(length=num_tokens),)), device=CPU)
+    plan = FlexPlan.from_plan(TreePlan(segments=(Segment(length=num_tokens),)), device=CPU)
     with torch.set_grad_enabled(has_gradient):
         for _ in range(2):  # as two layers do
             plan.attend(nn.Identity(), *inputs(num_tokens, num_heads), SCALE)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.engines.base import Request
-from outrider.engines.local.choice import engine_for
+from outrider.engines.local.choice import make_engine
 from outrider.engines.local.model import Forward, load_model, resolve_model
 from outrider.engines.model_names import PACKAGED, PackagedModel, cache_folder
 from outrider.errors import ModelError
@@ -63,7 +63,7 @@ def test_gemma_has_the_logprobs_of_transformers(forward: Forward, num_prompt: in
     text = "The capital of France is Paris, and the capital of Italy is Rome. " * 40
     ids = tuple(loaded.tokenizer(text)["input_ids"][:num_prompt])
     asked = [Request(request_id=str(seed), token_ids=ids, max_tokens=12, seed=seed) for seed in range(2)]
-    written = engine_for(loaded).generate(asked)
+    written = make_engine(loaded).generate(asked)
     plain = AutoModelForCausalLM.from_pretrained(
         resolve_model(GEMMA), dtype=torch.float32, attn_implementation="eager"
     )

@@ -9,7 +9,7 @@ from outrider.cli import main
 from outrider.config import load_settings
 from outrider.engines.local.positions import check_positions
 from outrider.errors import ConfigError
-from outrider.evals.benchmark.settings import PanelSettings
+from outrider.evals.benchmark.settings import EvalTasksSettings
 from outrider.train.settings import RunSettings
 from tests.chat_server import chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, write_rows
@@ -57,7 +57,7 @@ def test_f13_what_fits_exactly_is_not_told(recipe: Path) -> None:
 
 
 def test_f13_turn_limits_are_held_against_the_positions_too() -> None:
-    turns = PanelSettings.model_validate(
+    turns = EvalTasksSettings.model_validate(
         {"tasks": "gsm8k", "model": {}, "rollout": {"max_turn_tokens": 9000}}
     )
     with pytest.raises(ConfigError, match=r"^rollout\.max_turn_tokens is 9000"):
@@ -66,7 +66,7 @@ def test_f13_turn_limits_are_held_against_the_positions_too() -> None:
 
 def test_f13_a_default_is_told_and_not_refused() -> None:
     """``eval --tasks`` has room for long answers; a model with less room is evaluated all the same."""
-    settings = PanelSettings.model_validate(
+    settings = EvalTasksSettings.model_validate(
         {"tasks": "gsm8k", "model": {}, "rollout": {"max_turn_tokens": 1024}}
     )
     told: list[str] = []

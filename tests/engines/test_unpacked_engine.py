@@ -10,7 +10,7 @@ from docsite.models import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.local.choice import path_of
+from outrider.engines.local.choice import describe_path
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.engines.local.unpacked import CacheUse
 from outrider.engines.local.unpacked_engine import UnpackedEngine
@@ -138,11 +138,11 @@ def test_ends_stops_and_room_are_those_of_the_other_path(model: LanguageModel) -
 def test_each_path_has_its_engine_and_its_line(model: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="runs packed"):
         UnpackedEngine(tiny_model())
-    told = path_of(model, "m")
+    told = describe_path(model, "m")
     assert "unpacked" in told and "recurrent or convolution" in told and "64 tokens" in told
-    assert path_of(tiny_model(), "m") == "model 'm' runs packed; contexts of up to 512 tokens"
+    assert describe_path(tiny_model(), "m") == "model 'm' runs packed; contexts of up to 512 tokens"
     _, windowed = loaded(tmp_path, "Gemma 3")
-    assert "contexts end at 16 of 64 positions" in path_of(windowed, "m")
+    assert "contexts end at 16 of 64 positions" in describe_path(windowed, "m")
     assert model.unpacked is not None
     slow = replace(model, unpacked=replace(model.unpacked, cache="none"))
-    assert "every token is computed from the first one" in path_of(slow, "m")
+    assert "every token is computed from the first one" in describe_path(slow, "m")

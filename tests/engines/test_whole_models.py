@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 from outrider import cli
 from outrider.atomic_io import first_folder, replacing_by_name, replacing_folder
-from outrider.engines.local.choice import path_of
+from outrider.engines.local.choice import describe_path
 from outrider.engines.local.model import load_model
 from outrider.errors import ModelError
 from outrider.smoke.model import save_model, tiny_config
@@ -88,7 +88,9 @@ def test_whole_models_and_heads_of_other_tasks_are_loaded(tmp_path: Path) -> Non
         str(changed(tmp_path / "head", lambda weights, folder: weights.update(head))), precision="float32"
     )
     assert loaded.unused == ("v_head.summary.weight",)
-    assert "no place for 1 weights of its files, such as v_head.summary.weight" in path_of(loaded, "head")
+    assert "no place for 1 weights of its files, such as v_head.summary.weight" in describe_path(
+        loaded, "head"
+    )
     # a layer that predicts several tokens, of which the model here has none
     more = {"model.layers.2.eh_proj.weight": torch.ones(1), "model.layers.2.norm.weight": torch.ones(1)}
     folder = changed(tmp_path / "mtp", lambda weights, folder: weights.update(more))

@@ -37,8 +37,8 @@ def holds(scene: Scene, state: State) -> bool:
 def facts(scene: Scene, state: State) -> set[tuple[str, ...]]:
     found = {("objectType", name, kind) for name, kind in scene.things.items()}
     found |= {("receptacleType", name, kind) for name, kind in scene.receptacles.items()}
-    found |= {("inReceptacle", thing, place) for thing, place in state.places.items()}
-    found |= {("atLocation", "agent", str(state.here)), ("holds", "agent", str(state.held))}
+    found |= {("inReceptacle", thing, place) for thing, place in state.locations.items()}
+    found |= {("atLocation", "agent", str(state.here)), ("holds", "agent", str(state.carried))}
     for name, things in (
         ("isClean", state.clean), ("isHot", state.hot), ("isCool", state.cool), ("isToggled", state.toggled),
     ):  # fmt: skip

@@ -44,7 +44,7 @@ def problem(scene: Scene, goal: str) -> str:
         if kind in known.openable:
             lines.append(f"(openable {receptacles[name]})")
     for name, kind in scene.things.items():
-        place = scene.places[name]
+        place = scene.locations[name]
         lines.append(f"(objectType {things[name]} {kind}Type)")
         lines.append(f"(inReceptacle {things[name]} {receptacles[place]})")
         lines.append(f"(objectAtLocation {things[name]} {places[place]})")

@@ -25,11 +25,11 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
-from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa: E402
+from outrider.environments.agent.family import AgentFactory, AgentTaskSet  # noqa: E402
 from outrider.environments.agent.gateway import Gateway  # noqa: E402
 from outrider.environments.agent.launched import Report  # noqa: E402
 from outrider.environments.agent.programs import Programs  # noqa: E402
-from outrider.environments.agent.session import Ended, OpenQuestion, Session  # noqa: E402
+from outrider.environments.agent.session import PendingRequest, ProgramExit, Session  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
@@ -38,7 +38,7 @@ from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.trace import samples_of  # noqa: E402
+from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.rollout.test_branch import Forking  # noqa: E402
 from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
@@ -107,7 +107,7 @@ def test_a_program_that_owns_its_loop() -> None:
     for trace in report.traces:
         for leaf, path in trace.rollouts():
             assert (leaf.outcome, leaf.episode_return, leaf.success) == (Outcome.FINISHED, 1.0, True)
-            assert len(samples_of(path)) == 1  # a history that only grows is one context
+            assert len(split_contexts(path)) == 1  # a history that only grows is one context
             assert leaf.metrics["num_requests"] == sum(node.trainable for node in path)
     assert not report.faults
 
@@ -118,7 +118,7 @@ def contexts(report: RolloutReport, seen: list[tuple[str, str]]) -> None:
     for trace in report.traces:
         for leaf, path in trace.rollouts():
             turn = 0
-            for sample in samples_of(path):
+            for sample in split_contexts(path):
                 before: list[int] = []
                 for node in sample:
                     if node.trainable:
@@ -136,7 +136,7 @@ def test_what_is_not_appended_is_a_sample_more(program: str, num_samples: int, v
     report = play(program, group=2, seen=seen)
     contexts(report, seen)
     for _, path in report.traces[0].rollouts():
-        assert len(samples_of(path)) == num_samples
+        assert len(split_contexts(path)) == num_samples
     assert [leaf.episode_return for leaf in report.traces[0].leaves.values()] == [value] * 2
 
 
@@ -144,7 +144,7 @@ def test_a_conversation_that_goes_on_keeps_its_ids() -> None:
     """The main agent's context is found again behind the helper's."""
     report = play("nested")
     [(_, path)] = report.traces[0].rollouts()
-    first, helper, again = samples_of(path)
+    first, helper, again = split_contexts(path)
     before = [token for node in first for token in node.token_ids]
     assert list(again[0].token_ids[: len(before)]) == before
     assert "it said turn 001" in TOKENIZER.decode(again[0].token_ids, skip_special_tokens=False)
@@ -252,7 +252,7 @@ def test_a_call_with_another_id_is_the_same_call_where_the_template_writes_none(
     limits = Limits(max_turn_tokens=200)
     report = play("renaming", renderer=renderer, script=lambda *_: call, tool_calls="hermes", limits=limits)
     [(leaf, path)] = report.traces[0].rollouts()
-    assert leaf.episode_return == 1 and len(samples_of(path)) == 1
+    assert leaf.episode_return == 1 and len(split_contexts(path)) == 1
 
 
 def test_calls_that_a_server_read_have_ids_too() -> None:
@@ -454,8 +454,8 @@ def test_half_a_request_holds_no_end_up(monkeypatch: pytest.MonkeyPatch) -> None
         session = gateway.open(takes_tools=False)
         with half_a_request(gateway, session):
             wait_for(lambda: bool(session._reading))
-            gateway.end(session, Ended(reward=None))
-            assert isinstance(session.next(60.0), Ended)
+            gateway.end(session, ProgramExit(reward=None))
+            assert isinstance(session.next(60.0), ProgramExit)
     finally:
         gateway.close()
 
@@ -471,9 +471,9 @@ def test_what_a_program_sent_before_its_end_comes_before_it() -> None:
         where = urlsplit(gateway.url)
         with socket.create_connection((str(where.hostname), int(where.port or 0))) as begun:
             begun.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        gateway.end(session, Ended(reward=None))
+        gateway.end(session, ProgramExit(reward=None))
         held.set()
-        assert isinstance(session.next(30.0), OpenQuestion) and isinstance(session.next(30.0), Ended)
+        assert isinstance(session.next(30.0), PendingRequest) and isinstance(session.next(30.0), ProgramExit)
     finally:
         held.set()
         gateway.close()
@@ -536,18 +536,18 @@ def test_the_contract(tmp_path: Path) -> None:
     config = AgentConfig(
         function=f"{PROGRAMS}:guess", train=DatasetConfig(path=tmp_path / "tasks.jsonl"), failed_return=0.0
     )
-    check_environment(AgentFamily(config), texts=("25", "7"))
+    check_environment(AgentTaskSet(config), texts=("25", "7"))
 
 
 def test_an_expert_answers_the_program(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "q", "answer": "7"}\n')
     data = DatasetConfig(path=tmp_path / "tasks.jsonl")
-    family = AgentFamily(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:halved", train=data))
+    family = AgentTaskSet(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:halved", train=data))
     [task] = family.tasks("train")
     steps = family.expert(task, 0)
     assert steps is not None and [step.text for step in steps] == ["25", "12", "6", "9", "7"]
     assert steps[-1].is_terminal and not steps[0].is_terminal
-    wrong = AgentFamily(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:one", train=data))
+    wrong = AgentTaskSet(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:one", train=data))
     assert wrong.expert(task, 0) is None  # no success
     for one in (family, wrong):
         one.close()

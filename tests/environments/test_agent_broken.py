@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
-from outrider.environments.agent.environment import ended  # noqa: E402
+from outrider.environments.agent.environment import read_exit  # noqa: E402
 from outrider.environments.agent.launched import Report  # noqa: E402
 from outrider.environments.agent.session import COUNTED  # noqa: E402
 from outrider.errors import InvalidResult  # noqa: E402
@@ -45,7 +45,7 @@ def test_no_program_ends_another_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["5", "[", "[" * 100_000, '"fault"'])
 def test_a_report_that_the_program_wrote_itself(text: str) -> None:
-    assert ended(Report(status=3, result=text, tail="a\nlast words\n")).problem == (
+    assert read_exit(Report(status=3, result=text, tail="a\nlast words\n")).problem == (
         "it ended with status 3 (last words)"
     )
 

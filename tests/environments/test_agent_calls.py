@@ -10,8 +10,8 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.tokens.calls import CALL_FORMATS, fault_of, read_turn, read_turn_unchecked  # noqa: E402
-from outrider.trace import samples_of  # noqa: E402
+from outrider.tokens.calls import CALL_FORMATS, find_call_error, read_turn, read_turn_unchecked  # noqa: E402
+from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.agents.clients import WEATHER  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
@@ -92,7 +92,7 @@ def test_a_program_gets_a_call_that_fits_no_tool(program: str, what: str) -> Non
     text, calls, num_unfit = UNFIT[what]
     leaf, path = play_turns(program, [text, "done"], "whole", json.dumps(calls))
     assert leaf.metrics["num_unfit_calls"] == num_unfit and leaf.metrics["num_refused_requests"] == 0
-    assert len(samples_of(path)) == 1
+    assert len(split_contexts(path)) == 1
     turns = [node for node in path if node.trainable]
     assert [node.metadata["invalid"] for node in turns] == [False, False]
     assert turns[0].message.content == text
@@ -126,7 +126,7 @@ def test_in_every_form_of_calls(family: str, text: str) -> None:
     leaf, path = play_turns(
         "recovering", [text, "done"], "whole", expected, renderer=renderer, form=one.call_format
     )
-    assert leaf.metrics["num_unfit_calls"] == 1 and len(samples_of(path)) == 1
+    assert leaf.metrics["num_unfit_calls"] == 1 and len(split_contexts(path)) == 1
 
 
 def test_a_default_of_a_function_of_the_agents_sdk() -> None:
@@ -157,7 +157,7 @@ def test_an_environment_that_we_step_still_explains_what_is_wrong() -> None:
     for text, _, num_unfit in UNFIT.values():
         turn = read_turn(text, CALL_FORMATS["hermes"], [TOOL])
         assert len(turn.problems) == num_unfit, text
-        assert all(fault_of(call, [TOOL]) == "" for call in turn.tool_calls)
+        assert all(find_call_error(call, [TOOL]) == "" for call in turn.tool_calls)
 
 
 def test_nothing_that_no_request_can_hold_is_passed_on() -> None:

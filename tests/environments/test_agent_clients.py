@@ -10,7 +10,7 @@ pytest.importorskip("openai", reason="needs the package openai")
 from outrider.cli import main  # noqa: E402
 from outrider.engines.base import Request  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.trace import samples_of  # noqa: E402
+from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
 from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
@@ -98,7 +98,7 @@ def test_an_unmodified_agent(agent: str, script, num_turns: int, value: float) -
         assert sum(node.trainable for node in path) == num_turns
         asked = dict(seen)
         turn = 0
-        for sample in samples_of(path):
+        for sample in split_contexts(path):
             before: list[int] = []
             for node in sample:
                 if node.trainable:

@@ -25,7 +25,7 @@ from outrider.environments.agent.request_fields import (  # noqa: E402
 )
 from outrider.environments.agent.responses import read_response  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
-from outrider.environments.agent.wire import Ask, read_chat  # noqa: E402
+from outrider.environments.agent.wire import PolicyRequest, read_chat  # noqa: E402
 from outrider.train.metrics.step_metrics import rollout_metrics  # noqa: E402
 from tests.environments.test_agent import play  # noqa: E402
 from tests.environments.test_agent_requests import HELLO, gateway, look, sent  # noqa: E402
@@ -36,7 +36,7 @@ PATHS = (CHAT, RESPONSES)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "agents.md"
 
 
-def read(path: RequestPath, ignores: tuple[str, ...] = (), **fields: Any) -> Ask:
+def read(path: RequestPath, ignores: tuple[str, ...] = (), **fields: Any) -> PolicyRequest:
     if path == CHAT:
         return read_chat({"messages": HELLO, **fields}, takes_tools=True, ignores=ignores)
     return read_response({"input": "a", **fields}, takes_tools=True, ignores=ignores)

@@ -19,7 +19,7 @@ from outrider.rollout.conversing import Unanswerable, opening_ids  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.trace import samples_of  # noqa: E402
+from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.chat_server import Answer, completion  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
@@ -74,7 +74,7 @@ def test_what_a_template_refuses_is_answered_with_its_reason(
     [(leaf, path)] = report.traces[0].rollouts()
     assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), report.fault_reasons
     assert leaf.metrics["num_refused_requests"] == 2 and leaf.metrics["num_requests"] == 2
-    assert sum(node.trainable for node in path) == 2 and len(samples_of(path)) == 1
+    assert sum(node.trainable for node in path) == 2 and len(split_contexts(path)) == 1
     assert not report.faults
 
 
@@ -85,7 +85,7 @@ class Asking:
 
     def __init__(self, roles: list[str]) -> None:
         messages = [{"role": role, "content": f"I am {role}."} for role in roles]
-        self.asked = read_chat({"messages": messages}, takes_tools=False).conversation
+        self.request = read_chat({"messages": messages}, takes_tools=False).conversation
 
     def read(self, text: str) -> Any: ...
     def sampled(self, turn: Any) -> Any: ...
@@ -143,19 +143,19 @@ def test_roles_in_any_order_are_rendered_or_refused(family: str) -> None:
     for first in product(("system", "developer", "user", "assistant", "tool"), repeat=2):
         environment = Asking([*first, "user"])
         try:
-            assert opening_ids(environment, environment.asked.messages, renderer)
+            assert opening_ids(environment, environment.request.messages, renderer)
         except Unanswerable as error:
             assert error.refusal.reason.startswith("the policy's chat template cannot render these messages")
     for roles in (["user", "user"], ["developer", "user"], ["user"]):
         environment = Asking(roles)
-        assert opening_ids(environment, environment.asked.messages, renderer)
+        assert opening_ids(environment, environment.request.messages, renderer)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma"])
 def test_templates_that_want_a_user_first_give_their_reason(family: str) -> None:
     renderer, environment = renderer_of(FAMILIES[family]), Asking(["assistant", "user"])
     with pytest.raises(Unanswerable, match=r"it refuses assistant, user: .*alternate"):
-        opening_ids(environment, environment.asked.messages, renderer)
+        opening_ids(environment, environment.request.messages, renderer)
 
 
 def test_a_program_that_asks_nothing_that_can_be_answered_is_a_fault_with_the_reason() -> None:
@@ -200,7 +200,7 @@ def test_a_conversation_that_outgrows_the_context(what: str, outcome: Outcome, v
     [(leaf, path)] = report.traces[0].rollouts()
     assert (leaf.outcome, leaf.episode_return) == (outcome, value), report.fault_reasons
     assert leaf.metrics["num_refused_requests"] >= 1 and not report.faults
-    assert len(samples_of(path)) == (2 if what == "shortens" else 1)
+    assert len(split_contexts(path)) == (2 if what == "shortens" else 1)
 
 
 @pytest.mark.parametrize(

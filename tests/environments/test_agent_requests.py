@@ -15,12 +15,12 @@ from outrider.environments.agent.fields import BadRequest  # noqa: E402
 from outrider.environments.agent.gateway import MAX_BYTES, Gateway  # noqa: E402
 from outrider.environments.agent.responses import read_response, response_events  # noqa: E402
 from outrider.environments.agent.responses import response as written  # noqa: E402
-from outrider.environments.agent.wire import Answer, Ask, read_chat  # noqa: E402
+from outrider.environments.agent.wire import Answer, PolicyRequest, read_chat  # noqa: E402
 from outrider.environments.base import turn_message  # noqa: E402
 from outrider.errors import EnvironmentFault  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.trace import samples_of  # noqa: E402
+from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.test_agent import ONE, scheduled  # noqa: E402
 from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
@@ -33,7 +33,7 @@ def look(**parameters: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
 
 
-def of(**fields: Any) -> Ask:
+def of(**fields: Any) -> PolicyRequest:
     return read_chat({"messages": HELLO, **fields}, takes_tools=True)
 
 
@@ -104,8 +104,8 @@ def test_what_cannot_be_done_is_refused(fields: dict[str, Any], words: str) -> N
 def test_what_may_be_asked_of_calls() -> None:
     assert not of(tools=look(), tool_choice="none").conversation.tools
     for choice in (None, "auto", "required", {"type": "function", "function": {"name": "look"}}):
-        assert not of(tools=look(), tool_choice=choice).conversation.one_call
-    assert of(tools=look(), parallel_tool_calls=False).conversation.one_call
+        assert not of(tools=look(), tool_choice=choice).conversation.single_call
+    assert of(tools=look(), parallel_tool_calls=False).conversation.single_call
     assert of(response_format={"type": "text"}, functions=[], function_call=None).num_answers == 1
 
 
@@ -205,7 +205,7 @@ def test_a_program_that_takes_one_call_a_turn() -> None:
     assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), leaf.detail
     turns = [node for node in path if node.trainable]
     assert [node.metadata["invalid"] for node in turns] == [True, False, False]
-    assert len(samples_of(path)) == 1
+    assert len(split_contexts(path)) == 1
 
 
 def test_also_where_a_server_has_read_them() -> None:

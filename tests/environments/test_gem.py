@@ -9,14 +9,14 @@ pytest.importorskip("gem", reason="needs the package gem-llm")
 
 from outrider.environments.base import CopyableEnvironment  # noqa: E402
 from outrider.environments.gym.environment import GymEnvironment  # noqa: E402
-from outrider.environments.gym.family import GymFamily  # noqa: E402
+from outrider.environments.gym.family import GymTaskSet  # noqa: E402
 from outrider.environments.gym.settings import GymConfig  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.types import Message  # noqa: E402
 
 
-def family(game: str, **settings: Any) -> GymFamily:
-    return GymFamily(GymConfig(source="gem", id=game, num_train=4, num_test=2, num_valid=0, **settings))
+def family(game: str, **settings: Any) -> GymTaskSet:
+    return GymTaskSet(GymConfig(source="gem", id=game, num_train=4, num_test=2, num_valid=0, **settings))
 
 
 def say(environment: Any, text: str) -> Any:

@@ -19,13 +19,13 @@ from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import EnvironmentFault
-from outrider.rollout.blocking import guarded, timed
+from outrider.rollout.blocking import run_guarded, run_timed
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tools.call_clock import CallAbandoned, uncounted
 from outrider.tools.fair_pool import FairPool
-from outrider.tools.once import Once
+from outrider.tools.once import SingleFlightCache
 from outrider.tools.python import PythonTool, PythonToolConfig
 from outrider.tools.search import terms
 from outrider.tools.stream_safe import stream_safe
@@ -126,17 +126,17 @@ def waits_for(event: threading.Event) -> str:
 
 
 def by_loop(call: Callable[..., str], *arguments: object, timeout_s: float) -> str:
-    return asyncio.run(guarded(call, *arguments, timeout_s=timeout_s))
+    return asyncio.run(run_guarded(call, *arguments, timeout_s=timeout_s))
 
 
-@pytest.mark.parametrize("run", [by_loop, timed])
+@pytest.mark.parametrize("run", [by_loop, run_timed])
 def test_uncounted_time_is_no_time_of_the_call(run: Callable[..., str]) -> None:
     released = threading.Event()
     threading.Timer(0.6, released.set).start()
     assert run(waits_for, released, timeout_s=0.2) == "done"
 
 
-@pytest.mark.parametrize("run", [by_loop, timed])
+@pytest.mark.parametrize("run", [by_loop, run_timed])
 def test_the_clock_goes_on_behind_a_wait(run: Callable[..., str]) -> None:
     never = threading.Event()
 
@@ -153,18 +153,18 @@ def test_the_clock_goes_on_behind_a_wait(run: Callable[..., str]) -> None:
 
 def test_a_call_that_nobody_waits_for_leaves_the_line() -> None:
     pool = FairPool(["only"])
-    pool.take()
+    pool.acquire()
     left = threading.Event()
 
     def call() -> None:
         try:
-            pool.take()
+            pool.acquire()
         except CallAbandoned:
             left.set()
             raise
 
     async def main() -> None:
-        waiting = asyncio.ensure_future(guarded(call, timeout_s=60))
+        waiting = asyncio.ensure_future(run_guarded(call, timeout_s=60))
         while not pool._waiting:
             await asyncio.sleep(0.01)
         waiting.cancel()
@@ -173,31 +173,31 @@ def test_a_call_that_nobody_waits_for_leaves_the_line() -> None:
 
     asyncio.run(main())
     assert left.wait(10) and not pool._waiting
-    pool.give("only")
-    assert pool.take() == "only"
+    pool.release("only")
+    assert pool.acquire() == "only"
 
 
 def test_the_next_one_makes_a_value_whose_maker_was_abandoned() -> None:
-    pool, values = FairPool(["only"]), Once[str](8)
-    item = pool.take()
+    pool, values = FairPool(["only"]), SingleFlightCache[str](8)
+    item = pool.acquire()
     first_waits = threading.Event()
 
     def make() -> str:
         first_waits.set()
-        taken = pool.take()
-        pool.give(taken)
+        taken = pool.acquire()
+        pool.release(taken)
         return taken
 
     async def main() -> str:
-        first = asyncio.ensure_future(guarded(values.get, "key", make, timeout_s=60))
+        first = asyncio.ensure_future(run_guarded(values.get, "key", make, timeout_s=60))
         while not pool._waiting:
             await asyncio.sleep(0.01)
-        second = asyncio.ensure_future(guarded(values.get, "key", make, timeout_s=60))
+        second = asyncio.ensure_future(run_guarded(values.get, "key", make, timeout_s=60))
         await asyncio.sleep(0.05)
         first.cancel()
         while not pool._waiting:
             await asyncio.sleep(0.01)
-        pool.give(item)
+        pool.release(item)
         return await second
 
     assert asyncio.run(main()) == "only"
@@ -214,13 +214,13 @@ def test_a_grading_child_that_was_killed_is_no_verdict() -> None:
     """Only the limit of processor time is one; the kernel's killer may come for another's memory."""
     child = math_worker._Child(5, lambda left, right: threading.Event().wait(60))
     threading.Timer(0.3, os.kill, (child._pid, signal.SIGKILL)).start()
-    assert child.ask("1", "2") == b""
+    assert child.compare("1", "2") == b""
     assert child.end() == signal.SIGKILL
 
 
 def test_a_grading_child_that_ran_out_of_time_is_one() -> None:
     child = math_worker._Child(1, burn)
-    assert child.ask("", "") == b""
+    assert child.compare("", "") == b""
     assert child.end() == signal.SIGPROF
 
 

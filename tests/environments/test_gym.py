@@ -17,10 +17,10 @@ gymnasium = pytest.importorskip("gymnasium", reason="needs the extra gym")
 from outrider.environments.base import CopyableEnvironment, EpisodeResult, StepResult  # noqa: E402
 from outrider.environments.gym.actions import TextAction  # noqa: E402
 from outrider.environments.gym.environment import GymEnvironment  # noqa: E402
-from outrider.environments.gym.family import GymFamily  # noqa: E402
-from outrider.environments.gym.generators import Drawn, OwnDraws  # noqa: E402
+from outrider.environments.gym.family import GymTaskSet  # noqa: E402
+from outrider.environments.gym.generators import IsolatedRandom, RandomState  # noqa: E402
 from outrider.environments.gym.making import Recipe  # noqa: E402
-from outrider.environments.gym.observations import plain, written  # noqa: E402
+from outrider.environments.gym.observations import observation_text, plain  # noqa: E402
 from outrider.environments.gym.settings import GymConfig  # noqa: E402
 from outrider.errors import ConfigError, EnvironmentFault, InvalidResult, ToolUnavailable  # noqa: E402
 from outrider.plugins.record import plugin_digests  # noqa: E402
@@ -39,7 +39,7 @@ def of(world: str, **settings: Any) -> GymConfig:
 
 
 def started(config: GymConfig, number: int = 0) -> GymEnvironment:
-    family = GymFamily(config)
+    family = GymTaskSet(config)
     environment = family.make()(family.tasks("train")[number])
     environment.reset(0)
     return environment
@@ -64,7 +64,7 @@ def say(environment: Any, text: str) -> Any:
 )
 def test_the_contract(config: GymConfig) -> None:
     texts = [f"<action>{one}</action>" for one in ("0", "1", "down", "right", "hit", "sun")]
-    check_environment(GymFamily(config), texts=texts)
+    check_environment(GymTaskSet(config), texts=texts)
 
 
 def test_a_lake_is_crossed_by_the_names_of_its_actions() -> None:
@@ -98,16 +98,16 @@ def test_a_lake_is_crossed_by_the_names_of_its_actions() -> None:
 
 def test_a_task_is_a_seed_and_no_split_has_another_ones() -> None:
     """A group plays one game whatever its reset seed; more tasks leave the first ones as they are."""
-    family = GymFamily(of("Echo", first_seed=7))
+    family = GymTaskSet(of("Echo", first_seed=7))
     seeds = {
         split: [task.metadata["seed"] for task in family.tasks(split)] for split in ("train", "valid", "test")
     }
     assert seeds == {"train": [7, 8, 9], "valid": [], "test": [2_000_007, 2_000_008]}
     factory, task = family.make(), family.tasks("train")[1]
     assert len({factory(task).reset(seed)[0].content for seed in range(5)}) == 1
-    assert len({factory(one).reset(0)[0].content for one in GymFamily(of("Echo")).tasks("train")}) > 1
+    assert len({factory(one).reset(0)[0].content for one in GymTaskSet(of("Echo")).tasks("train")}) > 1
     with pytest.raises(ConfigError, match="is no task of"):
-        GymFamily(LAKE).make()(task)
+        GymTaskSet(LAKE).make()(task)
     with pytest.raises(ConfigError, match="unknown split"):
         family.tasks("dev")
 
@@ -165,7 +165,7 @@ def test_episodes_in_threads_keep_their_draws_and_the_process_its_own() -> None:
     """Eight episodes of three seeds, drawn at random in threads: each plays as it does alone, and who draws
     outside notices nothing.
     """
-    family = GymFamily(of("Dice"))
+    family = GymTaskSet(of("Dice"))
     factory, tasks = family.make(), family.tasks("train")
 
     def play(number: int) -> list[str]:
@@ -188,19 +188,22 @@ def test_episodes_in_threads_keep_their_draws_and_the_process_its_own() -> None:
 
 
 def test_one_that_hangs_does_not_stop_the_others_for_ever() -> None:
-    state = Drawn.of_seed(0)
+    state = RandomState.from_seed(0)
     with (
-        OwnDraws(state, timeout_s=1.0).inside(),
+        IsolatedRandom(state, timeout_s=1.0).inside(),
         pytest.raises(EnvironmentFault, match=r"has not returned for 0\.01 s"),
-        OwnDraws(state, timeout_s=0.01).inside(),
+        IsolatedRandom(state, timeout_s=0.01).inside(),
     ):
         pass
 
 
 def test_pictures_lose_their_escapes_and_keep_what_was_marked() -> None:
     assert plain("\x1b[41mS\x1b[0mFF\x1b[2J\n\x1b[1;32mG\x1b[m") == "[S]FF\n[G]"
-    assert written((np.int64(3), np.array([1.5])), {}, "json", None) == "[3, [1.5]]"
-    assert written("middle", {"prefix": "first", "suffix": "last"}, "text", None) == "first\nmiddle\nlast"
+    assert observation_text((np.int64(3), np.array([1.5])), {}, "json", None) == "[3, [1.5]]"
+    assert (
+        observation_text("middle", {"prefix": "first", "suffix": "last"}, "text", None)
+        == "first\nmiddle\nlast"
+    )
 
 
 def test_an_expert_of_one_s_own_is_played_and_its_code_recorded() -> None:
@@ -208,24 +211,24 @@ def test_an_expert_of_one_s_own_is_played_and_its_code_recorded() -> None:
     is part of a run.
     """
     config = of("Echo", expert=f"{WORLDS}:says_the_word", success_key="is_success")
-    family = GymFamily(config)
+    family = GymTaskSet(config)
     for task in family.tasks("train"):
         steps = family.expert(task, 0)
         assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
         assert steps[0].observation == f"You said {steps[0].text[8:-9]}."
-    wrong = GymFamily(of("Echo", expert=f"{WORLDS}:says_nothing", success_key="is_success"))
-    assert wrong.expert(wrong.tasks("train")[0], 0) is None and GymFamily(of("Echo")).expert(task, 0) is None
+    wrong = GymTaskSet(of("Echo", expert=f"{WORLDS}:says_nothing", success_key="is_success"))
+    assert wrong.expert(wrong.tasks("train")[0], 0) is None and GymTaskSet(of("Echo")).expert(task, 0) is None
     digests = plugin_digests(config)
     assert sorted(digests) == ["plug-in expert", "plug-in id"] and len(set(digests.values())) == 1
     assert plugin_digests(GymConfig(id="CartPole-v1")) == {}
     with pytest.raises(EnvironmentFault, match="expert raised AttributeError"):
-        broken = GymFamily(of("Echo", expert=f"{WORLDS}:breaks"))
+        broken = GymTaskSet(of("Echo", expert=f"{WORLDS}:breaks"))
         broken.expert(broken.tasks("train")[0], 0)
 
 
 def test_an_expert_may_try_its_way_and_have_no_end() -> None:
     """Its steps are those of an episode from the beginning."""
-    family = GymFamily(of("Echo", expert=f"{WORLDS}:tries", success_key="is_success"))
+    family = GymTaskSet(of("Echo", expert=f"{WORLDS}:tries", success_key="is_success"))
     steps = family.expert(family.tasks("train")[0], 0)
     assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
 
@@ -239,7 +242,7 @@ def test_experts_are_there_where_a_function_is_named() -> None:
 
 
 def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
-    family = GymFamily(of("Deck", kwargs={"cards": ["ace", "king"]}))
+    family = GymTaskSet(of("Deck", kwargs={"cards": ["ace", "king"]}))
     factory, task = family.make(), family.tasks("train")[0]
     for _ in range(3):
         environment = factory(task)
@@ -267,7 +270,7 @@ def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
 )
 def test_what_cannot_be_played_is_told_before_the_first_rollout(settings: dict[str, Any], told: str) -> None:
     with pytest.raises((ConfigError, ToolUnavailable), match=told):
-        GymFamily(GymConfig(**settings)).make()
+        GymTaskSet(GymConfig(**settings)).make()
 
 
 @pytest.mark.parametrize(
@@ -294,7 +297,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
     ],
 )
 def test_a_picture_is_asked_for_where_the_maker_takes_it(world: str, shown: str) -> None:
-    family = GymFamily(of(world))
+    family = GymTaskSet(of(world))
     environment = family.make()(family.tasks("train")[0])
     [message] = environment.reset(0)
     assert shown in message.content
@@ -314,13 +317,13 @@ def test_a_picture_is_asked_for_where_the_maker_takes_it(world: str, shown: str)
     ],
 )
 def test_values_are_written_as_they_are_meant(observation: Any, shown: str) -> None:
-    assert written(observation, {}, "json", None) == shown
+    assert observation_text(observation, {}, "json", None) == shown
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ToolUnavailable, match="pip install gem-llm"):
-        GymFamily(GymConfig(source="gem", id="game:x")).make()
+        GymTaskSet(GymConfig(source="gem", id="game:x")).make()
 
 
 class Paying:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.base import CopyableEnvironment, StepResult
-from outrider.environments.families import make_family
-from outrider.environments.house.family import HouseConfig, HouseEnvironment, HouseFamily, solution
+from outrider.environments.families import make_task_set
+from outrider.environments.house.family import HouseConfig, HouseEnvironment, HouseTaskSet, solution
 from outrider.environments.house.plan import (
     FURNITURE,
     HALL,
@@ -62,7 +62,7 @@ def act(environment: HouseEnvironment, command: str) -> StepResult:
 @given(config=configs())
 @settings(max_examples=60, deadline=None)
 def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseConfig) -> None:
-    family = HouseFamily(config)
+    family = HouseTaskSet(config)
     for task in (*family.tasks("train"), *family.tasks("test")):
         steps = family.expert(task, seed=0)
         assert (
@@ -73,7 +73,7 @@ def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseCon
         )
         assert len(steps) == fewest_commands(plan, str(task.metadata["thing"]))
         short = (
-            HouseFamily(config.model_copy(update={"max_moves": len(steps) - 1})) if len(steps) > 1 else None
+            HouseTaskSet(config.model_copy(update={"max_moves": len(steps) - 1})) if len(steps) > 1 else None
         )
         assert short is None or short.expert(task, seed=0) is None
 
@@ -83,7 +83,7 @@ def fewest_commands(plan: HousePlan, goal: str) -> int:
     commands = [f"go {room}" for room in (HALL, *plan.parent)] + [
         f"open {one}" for one in plan.furniture.values()
     ]
-    needed = {goal, plan.locks.get(plan.room_of(goal))} - {None}
+    needed = {goal, plan.locks.get(plan.find_room(goal))} - {None}
     commands += [f"take {one}" for one in needed]
     environment = HouseEnvironment(plan=plan, goal=goal, max_moves=10**6)
     environment.reset(0)
@@ -116,7 +116,7 @@ def test_houses_are_well_formed(config: HouseConfig, split: str) -> None:
     assert len(plan.things()) == house.num_things and set(plan.things()) <= set(THINGS)
     assert len(plan.locks) == house.num_locked and len(set(plan.contents.values())) == len(plan.contents)
     for room, key in plan.locks.items():
-        assert plan.room_of(key) not in plan.locks and room not in plan.parent.values()
+        assert plan.find_room(key) not in plan.locks and room not in plan.parent.values()
     for room in plan.parent:
         assert 1 <= len(plan.way(HALL, room)) <= house.depth
         walk = (HALL, *plan.way(HALL, room))
@@ -134,11 +134,11 @@ def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() 
     }
     assert plan.contents == {"studio": "silver key", "stable": "mirror", "kitchen": "book"}
     assert plan.locks == {"stable": "silver key"}
-    first = HouseFamily(HouseConfig(num_train=2)).tasks("train")
+    first = HouseTaskSet(HouseConfig(num_train=2)).tasks("train")
     assert {task.key for task in first} < {
-        task.key for task in HouseFamily(HouseConfig(num_train=5)).tasks("train")
+        task.key for task in HouseTaskSet(HouseConfig(num_train=5)).tasks("train")
     }
-    others = HouseFamily(HouseConfig(num_train=2, house_seed=1)).tasks("train")
+    others = HouseTaskSet(HouseConfig(num_train=2, house_seed=1)).tasks("train")
     assert not {task.key for task in first} & {task.key for task in others}
     houses = [
         make_house(HouseSettings(), 0, split, number) for split in ("train", "test") for number in range(4)
@@ -147,14 +147,14 @@ def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() 
 
 
 def test_tasks_of_one_house_share_a_world_and_come_house_by_house() -> None:
-    tasks = HouseFamily(HouseConfig(num_test=3)).tasks("test")
+    tasks = HouseTaskSet(HouseConfig(num_test=3)).tasks("test")
     assert (
         len({task.metadata["world"] for task in tasks[:3]}) == 3
         and len({task.metadata["world"] for task in tasks}) == 3
     )
     assert len({task.key for task in tasks}) == 18
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
-        HouseFamily(HouseConfig()).tasks("dev")
+        HouseTaskSet(HouseConfig()).tasks("dev")
 
 
 def test_what_is_told_is_true_and_what_is_not_done_is_refused() -> None:
@@ -230,8 +230,8 @@ def test_a_copy_goes_its_own_way() -> None:
 
 
 def test_the_family_is_made_from_its_settings_and_knows_its_own_tasks() -> None:
-    family = make_family(HouseConfig())
-    assert isinstance(family, HouseFamily) and family.stateful and family.stop == ("</action>",)
+    family = make_task_set(HouseConfig())
+    assert isinstance(family, HouseTaskSet) and family.stateful and family.stop == ("</action>",)
     with pytest.raises(ConfigError, match="no task of the houses"):
         family.make()(Task(key="t", question="q", metadata={"houses": "other"}))
 

@@ -53,8 +53,8 @@ def burn(left: str, right: str) -> bool:
 def test_every_pair_has_the_whole_limit_whatever_those_before_it_used() -> None:
     child = math_worker._Child(1, burn)
     try:
-        assert [child.ask("0.35", "") for _ in range(6)] == [b"1"] * 6
-        assert child.ask("1.5", "") == b""
+        assert [child.compare("0.35", "") for _ in range(6)] == [b"1"] * 6
+        assert child.compare("1.5", "") == b""
     finally:
         child.end()
 

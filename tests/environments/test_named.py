@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import main
-from outrider.environments.agent.launched import Launched
+from outrider.environments.agent.launched import WorkerProcess
 from tests.tiny import save_tiny_model
 
 HERE = "tests.environments.agents.misnamed"
@@ -69,7 +69,7 @@ def test_a_function_that_is_not_there(
 
 
 def test_functions_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launched, "__init__", lambda *_, **__: pytest.fail("a program was started"))
+    monkeypatch.setattr(WorkerProcess, "__init__", lambda *_, **__: pytest.fail("a program was started"))
     for override in (f"function={HERE}:agent", f"function={HERE}:waiting", f"reward={HERE}:agent"):
         assert dry(tmp_path, AGENT, f"environment.{override}") == 0
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.base import NativeTools, StepResult, tools_of, turn_message
+from outrider.environments.base import NativeTools, StepResult, prompt_tools, turn_message
 from outrider.environments.families import is_inline, observation_roles
 from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet, system_prompt
 from outrider.environments.tool_qa.native import NativeToolEnvironment
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED
 from outrider.errors import ConfigError, ToolFault
@@ -84,8 +84,8 @@ def test_an_episode_with_several_calls_in_a_turn() -> None:
 
 def test_the_prompt_tells_of_the_tools() -> None:
     environment, _ = start()
-    assert [tool["name"] for tool in tools_of(environment)] == ["find", "run"]
-    assert tools_of(environment)[0]["parameters"]["required"] == ["input"]
+    assert [tool["name"] for tool in prompt_tools(environment)] == ["find", "run"]
+    assert prompt_tools(environment)[0]["parameters"]["required"] == ["input"]
     assert [message.role for message in environment.reset(1)] == ["system", "user"]
 
 
@@ -185,7 +185,7 @@ def test_the_setting_chooses_the_protocol() -> None:
     native = ToolsConfig(tools=("python",), protocol="qwen3_coder")
     tags = ToolsConfig(tools=("python",))
     assert (native.call_format, tags.call_format) == ("qwen3_coder", None)
-    assert (ToolsFamily(native).stop, ToolsFamily(tags).stop) == ((), ("</python>", "</answer>"))
+    assert (ToolsTaskSet(native).stop, ToolsTaskSet(tags).stop) == ((), ("</python>", "</answer>"))
     assert (observation_roles(native), observation_roles(tags)) == (("tool",), ("inline",))
     assert is_inline(tags) and not is_inline(native)
     assert "<python>" in system_prompt(tags) and "<python>" not in system_prompt(native)
@@ -210,10 +210,10 @@ def test_a_family_made_of_a_recipe_plays_functions(tmp_path: Path, monkeypatch: 
     given = {"tools": ["sums_of_mine:add"], "protocol": "pythonic"}
     config = ToolsConfig.model_validate(given)
     assert config.tool_names() == ("add",)
-    environment = ToolsFamily(config).make()(TASK)
+    environment = ToolsTaskSet(config).make()(TASK)
     environment.reset(0)
     answered = environment.step(turn_message(environment, "[add(a=2, b=40)]"))
     assert answered.text == "42"
-    tags = ToolsFamily(ToolsConfig.model_validate(given | {"protocol": "tags"})).make()(TASK)
+    tags = ToolsTaskSet(ToolsConfig.model_validate(given | {"protocol": "tags"})).make()(TASK)
     tags.reset(0)
     assert "\n42\n" in tags.step(turn_message(tags, '<add>{"a": 2, "b": 40}</add>')).text

@@ -19,7 +19,7 @@ pytest.importorskip("openenv.core.env_server.http_server", reason="needs the pac
 
 from outrider.environments.base import CopyableEnvironment  # noqa: E402
 from outrider.environments.openenv.environment import OpenEnvEnvironment  # noqa: E402
-from outrider.environments.openenv.family import OpenEnvFamily  # noqa: E402
+from outrider.environments.openenv.family import OpenEnvTaskSet  # noqa: E402
 from outrider.environments.openenv.server import StartedServer  # noqa: E402
 from outrider.environments.openenv.settings import OpenEnvConfig  # noqa: E402
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable  # noqa: E402
@@ -50,7 +50,7 @@ def of(address: str | None, **settings: Any) -> OpenEnvConfig:
 
 
 def started(config: OpenEnvConfig, number: int = 0) -> OpenEnvEnvironment:
-    family = OpenEnvFamily(config)
+    family = OpenEnvTaskSet(config)
     environment = family.make()(family.tasks("train")[number])
     environment.reset(0)
     return environment
@@ -79,7 +79,7 @@ def word_of(environment: OpenEnvEnvironment) -> str:
 def test_the_contract(url: str, world: str) -> None:
     settings: dict[str, Any] = {"observation": ()} if world else {"expert": f"{EXPERTS}:says_the_word"}
     texts = [f"<action>{one}</action>" for one in ("sun", "star", '{"row": 1, "column": 2}', '{"row": 9}')]
-    check_environment(OpenEnvFamily(of(url + world, **settings)), texts=texts)
+    check_environment(OpenEnvTaskSet(of(url + world, **settings)), texts=texts)
 
 
 def test_a_word_is_read_said_and_paid(url: str) -> None:
@@ -133,7 +133,7 @@ def test_several_fields_are_written_as_json_and_what_is_wrong_is_told(url: str) 
 
 
 def test_a_task_is_a_seed_of_a_server_and_its_version(url: str) -> None:
-    family = OpenEnvFamily(of(url, first_seed=7, reset_options={"ending": "!"}))
+    family = OpenEnvTaskSet(of(url, first_seed=7, reset_options={"ending": "!"}))
     tasks = family.tasks("train")
     assert [task.key for task in tasks] == [f"openenv/echo/train/{seed}" for seed in (7, 8, 9)]
     assert tasks[0].metadata == {"environment": "echo", "seed": 7, "server_version": "2.1"}
@@ -142,7 +142,7 @@ def test_a_task_is_a_seed_of_a_server_and_its_version(url: str) -> None:
     openings = [opening(factory(task), seed) for task in tasks for seed in range(2)]
     assert openings[::2] == openings[1::2] and all(one.endswith("!") for one in openings)
     with pytest.raises(ConfigError, match="is no task of Grid"):
-        OpenEnvFamily(of(f"{url}/grid", observation=())).make()(tasks[0])
+        OpenEnvTaskSet(of(f"{url}/grid", observation=())).make()(tasks[0])
     with pytest.raises(ConfigError, match="unknown split"):
         family.tasks("dev")
 
@@ -150,9 +150,9 @@ def test_a_task_is_a_seed_of_a_server_and_its_version(url: str) -> None:
 def test_a_server_without_seeds_has_to_be_named_as_such(url: str) -> None:
     """Then methods that fork by replay refuse it, and nobody calls its games the same."""
     with pytest.raises(ConfigError, match=r"another game when it is reset .*takes_seeds = false"):
-        OpenEnvFamily(of(f"{url}/unseeded")).make()
+        OpenEnvTaskSet(of(f"{url}/unseeded")).make()
     config = of(f"{url}/unseeded", takes_seeds=False)
-    family = OpenEnvFamily(config)
+    family = OpenEnvTaskSet(config)
     factory, task = family.make(), family.tasks("train")[0]
     assert opening(factory(task)) != opening(factory(task))
     assert config.replayed_differently() and not of(url).replayed_differently()
@@ -160,25 +160,25 @@ def test_a_server_without_seeds_has_to_be_named_as_such(url: str) -> None:
 
 def test_an_expert_hears_the_answers_and_its_code_is_recorded(url: str) -> None:
     config = of(url, expert=f"{EXPERTS}:says_the_word")
-    family = OpenEnvFamily(config)
+    family = OpenEnvTaskSet(config)
     steps = family.expert(family.tasks("train")[0], 0)
     assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
     assert steps[0].observation == f"You said {steps[0].text[8:-9]}."
     assert list(plugin_digests(config)) == ["plug-in expert"]
-    lost = OpenEnvFamily(of(url, expert=f"{EXPERTS}:gives_up"))
+    lost = OpenEnvTaskSet(of(url, expert=f"{EXPERTS}:gives_up"))
     assert lost.expert(lost.tasks("train")[0], 0) is None
-    assert OpenEnvFamily(of(url)).expert(lost.tasks("train")[0], 0) is None
+    assert OpenEnvTaskSet(of(url)).expert(lost.tasks("train")[0], 0) is None
     with pytest.raises(EnvironmentFault, match="expert raised KeyError"):
-        OpenEnvFamily(of(url, expert=f"{EXPERTS}:breaks")).expert(lost.tasks("train")[0], 0)
+        OpenEnvTaskSet(of(url, expert=f"{EXPERTS}:breaks")).expert(lost.tasks("train")[0], 0)
 
 
 def test_as_many_sessions_as_the_server_has(url: str) -> None:
     """More are refused before the run; as many play beside each other, and one more waits for a free one."""
     with pytest.raises(ConfigError, match=f"takes {NUM_SESSIONS} sessions .*num_sessions = {NUM_SESSIONS}"):
-        OpenEnvFamily(of(url, num_sessions=NUM_SESSIONS + 1)).make()
+        OpenEnvTaskSet(of(url, num_sessions=NUM_SESSIONS + 1)).make()
     config = of(url, num_sessions=NUM_SESSIONS)
     assert config.max_concurrent == NUM_SESSIONS
-    family = OpenEnvFamily(config)
+    family = OpenEnvTaskSet(config)
     factory, tasks = family.make(), family.tasks("train")
 
     def play(number: int) -> float:
@@ -194,18 +194,18 @@ def test_as_many_sessions_as_the_server_has(url: str) -> None:
 
 def test_no_free_session_is_a_fault_that_names_the_setting(url: str) -> None:
     first = started(of(f"{url}/single"))
-    second = OpenEnvFamily(of(f"{url}/single", borrow_limit_s=0.1, takes_seeds=False))
+    second = OpenEnvTaskSet(of(f"{url}/single", borrow_limit_s=0.1, takes_seeds=False))
     task = second.tasks("train")[0]
     with pytest.raises(EnvironmentFault, match=r"no free session: .*CAPACITY_REACHED.*num_sessions is 1"):
         second.make()(task).reset(0)
-    waiting = OpenEnvFamily(of(f"{url}/single", takes_seeds=False)).make()(task)
+    waiting = OpenEnvTaskSet(of(f"{url}/single", takes_seeds=False)).make()(task)
     with ThreadPoolExecutor(1) as pool:
         reset = pool.submit(waiting.reset, 0)
         waiting.close()  # the loop gave it up: it ends now, not after a minute
         with pytest.raises(EnvironmentFault):
             reset.result(timeout=30)
     first.close()
-    OpenEnvFamily(of(f"{url}/single")).make()(task).reset(0)
+    OpenEnvTaskSet(of(f"{url}/single")).make()(task).reset(0)
 
 
 def test_what_the_server_fails_at_is_a_fault_and_never_a_reward(url: str) -> None:
@@ -244,12 +244,12 @@ def test_what_the_server_lacks_is_told_before_the_first_rollout(
     url: str, settings: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        OpenEnvFamily(of(url, **settings)).make()
+        OpenEnvTaskSet(of(url, **settings)).make()
 
 
 def test_one_field_of_several_can_be_chosen_where_the_others_may_be_left_out(url: str) -> None:
     with pytest.raises(ConfigError, match="need row, column besides note"):
-        OpenEnvFamily(of(f"{url}/grid", observation=(), action_field="note")).make()
+        OpenEnvTaskSet(of(f"{url}/grid", observation=(), action_field="note")).make()
 
 
 def group_is_gone(group: int) -> bool:
@@ -268,7 +268,7 @@ def test_a_server_that_dies_in_an_episode_is_started_again_and_every_rollout_has
     """In the rollout loop: the death is counted as faults of those that it hit, they are played again, and
     nothing of the server is left at the end.
     """
-    family = OpenEnvFamily(of(None, command=(*COMMAND, str(tmp_path / "died")), num_sessions=2))
+    family = OpenEnvTaskSet(of(None, command=(*COMMAND, str(tmp_path / "died")), num_sessions=2))
     tasks, factory = family.tasks("train")[:2], family.make()
     server: Any = factory._contact.server
     first = server._process._process.pid
@@ -299,7 +299,7 @@ def test_a_server_that_dies_in_an_episode_is_started_again_and_every_rollout_has
 
 
 def test_a_server_that_hangs_as_a_whole_is_replaced() -> None:
-    family = OpenEnvFamily(of(None, step_limit_s=20.0))
+    family = OpenEnvTaskSet(of(None, step_limit_s=20.0))
     factory = family.make()
     server: Any = factory._contact.server
     environment = factory(family.tasks("train")[0])
@@ -316,14 +316,14 @@ def test_a_server_that_hangs_as_a_whole_is_replaced() -> None:
 
 
 def test_a_command_that_ends_or_is_not_there_is_told_with_its_last_words() -> None:
-    ends = OpenEnvFamily(of(None, command=("{python}", "-c", "raise SystemExit('no such port')")))
+    ends = OpenEnvTaskSet(of(None, command=("{python}", "-c", "raise SystemExit('no such port')")))
     with pytest.raises(ToolUnavailable, match=r"did not start: .*no such port.* ended with status 1"):
         ends.make()
     with pytest.raises(ToolUnavailable, match="No such file"):
-        OpenEnvFamily(of(None, command=("/no/such/program",))).tasks("train")
+        OpenEnvTaskSet(of(None, command=("/no/such/program",))).tasks("train")
     slow = ("{python}", "-c", "import threading; threading.Event().wait()")
     with pytest.raises(ToolUnavailable, match=r"not ready after 0\.5 s"):
-        OpenEnvFamily(of(None, command=slow, start_limit_s=0.5)).make()
+        OpenEnvTaskSet(of(None, command=slow, start_limit_s=0.5)).make()
 
 
 def test_the_server_s_children_end_although_outrider_is_killed(tmp_path: Path) -> None:

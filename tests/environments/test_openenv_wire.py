@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 pytest.importorskip("websockets", reason="needs the extra openenv")
 
-from outrider.environments.openenv.actions import FieldAction, JsonAction, action_of, problem_of  # noqa: E402
+from outrider.environments.openenv.actions import FieldAction, JsonAction, describe_errors, make_action  # noqa: E402
 from outrider.environments.openenv.environment import OpenEnvEnvironment  # noqa: E402
-from outrider.environments.openenv.family import OpenEnvFamily  # noqa: E402
-from outrider.environments.openenv.observations import written  # noqa: E402
+from outrider.environments.openenv.family import OpenEnvTaskSet  # noqa: E402
+from outrider.environments.openenv.observations import observation_text  # noqa: E402
 from outrider.environments.openenv.settings import OpenEnvConfig  # noqa: E402
 from outrider.errors import EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.rollout.episode import Limits  # noqa: E402
@@ -35,7 +35,7 @@ def of(url: str, **settings: Any) -> OpenEnvConfig:
 
 
 def started(url: str, **settings: Any) -> OpenEnvEnvironment:
-    family = OpenEnvFamily(of(url, **settings))
+    family = OpenEnvTaskSet(of(url, **settings))
     environment = family.make()(family.tasks("train")[0])
     environment.reset(0)
     return environment
@@ -102,7 +102,7 @@ def test_so_it_is_at_the_start(what: str) -> None:
         with pytest.raises(EnvironmentFault, match=GARBAGE[what][1].replace("step", "reset")):
             started(server.url, takes_seeds=False)
         with pytest.raises(ToolUnavailable, match="the OpenEnv server fake does not play"):
-            OpenEnvFamily(of(server.url)).make()
+            OpenEnvTaskSet(of(server.url)).make()
 
 
 def test_an_episode_that_is_over_before_its_first_turn_is_a_fault() -> None:
@@ -124,11 +124,11 @@ def test_an_episode_that_is_over_before_its_first_turn_is_a_fault() -> None:
 def test_what_is_no_openenv_server_is_told_before_the_first_rollout(pages: dict[str, str], told: str) -> None:
     with fake_server(lambda kind, data: None, **pages) as server:
         with pytest.raises(ToolUnavailable, match=told):
-            OpenEnvFamily(of(server.url)).tasks("train")
+            OpenEnvTaskSet(of(server.url)).tasks("train")
         with pytest.raises(ToolUnavailable, match=r"/metadata: 404"):
-            OpenEnvFamily(of(f"{server.url}/below")).make()
+            OpenEnvTaskSet(of(f"{server.url}/below")).make()
     with pytest.raises(ToolUnavailable, match="no connection"):
-        OpenEnvFamily(of(server.url)).make()  # it has ended
+        OpenEnvTaskSet(of(server.url)).make()  # it has ended
 
 
 def test_every_owed_rollout_has_one_outcome_whatever_the_server_does() -> None:
@@ -149,7 +149,7 @@ def test_every_owed_rollout_has_one_outcome_whatever_the_server_does() -> None:
         return f"<action>{int(request.request_id.rpartition('/')[2])}</action>"
 
     with fake_server(answers) as server:
-        family = OpenEnvFamily(of(server.url, takes_seeds=False, num_sessions=3, observation=("text",)))
+        family = OpenEnvTaskSet(of(server.url, takes_seeds=False, num_sessions=3, observation=("text",)))
         factory, tasks = family.make(), family.tasks("train")
         runs = scheduler(
             scripted(policy),
@@ -181,33 +181,33 @@ def test_any_text_is_an_action_that_can_be_sent_or_is_told_what_is_wrong(text: s
 
 def test_how_actions_are_written_is_the_schema_s() -> None:
     one, several = (
-        action_of({"properties": {"row": FIELDS["row"], "metadata": {}}}, None),
+        make_action({"properties": {"row": FIELDS["row"], "metadata": {}}}, None),
         {"properties": FIELDS},
     )
     assert one.probe == "<action>2</action>" and one.probe in one.instructions
     assert one.read("I go <action> 3\n4 </action>").action == {"row": "3\n4"}
-    both = action_of(several, None)
+    both = make_action(several, None)
     assert both.probe == '<action>{"row": 2, "word": "a"}</action>' and both.probe in both.instructions
-    assert '{"word": "a"}' in action_of({**several, "required": ["word"]}, None).probe
-    assert action_of({**several, "required": ["word"]}, "word").read("<action>b</action>").action == {
+    assert '{"word": "a"}' in make_action({**several, "required": ["word"]}, None).probe
+    assert make_action({**several, "required": ["word"]}, "word").read("<action>b</action>").action == {
         "word": "b"
     }
     named = {"way": {"$ref": "#/$defs/Way"}, "far": {"anyOf": [{"const": 3}, {"type": "null"}]}}
     schema = {"properties": named, "$defs": {"Way": {"enum": ["north", "south"], "type": "string"}}}
-    assert '{"way": "north", "far": 3}' in action_of(schema, None).probe
+    assert '{"way": "north", "far": 3}' in make_action(schema, None).probe
     assert "is no number" in both.read('<action>{"row": 1e999}</action>').problem
     assert "No command found" in both.read("nothing").problem
-    assert problem_of([{"loc": ["a", 1], "msg": "too long"}, {"msg": "bad"}, "?"]) == (
+    assert describe_errors([{"loc": ["a", 1], "msg": "too long"}, {"msg": "bad"}, "?"]) == (
         "The action was not accepted (a.1: too long; bad)."
     )
-    assert problem_of(None) == "The action was not accepted (it does not fit)."
+    assert describe_errors(None) == "The action was not accepted (it does not fit)."
 
 
 def test_observations_are_text_as_it_is_or_json() -> None:
-    assert written({"text": "a\nb"}, ()) == "a\nb"
-    assert written({"cells": [[1]]}, ()) == "[[1]]" and written({"text": None}, ()) == ""
-    assert written({"text": "a", "n": 1}, ()) == '{"text": "a", "n": 1}'
-    assert written({"text": "a", "n": 1}, ("n", "text")) == "n: 1\ntext: a"
+    assert observation_text({"text": "a\nb"}, ()) == "a\nb"
+    assert observation_text({"cells": [[1]]}, ()) == "[[1]]" and observation_text({"text": None}, ()) == ""
+    assert observation_text({"text": "a", "n": 1}, ()) == '{"text": "a", "n": 1}'
+    assert observation_text({"text": "a", "n": 1}, ("n", "text")) == "n: 1\ntext: a"
 
 
 @pytest.mark.parametrize(

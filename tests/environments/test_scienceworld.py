@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import StepResult, TaskFamily
+from outrider.environments.base import StepResult, TaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
 from outrider.environments.scienceworld import text as scienceworld_text
 from outrider.environments.scienceworld.environment import ScienceWorldEnvironment
-from outrider.environments.scienceworld.family import ScienceWorldFamily
+from outrider.environments.scienceworld.family import ScienceWorldTaskSet
 from outrider.environments.scienceworld.gateway import JavaSimulator, Launch, Opening, Reply
 from outrider.environments.scienceworld.pool import SimulatorPool
 from outrider.environments.scienceworld.settings import ScienceWorldConfig
@@ -72,7 +72,7 @@ def reply(score: int, *, moves: int = 1, text: str = "Done.", completed: bool = 
 
 
 def play_one(simulator: ScriptedSimulator, **settings: object) -> ScienceWorldEnvironment:
-    family = ScienceWorldFamily(ScienceWorldConfig.model_validate(settings), start=lambda: simulator)
+    family = ScienceWorldTaskSet(ScienceWorldConfig.model_validate(settings), start=lambda: simulator)
     environment = family.make()(family.tasks("train")[0])
     environment.reset(0)
     return environment
@@ -260,7 +260,7 @@ def test_what_the_simulator_does_not_do_is_refused_and_nothing_else(said: str) -
 
 
 def test_the_prompt_holds_task_rules_templates_and_first_sight() -> None:
-    family = ScienceWorldFamily(ScienceWorldConfig(), start=ScriptedSimulator)
+    family = ScienceWorldTaskSet(ScienceWorldConfig(), start=ScriptedSimulator)
     (message,) = family.make()(family.tasks("train")[0]).reset(3)
     assert message.role == "user"
     for part in ("Your task is find-animal.", "<action>", "open OBJ, wait", "focus", "A room."):
@@ -316,7 +316,7 @@ def test_correction_is_off_by_default_and_leaves_the_answer_to_a_question_alone(
 
 def test_a_death_is_a_fault_at_once_and_the_next_episode_gets_a_new_simulator() -> None:
     starter = Starter()
-    family = ScienceWorldFamily(ScienceWorldConfig(), start=starter)
+    family = ScienceWorldTaskSet(ScienceWorldConfig(), start=starter)
     factory = family.make()
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
@@ -333,7 +333,7 @@ def test_a_death_is_a_fault_at_once_and_the_next_episode_gets_a_new_simulator() 
 
 
 def test_a_finished_episode_frees_its_simulator_and_an_unfinished_one_keeps_it() -> None:
-    family = ScienceWorldFamily(
+    family = ScienceWorldTaskSet(
         ScienceWorldConfig(borrow_limit_s=0.05), start=lambda: ScriptedSimulator(replies=[reply(-100)])
     )
     factory = family.make()
@@ -395,13 +395,13 @@ def test_a_simulator_that_cannot_start_stops_the_run_before_the_first_rollout() 
         raise EnvironmentFault("no memory")
 
     with pytest.raises(ToolUnavailable, match="no memory"):
-        ScienceWorldFamily(ScienceWorldConfig(), start=start).make()
+        ScienceWorldTaskSet(ScienceWorldConfig(), start=start).make()
 
 
 def test_without_java_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ToolUnavailable, match="needs Java"):
-        ScienceWorldFamily(ScienceWorldConfig()).make()
+        ScienceWorldTaskSet(ScienceWorldConfig()).make()
 
 
 # --- tasks, config, expert ---
@@ -418,8 +418,8 @@ def test_the_splits_are_frozen_disjoint_and_complete() -> None:
 
 
 def test_the_task_list_keeps_the_order_of_the_config_and_its_hash_sees_it() -> None:
-    forward = ScienceWorldFamily(ScienceWorldConfig(task_names=("melt", "boil"), num_train_variations=2))
-    backward = ScienceWorldFamily(ScienceWorldConfig(task_names=("boil", "melt"), num_train_variations=2))
+    forward = ScienceWorldTaskSet(ScienceWorldConfig(task_names=("melt", "boil"), num_train_variations=2))
+    backward = ScienceWorldTaskSet(ScienceWorldConfig(task_names=("boil", "melt"), num_train_variations=2))
     keys = [task.key for task in forward.tasks("train")]
     assert keys == [
         "scienceworld/melt/0",
@@ -456,23 +456,23 @@ def test_the_expert_plays_the_gold_path_to_its_end_and_a_path_that_fails_is_none
     def winning() -> ScriptedSimulator:
         return ScriptedSimulator(replies=[reply(50, text="Open."), reply(100, text="Taken.", completed=True)])
 
-    family: TaskFamily = ScienceWorldFamily(ScienceWorldConfig(), start=winning)
+    family: TaskSet = ScienceWorldTaskSet(ScienceWorldConfig(), start=winning)
     steps = family.expert(family.tasks("train")[0], 0)
     assert steps is not None
     assert [(step.text, step.observation, step.is_terminal) for step in steps] == [
         ("<action>open door</action>", "Open.", False),
         ("<action>take cup</action>", "Taken.", True),
     ]
-    losing = ScienceWorldFamily(
+    losing = ScienceWorldTaskSet(
         ScienceWorldConfig(), start=lambda: ScriptedSimulator(replies=[reply(50)] * 3)
     )
     assert losing.expert(losing.tasks("train")[0], 0) is None
 
 
 def test_replay_is_exact_only_in_deterministic_mode() -> None:
-    assert ScienceWorldFamily(ScienceWorldConfig()).fork_by_replay_is_exact("grow-plant")
-    assert not ScienceWorldFamily(ScienceWorldConfig(deterministic=False)).fork_by_replay_is_exact("boil")
-    assert not ScienceWorldFamily(ScienceWorldConfig()).fork_by_replay_is_exact("no-such-task")
+    assert ScienceWorldTaskSet(ScienceWorldConfig()).fork_by_replay_is_exact("grow-plant")
+    assert not ScienceWorldTaskSet(ScienceWorldConfig(deterministic=False)).fork_by_replay_is_exact("boil")
+    assert not ScienceWorldTaskSet(ScienceWorldConfig()).fork_by_replay_is_exact("no-such-task")
 
 
 # --- the gateway against a counterfeit Java that speaks its protocol ---
@@ -568,7 +568,7 @@ def test_closing_from_another_thread_ends_a_call_that_hangs(tmp_path: Path) -> N
 
 
 def test_a_reset_that_was_given_up_returns_the_simulator_that_it_gets_later() -> None:
-    family = ScienceWorldFamily(
+    family = ScienceWorldTaskSet(
         ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=ScriptedSimulator
     )
     factory = family.make()
@@ -608,7 +608,7 @@ def test_closing_during_a_call_kills_the_simulator_before_another_episode_gets_i
             return reply(3)
 
     starter = Starter(Slow)
-    family = ScienceWorldFamily(ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=starter)
+    family = ScienceWorldTaskSet(ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=starter)
     factory = family.make()
     stuck = factory(family.tasks("train")[0])
     stuck.reset(0)

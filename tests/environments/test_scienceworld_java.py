@@ -11,7 +11,7 @@ import pytest
 
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
 from outrider.environments.scienceworld.environment import ScienceWorldEnvironment
-from outrider.environments.scienceworld.family import ScienceWorldFactory, ScienceWorldFamily
+from outrider.environments.scienceworld.family import ScienceWorldFactory, ScienceWorldTaskSet
 from outrider.environments.scienceworld.gateway import JavaSimulator
 from outrider.environments.scienceworld.settings import ScienceWorldConfig
 from outrider.errors import EnvironmentFault
@@ -35,13 +35,13 @@ CONFIG = ScienceWorldConfig(
 
 
 @pytest.fixture(scope="module")
-def family() -> ScienceWorldFamily:
+def family() -> ScienceWorldTaskSet:
     pytest.importorskip("scienceworld", reason="ScienceWorld is an optional extra")
-    return ScienceWorldFamily(CONFIG)
+    return ScienceWorldTaskSet(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def factory(family: ScienceWorldFamily) -> Iterator[ScienceWorldFactory]:
+def factory(family: ScienceWorldTaskSet) -> Iterator[ScienceWorldFactory]:
     made = family.make()
     yield made
     made.close()
@@ -52,7 +52,7 @@ def simulator(factory: ScienceWorldFactory) -> Iterator[JavaSimulator]:
     loan = factory.pool.borrow()
     assert isinstance(loan.simulator, JavaSimulator)
     yield loan.simulator
-    factory.pool.give_back(loan)
+    factory.pool.release(loan)
 
 
 def act(environment: ScienceWorldEnvironment, action: str) -> str:
@@ -76,7 +76,7 @@ def test_our_frozen_split_is_the_simulators(simulator: JavaSimulator) -> None:
 
 
 def test_the_gold_path_wins_and_repeats_exactly(
-    family: ScienceWorldFamily, factory: ScienceWorldFactory
+    family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:
     # This task is one whose listing of objects changes from load to load in the published set-up.
     task = next(task for task in family.tasks("train") if "paint" in task.key)
@@ -84,7 +84,7 @@ def test_the_gold_path_wins_and_repeats_exactly(
     actions = gold.simulator.gold_actions(
         task_name="chemistry-mix-paint-secondary-color", variation=0, simplification=""
     )
-    factory.pool.give_back(gold)
+    factory.pool.release(gold)
     environment = factory(task)
     episodes = []
     for seed in (1, 2):
@@ -104,7 +104,7 @@ def test_the_gold_path_wins_and_repeats_exactly(
 
 
 def test_the_expert_gives_steps_with_real_observations(simulator: JavaSimulator) -> None:
-    family = ScienceWorldFamily(CONFIG, start=lambda: simulator)  # no second process for the expert
+    family = ScienceWorldTaskSet(CONFIG, start=lambda: simulator)  # no second process for the expert
     steps = family.expert(family.tasks("train")[0], 0)
     assert steps is not None and len(steps) > 3
     assert [step.is_terminal for step in steps] == [False] * (len(steps) - 1) + [True]
@@ -112,7 +112,7 @@ def test_the_expert_gives_steps_with_real_observations(simulator: JavaSimulator)
 
 
 def test_a_wrong_focus_ends_the_episode_at_minus_100(
-    family: ScienceWorldFamily, factory: ScienceWorldFactory
+    family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
@@ -144,16 +144,16 @@ def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: ScienceWor
     with pytest.raises(EnvironmentFault, match="exceeds the total number"):
         loan.simulator.load(task_name="boil", variation=999, simplification="")
     assert not loan.simulator.is_alive()
-    factory.pool.give_back(loan)
+    factory.pool.release(loan)
 
 
 def test_a_killed_process_is_a_fault_and_is_replaced(
-    family: ScienceWorldFamily, factory: ScienceWorldFactory
+    family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:
     loan = factory.pool.borrow()
     assert isinstance(loan.simulator, JavaSimulator)
     pid, num_replaced = loan.simulator.pid, factory.pool.num_replaced
-    factory.pool.give_back(loan)
+    factory.pool.release(loan)
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
     os.kill(pid, signal.SIGKILL)
@@ -183,12 +183,12 @@ class KillsOnce:
 
 
 def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
-    family: ScienceWorldFamily, factory: ScienceWorldFactory
+    family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:
     loan = factory.pool.borrow()
     assert isinstance(loan.simulator, JavaSimulator)
     pid, num_replaced = loan.simulator.pid, factory.pool.num_replaced
-    factory.pool.give_back(loan)
+    factory.pool.release(loan)
     tasks = [task for task in family.tasks("train") if "find-animal" in task.key][:2]
     reports = []
     for hooks in ((KillsOnce(pid),), ()):
@@ -217,7 +217,7 @@ def test_close_leaves_no_process_and_no_port(factory: ScienceWorldFactory) -> No
     assert isinstance(simulator, JavaSimulator)
     assert not Path("object_type_ids.tsv").exists()  # the simulator writes it where it runs
     pid, port = simulator.pid, simulator.port
-    factory.pool.give_back(loan)
+    factory.pool.release(loan)
     factory.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -246,20 +246,20 @@ def _live_heap(made: ScienceWorldFactory) -> int:
         )
     finally:
         loan.simulator._request(f"m\nd\n{runtime}\ne\n", 30.0)
-        made.pool.give_back(loan)
+        made.pool.release(loan)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_a_thousand_episodes_leak_nothing(family: ScienceWorldFamily) -> None:
+def test_a_thousand_episodes_leak_nothing(family: ScienceWorldTaskSet) -> None:
     """One simulator process and port throughout; what either process keeps after 1,000 episodes is what it
     kept after 500.
     """
-    made = ScienceWorldFamily(CONFIG).make()
+    made = ScienceWorldTaskSet(CONFIG).make()
     loan = made.pool.borrow()
     assert isinstance(loan.simulator, JavaSimulator)
     pid, port = loan.simulator.pid, loan.simulator.port
-    made.pool.give_back(loan)
+    made.pool.release(loan)
     tasks = family.tasks("train")
     own, live, resident = [], [], 0
     for number in range(1, 1001):
@@ -279,7 +279,7 @@ def test_a_thousand_episodes_leak_nothing(family: ScienceWorldFamily) -> None:
         pid,
         port,
     )
-    made.pool.give_back(loan)
+    made.pool.release(loan)
     made.close()
     print(
         f"after 500 and 1,000 episodes: Python resident KiB {own}, Java's live heap {live} bytes, "

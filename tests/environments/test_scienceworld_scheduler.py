@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.family import ScienceWorldFactory, ScienceWorldFamily
+from outrider.environments.scienceworld.family import ScienceWorldFactory, ScienceWorldTaskSet
 from outrider.environments.scienceworld.gateway import Opening, Reply
 from outrider.environments.scienceworld.settings import ScienceWorldConfig
 from outrider.errors import EnvironmentFault
@@ -87,7 +87,7 @@ class Starts:
 
 def run(starts: Starts) -> tuple[RolloutReport, ScienceWorldFactory]:
     """Two variations, three rollouts each, two at a time on two simulators."""
-    family = ScienceWorldFamily(
+    family = ScienceWorldTaskSet(
         ScienceWorldConfig(num_workers=2, num_train_variations=2, borrow_limit_s=5.0), start=starts
     )
     factory = family.make()

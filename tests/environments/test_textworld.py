@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskFamily
+from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskSet
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.commands import refusal
 from outrider.environments.textworld.environment import TextWorldEnvironment
-from outrider.environments.textworld.family import TextWorldFamily
+from outrider.environments.textworld.family import TextWorldTaskSet
 from outrider.environments.textworld.games import GameShelf
 from outrider.environments.textworld.kinds import Cooking, Split
 from outrider.environments.textworld.play import Opening, Reply, StoryGame, clean, walkthrough
@@ -66,7 +66,7 @@ def reply(score: int, *, won: bool = False, lost: bool = False, text: str = "Don
 
 
 def play(game: ScriptedGame, **changes: object) -> TextWorldEnvironment:
-    family = TextWorldFamily(TextWorldConfig.model_validate(changes), open_game=lambda split, index: game)
+    family = TextWorldTaskSet(TextWorldConfig.model_validate(changes), open_game=lambda split, index: game)
     environment = family.make()(family.tasks("train")[0])
     environment.reset(0)
     game.num_closed = 0  # make() has started and closed it once
@@ -200,7 +200,7 @@ def test_what_the_game_did_not_do_is_refused() -> None:
 
 
 def test_the_prompt_holds_the_rules_the_commands_and_the_opening() -> None:
-    family = TextWorldFamily(
+    family = TextWorldTaskSet(
         TextWorldConfig(show_admissible=True, num_shown_actions=2), open_game=lambda *_: ScriptedGame()
     )
     (message,) = family.make()(family.tasks("test")[0]).reset(3)
@@ -268,7 +268,7 @@ def test_an_environment_can_be_reset_again_and_a_step_before_the_first_reset_is_
     act(environment)
     environment.reset(1)
     assert environment.result().episode_return == 0 and game.num_closed == 1
-    family = TextWorldFamily(TextWorldConfig(), open_game=lambda *_: game)
+    family = TextWorldTaskSet(TextWorldConfig(), open_game=lambda *_: game)
     with pytest.raises(EnvironmentFault, match="no game"):
         act(family.make()(family.tasks("train")[0]))
 
@@ -277,16 +277,16 @@ def test_an_environment_can_be_reset_again_and_a_step_before_the_first_reset_is_
 
 
 def test_task_keys_are_frozen_unique_and_name_all_that_decides_the_game() -> None:
-    family = TextWorldFamily(TextWorldConfig(num_train=3))
+    family = TextWorldTaskSet(TextWorldConfig(num_train=3))
     keys = [task.key for split in ("train", "valid", "test") for task in family.tasks(split)]
     assert len(set(keys)) == len(keys) == 3 + 2 + 4
     assert keys[:2] == ["textworld/quest-9f83bdf88c61/train/0", "textworld/quest-9f83bdf88c61/train/1"]
-    other = TextWorldFamily(TextWorldConfig(num_train=3, game_seed=1))
-    larger = TextWorldFamily(
+    other = TextWorldTaskSet(TextWorldConfig(num_train=3, game_seed=1))
+    larger = TextWorldTaskSet(
         TextWorldConfig.model_validate({"game": {"type": "quest", "num_rooms": 3}, "num_train": 3})
     )
     assert len({f.tasks("train")[0].key for f in (family, other, larger)}) == 3
-    same = TextWorldFamily(TextWorldConfig(num_train=9, max_moves=7, cache=Path("elsewhere")))
+    same = TextWorldTaskSet(TextWorldConfig(num_train=9, max_moves=7, cache=Path("elsewhere")))
     # rules of play and a longer list leave the games alone
     assert same.tasks("train")[:3] == family.tasks("train")
     with pytest.raises(ConfigError, match="not a task of these"):
@@ -318,7 +318,7 @@ def test_an_impossible_config_is_refused(changes: dict[str, object]) -> None:
 def test_a_missing_package_and_another_version_are_named_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    family = TextWorldFamily(TextWorldConfig())
+    family = TextWorldTaskSet(TextWorldConfig())
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ToolUnavailable, match=r"pip install 'outrider\[textworld\]'"):
@@ -387,7 +387,7 @@ def run_maker(monkeypatch: pytest.MonkeyPatch, shelf: GameShelf, make_one: Calla
         root=shelf.root, game=shelf.game, game_seed=shelf.game_seed, wanted=wanted, work=work
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO(order.model_dump_json()))
-    monkeypatch.setattr(textworld_games, "_make_one", make_one)
+    monkeypatch.setattr(textworld_games, "_make_game", make_one)
     return textworld_games.main()
 
 
@@ -423,7 +423,7 @@ def test_what_cannot_be_made_has_its_own_status(
 
 
 @pytest.fixture(scope="session")
-def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextWorldFamily, ...]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextWorldTaskSet, ...]:
     """The same game made twice, in two folders, by two processes that would hash in different orders."""
     pytest.importorskip("textworld", reason="TextWorld is an optional extra")
     configs = [
@@ -435,27 +435,27 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextWorldFamily,
         patch.setenv("INFORM_HOME", "/nowhere")
         # ensure() makes one after the other
         list(pool.map(lambda config: config.shelf()._make([("train", 0)]), configs))
-    return tuple(map(TextWorldFamily, configs))
+    return tuple(map(TextWorldTaskSet, configs))
 
 
 @pytest.fixture(scope="session")
-def family(families: tuple[TextWorldFamily, ...]) -> TextWorldFamily:
+def family(families: tuple[TextWorldTaskSet, ...]) -> TextWorldTaskSet:
     return families[0]
 
 
 @pytest.fixture(scope="session")
-def gold(family: TextWorldFamily) -> tuple[str, ...]:
+def gold(family: TextWorldTaskSet) -> tuple[str, ...]:
     return walkthrough(family.config.shelf().story("train", 0))
 
 
-def start(family: TextWorldFamily) -> TextWorldEnvironment:
+def start(family: TextWorldTaskSet) -> TextWorldEnvironment:
     environment = family.make()(family.tasks("train")[0])
     environment.reset(0)
     return environment
 
 
 def test_the_same_settings_make_the_same_bytes_whatever_the_process(
-    families: tuple[TextWorldFamily, ...],
+    families: tuple[TextWorldTaskSet, ...],
 ) -> None:
     shelves = [family.config.shelf() for family in families]
     folders = [shelf.root / shelf.name for shelf in shelves]
@@ -468,8 +468,8 @@ def test_the_same_settings_make_the_same_bytes_whatever_the_process(
     assert [path.name for path in folders[0].iterdir()] == ["train-0"]  # and no work is left behind
 
 
-def test_the_walkthrough_wins_every_point(family: TextWorldFamily, gold: tuple[str, ...]) -> None:
-    typed: TaskFamily = family
+def test_the_walkthrough_wins_every_point(family: TextWorldTaskSet, gold: tuple[str, ...]) -> None:
+    typed: TaskSet = family
     factory: EnvironmentFactory = typed.make()
     task = typed.tasks("train")[0]
     steps = typed.expert(task, 0)
@@ -487,9 +487,9 @@ def test_the_walkthrough_wins_every_point(family: TextWorldFamily, gold: tuple[s
 
 
 def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(
-    family: TextWorldFamily, gold: tuple[str, ...]
+    family: TextWorldTaskSet, gold: tuple[str, ...]
 ) -> None:
-    short = TextWorldFamily(family.config.model_copy(update={"max_moves": 2}))
+    short = TextWorldTaskSet(family.config.model_copy(update={"max_moves": 2}))
     assert short.expert(short.tasks("train")[0], 0) is None
     environment = start(family)
     (take,) = [command for command in gold if command.startswith("take ")]
@@ -503,12 +503,12 @@ def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(
 
 @pytest.mark.parametrize("show", [False, True])
 def test_the_real_game_tells_what_it_did_not_do(
-    family: TextWorldFamily, gold: tuple[str, ...], show: bool
+    family: TextWorldTaskSet, gold: tuple[str, ...], show: bool
 ) -> None:
     """B1: a walkthrough is carried out to its end, what is not possible is refused, and no player reads how
     that is known.
     """
-    environment = start(TextWorldFamily(family.config.model_copy(update={"show_admissible": show})))
+    environment = start(TextWorldTaskSet(family.config.model_copy(update={"show_admissible": show})))
     for command in ("take moon", "eat me", "dance", "unlock me with me"):
         assert act(environment, command).refused, command
     copied = environment.copy()
@@ -521,9 +521,9 @@ def test_the_real_game_tells_what_it_did_not_do(
 
 @pytest.mark.parametrize("show", [False, True])
 def test_a_fork_plays_like_the_original_and_neither_sees_the_other(
-    family: TextWorldFamily, gold: tuple[str, ...], show: bool
+    family: TextWorldTaskSet, gold: tuple[str, ...], show: bool
 ) -> None:
-    family = TextWorldFamily(family.config.model_copy(update={"show_admissible": show}))
+    family = TextWorldTaskSet(family.config.model_copy(update={"show_admissible": show}))
     for cut in (0, len(gold) // 2, len(gold) - 1):
         environment: CopyableEnvironment = start(family)
         for command in gold[:cut]:
@@ -545,7 +545,7 @@ def test_a_fork_plays_like_the_original_and_neither_sees_the_other(
         assert ended.result().success
 
 
-def test_admissible_commands_are_sorted_and_can_be_written(family: TextWorldFamily) -> None:
+def test_admissible_commands_are_sorted_and_can_be_written(family: TextWorldTaskSet) -> None:
     game = StoryGame.start(family.config.shelf().story("train", 0), with_commands=True)
     commands = game.commands()
     assert list(commands) == sorted(commands) and "look" in commands
@@ -561,7 +561,7 @@ def test_admissible_commands_are_sorted_and_can_be_written(family: TextWorldFami
         | st.text(max_size=8)
     )
 )
-def test_the_real_game_answers_any_text(family: TextWorldFamily, words: list[str]) -> None:
+def test_the_real_game_answers_any_text(family: TextWorldTaskSet, words: list[str]) -> None:
     environment = start(family)
     for text in (" ".join(words), f"<action>{' '.join(words)}</action>", "<action>look</action>"):
         result = environment.step(Message(role="assistant", content=text))
@@ -570,10 +570,10 @@ def test_the_real_game_answers_any_text(family: TextWorldFamily, words: list[str
 
 
 def test_threads_play_at_once_and_read_what_one_alone_reads(
-    family: TextWorldFamily, gold: tuple[str, ...]
+    family: TextWorldTaskSet, gold: tuple[str, ...]
 ) -> None:
     logic = pytest.importorskip("textworld.logic")
-    factory = TextWorldFamily(family.config.model_copy(update={"show_admissible": True})).make()
+    factory = TextWorldTaskSet(family.config.model_copy(update={"show_admissible": True})).make()
     task = family.tasks("train")[0]
 
     def episode(_: int) -> list[str]:
@@ -600,7 +600,7 @@ def test_threads_play_at_once_and_read_what_one_alone_reads(
 
 @pytest.mark.parametrize("other", ["moves", "starts", "is copied"])
 def test_no_game_changes_the_shared_rules_while_a_copy_walks_through_them(
-    family: TextWorldFamily, monkeypatch: pytest.MonkeyPatch, other: str
+    family: TextWorldTaskSet, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     story = family.config.shelf().story("train", 0)
     first, second = (StoryGame.start(story, with_commands=True) for _ in range(2))
@@ -629,7 +629,7 @@ def test_no_game_changes_the_shared_rules_while_a_copy_walks_through_them(
     assert overtaken == [False]
 
 
-def test_config_and_factory_travel_between_processes(family: TextWorldFamily) -> None:
+def test_config_and_factory_travel_between_processes(family: TextWorldTaskSet) -> None:
     assert pickle.loads(pickle.dumps(family.config)) == family.config
     factory = pickle.loads(pickle.dumps(family.make()))
     environment = factory(pickle.loads(pickle.dumps(family.tasks("train")[0])))
@@ -637,14 +637,14 @@ def test_config_and_factory_travel_between_processes(family: TextWorldFamily) ->
     environment.close()
 
 
-def test_a_spoilt_game_is_a_fault_that_names_its_folder(family: TextWorldFamily, tmp_path: Path) -> None:
+def test_a_spoilt_game_is_a_fault_that_names_its_folder(family: TextWorldTaskSet, tmp_path: Path) -> None:
     config = family.config.model_copy(update={"cache": tmp_path})
     story = config.shelf().story("train", 0)
     story.parent.mkdir(parents=True)
     story.write_bytes(b"")
     story.with_suffix(".json").write_text("{}")
     with pytest.raises(ToolUnavailable, match="train-0"):
-        TextWorldFamily(config).make()
+        TextWorldTaskSet(config).make()
 
 
 def test_splits_draw_different_games() -> None:

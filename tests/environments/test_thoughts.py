@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outrider.environments.grading.answers import extract_answer, last_boxed
 from outrider.environments.tool_qa.native import NativeTurn, native_fault
-from outrider.environments.tool_qa.rewards import RewardConfig, answer_of, score_answer, score_turns
+from outrider.environments.tool_qa.rewards import RewardConfig, final_answer, score_answer, score_turns
 from outrider.environments.tool_qa.tag_protocol import Turn
 from outrider.evals.benchmark.extraction import find_variant
 from outrider.tokens.thoughts import without_thoughts
@@ -98,7 +98,7 @@ def test_a_native_turn_that_only_thinks_does_not_answer() -> None:
     assert native_fault([turn], config) == "the last turn does not answer"
     boxed = NativeTurn(content="<thinking>It is \\boxed{5}</thinking>It is 5.", has_thought=True)
     assert native_fault([boxed], RewardConfig(require_think=False)) == "no closed \\boxed{} in the answer"
-    assert answer_of(boxed.content) == "It is 5."
+    assert final_answer(boxed.content) == "It is 5."
 
 
 @pytest.mark.parametrize("kind", ["f1", "em", "math", "verifier"])

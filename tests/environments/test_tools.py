@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from outrider.environments.base import StepResult
 from outrider.environments.tool_qa.episode import ToolEnvironment, ToolEnvironmentFactory
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet, system_prompt
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, ToolEpisode
 from outrider.errors import DataError, ToolFault, ToolUnavailable
@@ -257,14 +257,14 @@ def test_the_factory_closes_its_tools() -> None:
     assert tool.num_closed == 1
 
 
-def family(tmp_path: Path, **settings: object) -> ToolsFamily:
+def family(tmp_path: Path, **settings: object) -> ToolsTaskSet:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(
         json.dumps({"id": "1", "title": "Tower", "text": "It stands in Paris."}), encoding="utf-8"
     )
     data = tmp_path / "qa.jsonl"
     data.write_text(json.dumps({"question": TASK.question, "answer": "Paris"}), encoding="utf-8")
-    return ToolsFamily(
+    return ToolsTaskSet(
         ToolsConfig.model_validate(
             {"corpus": corpus, "tools": ["search"], "train": {"path": data}} | settings
         )

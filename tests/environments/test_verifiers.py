@@ -21,15 +21,15 @@ from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.launched import Report  # noqa: E402
 from outrider.environments.verifiers.episodes import Episodes  # noqa: E402
-from outrider.environments.verifiers.family import VerifiersFamily  # noqa: E402
+from outrider.environments.verifiers.family import VerifiersTaskSet  # noqa: E402
 from outrider.environments.verifiers.settings import VerifiersConfig  # noqa: E402
 from outrider.errors import DataError, EnvironmentFault, ToolUnavailable  # noqa: E402
-from outrider.plugins.imports import search_in  # noqa: E402
+from outrider.plugins.imports import add_search_folder  # noqa: E402
 from outrider.rollout.episode import Sampling  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.train.data.experts import demonstrations_of  # noqa: E402
+from outrider.train.data.experts import read_demonstrations  # noqa: E402
 from outrider.types import Outcome  # noqa: E402
 from tests.environments.verifiers_fake.make import write_fake  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
@@ -57,7 +57,7 @@ def scheduled(
     config: VerifiersConfig, script: Callable[[Request, str], str], *, max_retries: int = 0
 ) -> Iterator[Scheduler]:
     renderer = ChatRenderer(tiny_tokenizer())
-    factory = VerifiersFamily(config).make()
+    factory = VerifiersTaskSet(config).make()
     try:
         yield Scheduler(
             engine=ScriptedEngine(tokenizer=renderer.tokenizer, script=script, context_length=8192),
@@ -74,36 +74,36 @@ def scheduled(
 
 def play(config: VerifiersConfig, *, max_retries: int = 0, group: int = 1) -> RolloutReport:
     with scheduled(config, lambda request, text: "an answer", max_retries=max_retries) as scheduler:
-        tasks = VerifiersFamily(config).tasks("train")
+        tasks = VerifiersTaskSet(config).tasks("train")
         return scheduler.run(tasks, modes=("m",) * group, training_step=0)
 
 
 def test_rows_are_tasks_of_their_versions(folder: Path) -> None:
     config = config_of("a", "b", "c", "d", num_train=2, num_valid=1, num_test=0, first_row=1)
-    family = VerifiersFamily(config)
+    family = VerifiersTaskSet(config)
     assert [task.question for task in family.tasks("train")] == ["b", "c"]
     assert [task.key for task in family.tasks("valid")] == ["row d"] and not family.tasks("test")
     [first, _] = family.tasks("train")
     versions = first.metadata["versions"]
     assert isinstance(versions, dict) and versions["verifiers"] == "0.0.fake"
     (folder / "fake_taskset.py").write_text((folder / "fake_taskset.py").read_text() + "\n# changed\n")
-    assert VerifiersFamily(config).tasks("train")[0].metadata != first.metadata
+    assert VerifiersTaskSet(config).tasks("train")[0].metadata != first.metadata
     shuffled = config.model_copy(update={"shuffle_seed": 0})
-    assert [task.question for task in VerifiersFamily(shuffled).tasks("train")] == ["c", "b"]
+    assert [task.question for task in VerifiersTaskSet(shuffled).tasks("train")] == ["c", "b"]
 
 
 def test_what_cannot_be_played(folder: Path) -> None:
     with pytest.raises(ToolUnavailable, match="has 2 rows, and the splits need 3"):
-        VerifiersFamily(config_of("a", "b", num_train=3)).tasks("train")
+        VerifiersTaskSet(config_of("a", "b", num_train=3)).tasks("train")
     with pytest.raises(ToolUnavailable, match="nosuch"):
-        VerifiersFamily(config_of("a", id="nosuch")).make()
+        VerifiersTaskSet(config_of("a", id="nosuch")).make()
     with pytest.raises(ToolUnavailable, match="cannot be started"):
-        VerifiersFamily(config_of("a", python=folder / "python")).make()
+        VerifiersTaskSet(config_of("a", python=folder / "python")).make()
     with pytest.raises(DataError, match="two rows have the key 'row a'"):
-        VerifiersFamily(config_of("a", "a")).tasks("train")
+        VerifiersTaskSet(config_of("a", "a")).tasks("train")
     (folder / "verifiers").rename(folder / "gone")
     with pytest.raises(ToolUnavailable, match=r"has no verifiers.*environment\.python"):
-        VerifiersFamily(config_of("a")).tasks("train")
+        VerifiersTaskSet(config_of("a")).tasks("train")
     with pytest.raises(ValueError, match="without an id"):
         config_of("a", options={"taskset": {"id": "b"}})
 
@@ -137,7 +137,7 @@ def test_only_the_agents_own_failure_has_a_return(folder: Path) -> None:
 def test_a_process_that_dies_is_a_fault_and_starts_again(folder: Path) -> None:
     config = config_of("die", "good", failed_return=-1.0)
     with scheduled(config, lambda request, text: "an answer") as scheduler:
-        dying, good = VerifiersFamily(config).tasks("train")
+        dying, good = VerifiersTaskSet(config).tasks("train")
         report = scheduler.run([dying], modes=("m",), training_step=0)
         assert report.faults["environment_fault"] == 1
         assert "is gone (no memory)" in report.fault_reasons[0]
@@ -154,7 +154,7 @@ def test_an_episode_is_cancelled_and_others_go_on(folder: Path) -> None:
 
 def test_cancelling_reports_an_end(folder: Path) -> None:
     config = config_of("hang")
-    [task] = VerifiersFamily(config).tasks("train")
+    [task] = VerifiersTaskSet(config).tasks("train")
     episodes = Episodes(config)
     try:
         ended: queue.Queue[Report] = queue.Queue()
@@ -191,9 +191,9 @@ def test_the_real_package() -> None:
     """The recipe's environment: two turns of one conversation, both rewards, and many episodes at once. Its
     demonstrations are for the first tasks, and right.
     """
-    search_in(Path("recipes").absolute())
+    add_search_folder(Path("recipes").absolute())
     config = VerifiersConfig(id="verifiers_desk", python=REAL, num_train=64, num_valid=0, num_test=0)
-    tasks = VerifiersFamily(config).tasks("train")
+    tasks = VerifiersTaskSet(config).tasks("train")
 
     def answer(request: Request, text: str) -> str:
         return "urgent" if "urgent or normal" in text else "It is shipping"
@@ -207,7 +207,7 @@ def test_the_real_package() -> None:
         for leaf in trace.leaves.values():
             assert leaf.episode_return == 0.5 * (desk == "shipping") + 0.5 * (haste == "urgent")
             assert leaf.metrics["num_requests"] == 2 and leaf.metrics["num_words"] == 1
-    known = demonstrations_of("recipes/verifiers-desk.jsonl", tasks)
+    known = read_demonstrations("recipes/verifiers-desk.jsonl", tasks)
     assert [task.key for task in tasks if known.get(task.key)] == [task.key for task in tasks[:32]]
     for task, row in zip(tasks[:32], rows[:32], strict=True):
         steps = known[task.key]

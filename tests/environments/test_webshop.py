@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, StepResult, TaskFamily
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.base import CopyableEnvironment, StepResult, TaskSet
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.environments.webshop import reward as webshop_reward
 from outrider.environments.webshop.catalogue import Catalogue, Instruction, Product, load_catalogue
-from outrider.environments.webshop.family import WebShopConfig, WebShopEnvironment, WebShopFamily
+from outrider.environments.webshop.family import WebShopConfig, WebShopEnvironment, WebShopTaskSet
 from outrider.environments.webshop.goals import (
     Goal,
     build_goals,
@@ -69,11 +69,11 @@ def product(product_id: str = "A", **changes: object) -> Product:
 
 
 @cache
-def family(**config: object) -> WebShopFamily:
-    return WebShopFamily(WebShopConfig.model_validate(config))
+def family(**config: object) -> WebShopTaskSet:
+    return WebShopTaskSet(WebShopConfig.model_validate(config))
 
 
-def all_tasks(shop_family: WebShopFamily) -> list[Task]:
+def all_tasks(shop_family: WebShopTaskSet) -> list[Task]:
     return [task for split in SPLITS for task in shop_family.tasks(split)]
 
 
@@ -275,7 +275,7 @@ def score_of(
         bought=bought,
         price=shop.prices[bought.product_id],
         chosen=chosen,
-        wanted=shop.products[goal.product_id],
+        target=shop.products[goal.product_id],
         attributes=goal.attributes,
         options=goal.options,
         price_limit=goal.price_limit,
@@ -350,9 +350,9 @@ def test_a_task_of_another_family_is_refused(metadata: dict[str, object]) -> Non
 
 @pytest.mark.parametrize("split_by", ["goal", "product"])
 def test_splits_are_disjoint_complete_and_the_same_in_every_instance(split_by: str) -> None:
-    one, two = (WebShopFamily(WebShopConfig.model_validate({"split_by": split_by})) for _ in range(2))
-    assert [panel_hash(one.tasks(split)) for split in SPLITS] == [
-        panel_hash(two.tasks(split)) for split in SPLITS
+    one, two = (WebShopTaskSet(WebShopConfig.model_validate({"split_by": split_by})) for _ in range(2))
+    assert [hash_tasks(one.tasks(split)) for split in SPLITS] == [
+        hash_tasks(two.tasks(split)) for split in SPLITS
     ]
     for field in ("key", "question"):
         seen = [
@@ -375,12 +375,12 @@ def test_splits_are_the_same_in_another_process() -> None:
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
     )
-    assert run.stdout.split() == [panel_hash(family().tasks(split)) for split in SPLITS]
+    assert run.stdout.split() == [hash_tasks(family().tasks(split)) for split in SPLITS]
 
 
 def test_the_default_panels_are_frozen() -> None:
     measured = {
-        split: (len(family().tasks(split)), panel_hash(family().tasks(split))[:16]) for split in SPLITS
+        split: (len(family().tasks(split)), hash_tasks(family().tasks(split))[:16]) for split in SPLITS
     }
     assert measured == PANELS
 
@@ -408,20 +408,20 @@ def many_goals(number: int) -> list[Goal]:
 
 def test_a_large_list_has_the_original_sizes_and_no_order_of_its_own() -> None:
     goals = many_goals(3000)
-    splits = split_goals(goals, seed=0, by="goal")
+    splits = split_goals(goals, seed=0, unit="goal")
     assert {split: len(part) for split, part in splits.items()} == {"test": 500, "valid": 600, "train": 1900}
-    assert split_goals(goals[::-1], seed=0, by="goal") == splits != split_goals(goals, seed=1, by="goal")
-    assert len(split_goals(many_goals(6000), seed=0, by="goal")["valid"]) == 1000
+    assert split_goals(goals[::-1], seed=0, unit="goal") == splits != split_goals(goals, seed=1, unit="goal")
+    assert len(split_goals(many_goals(6000), seed=0, unit="goal")["valid"]) == 1000
     same = [
         Goal(key=f"k{i}", product_id=str(i), text="t", attributes=("a",), options=(), price_limit=None)
         for i in range(9)
     ]
-    assert [len(part) for part in split_goals([*same, *goals], seed=0, by="goal").values()] == [
+    assert [len(part) for part in split_goals([*same, *goals], seed=0, unit="goal").values()] == [
         500,
         601,
         1908,
     ]
-    parts = split_goals([*same, *goals], seed=0, by="goal").values()
+    parts = split_goals([*same, *goals], seed=0, unit="goal").values()
     assert sum(any(goal.text == "t" for goal in part) for part in parts) == 1
 
 
@@ -771,7 +771,7 @@ def test_pages_and_products_are_picklable() -> None:
 
 
 def test_the_oracle_fulfils_every_goal_of_the_shipped_catalogue() -> None:
-    shop_family: TaskFamily = family()
+    shop_family: TaskSet = family()
     factory = shop_family.make()
     for task in all_tasks(family()):
         steps = shop_family.expert(task, 0)
@@ -791,7 +791,7 @@ def test_the_oracle_fulfils_every_goal_of_the_shipped_catalogue() -> None:
     shop_family.close()
 
 
-def first_hit(shop_family: WebShopFamily, task: Task) -> float:
+def first_hit(shop_family: WebShopTaskSet, task: Task) -> float:
     """The score of the rule that searches the instruction and buys the first product."""
     environment = shop_family.make()(task)
     environment.reset(0)
@@ -822,12 +822,12 @@ def listed(product_id: str = "A1", **details: object) -> dict[str, object]:
 WISH = {"attributes": ["steel"], "instruction": "Find me kettles", "instruction_attributes": ["steel"]}
 
 
-def write(folder: Path, products: object, attributes: object) -> WebShopFamily:
+def write(folder: Path, products: object, attributes: object) -> WebShopTaskSet:
     for name, content in (("products.json", products), ("attributes.json", attributes)):
         (folder / name).write_text(
             content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
         )
-    return WebShopFamily(
+    return WebShopTaskSet(
         WebShopConfig(products=folder / "products.json", attributes=folder / "attributes.json")
     )
 
@@ -859,7 +859,7 @@ def test_a_bad_file_is_an_error_before_the_first_rollout(
 
 
 def test_a_missing_file_is_an_error_and_the_files_go_together(tmp_path: Path) -> None:
-    missing = WebShopFamily(WebShopConfig(products=tmp_path / "p.json", attributes=tmp_path / "a.json"))
+    missing = WebShopTaskSet(WebShopConfig(products=tmp_path / "p.json", attributes=tmp_path / "a.json"))
     with pytest.raises(DataError, match=r"cannot read .*p\.json"):
         missing.tasks("train")
     for bad in (
@@ -907,7 +907,7 @@ def test_human_goals_replace_the_synthetic_ones(tmp_path: Path) -> None:
     ]
     path = tmp_path / "human.json"
     path.write_text(json.dumps({"A1": records, "unknown": records}), encoding="utf-8")
-    shop_family = WebShopFamily(base.model_copy(update={"human_goals": path}))
+    shop_family = WebShopTaskSet(base.model_copy(update={"human_goals": path}))
     goals = sorted((read_goal(task) for task in shop_family.tasks("train")), key=lambda goal: goal.key)
     assert [(goal.request, goal.options) for goal in goals] == [
         ("a small kettle", (("", "s"),)),
@@ -920,16 +920,16 @@ def test_human_goals_replace_the_synthetic_ones(tmp_path: Path) -> None:
     ]
     path.write_text(json.dumps(["a kettle"]), encoding="utf-8")
     with pytest.raises(DataError, match=r"human\.json: .*object"):
-        WebShopFamily(shop_family.config).tasks("train")
+        WebShopTaskSet(shop_family.config).tasks("train")
 
 
 # --- the 1,000-product set ---
 
 
 @cache
-def shared_family(**config: object) -> WebShopFamily:
+def shared_family(**config: object) -> WebShopTaskSet:
     paths = {"products": SHARED / "products_1k.json", "attributes": SHARED / "items_ins_v2_1000.json"}
-    return WebShopFamily(WebShopConfig.model_validate(paths | config))
+    return WebShopTaskSet(WebShopConfig.model_validate(paths | config))
 
 
 @needs_shared

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks, panel_hash
+from outrider.environments.tool_qa.datasets import DatasetConfig, hash_tasks, load_tasks
 from outrider.metrics import MetricsWriter
 from outrider.rollout.evaluate import interval
 
@@ -80,7 +80,7 @@ def evaluation(root: Path, scores: Sequence[float], *, label: str, step: int) ->
     by_task = dict(zip([task.key for task in tasks], scores, strict=True))
     return {
         "label": label, "split": "test", "num_tasks": 6, "step": step, "temperature": 1.0,
-        "panel_hash": panel_hash(tasks), "num_faults": 0, "mean_return": fmean(scores),
+        "panel_hash": hash_tasks(tasks), "num_faults": 0, "mean_return": fmean(scores),
         "metric": {"score": {"value": fmean(scores), "ci_low": low, "ci_high": high}}, "task_scores": by_task,
         "task_returns": by_task,
     }  # fmt: skip

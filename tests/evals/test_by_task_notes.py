@@ -7,7 +7,7 @@ import pytest
 
 from outrider.evals.compare.by_task import compare_by_task
 from outrider.evals.compare.by_task_tables import task_notes, task_tables
-from outrider.evals.compare.groups import grouped
+from outrider.evals.compare.groups import group_runs
 from outrider.evals.compare.page import html_tasks
 from outrider.evals.compare.runs import Incomparable, load_run
 from tests.evals.test_compare_by_task import panel, trained, write_run
@@ -138,12 +138,12 @@ def test_runs_from_before_there_were_stages_are_seeds_of_those_without_any(tmp_p
     none = (*trained("grpo", "a"), "train.stages = []")
     new = write_run(tmp_path / "new", [panel("a", 1)], seed=1, settings=none)
     assert compare_by_task([old, new]).cells["world/a", "grpo"].num_runs == 2
-    assert list(grouped([load_run(Path(one), one) for one in (old, new)])) == ["grpo"]
+    assert list(group_runs([load_run(Path(one), one) for one in (old, new)])) == ["grpo"]
     newer = write_run(
         tmp_path / "newer", [panel("a", 1)], seed=3,
         settings=(*none, 'environment.response_format = "refuse"'),
     )  # fmt: skip
-    assert list(grouped([load_run(Path(one), one) for one in (old, newer)])) == ["grpo"]
+    assert list(group_runs([load_run(Path(one), one) for one in (old, newer)])) == ["grpo"]
     staged = write_run(
         tmp_path / "staged", [panel("a", 1)], seed=2,
         settings=(*trained("grpo", "a"), 'train.stages = [{tasks = ["a/*"], num_steps = "none"}]'),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from outrider.cli import main
 from outrider.errors import ConfigError, OutriderError
-from outrider.evals.compare.by_task import ByTask, compare_by_task
+from outrider.evals.compare.by_task import TaskComparison, compare_by_task
 from outrider.evals.compare.by_task_tables import task_notes, task_tables
 from outrider.evals.compare.render import compare_tasks, html_tasks, markdown_tasks
 from outrider.evals.compare.runs import Incomparable
@@ -59,7 +59,7 @@ WITHOUT_TIPS = ("algorithm.memory_probability = 0.0", "algorithm.intrinsic_coeff
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> ByTask:
+def table(tmp_path: Path) -> TaskComparison:
     """Two tasks with a model each, two methods and the naive one, seeds 0 to 2; one run has both tasks."""
     given = []
     for task, base in (("a", 0.0), ("b", 0.4)):
@@ -75,7 +75,7 @@ def table(tmp_path: Path) -> ByTask:
     return compare_by_task(given)
 
 
-def test_a_cell_is_the_interquartile_mean_over_its_seeds(table: ByTask) -> None:
+def test_a_cell_is_the_interquartile_mean_over_its_seeds(table: TaskComparison) -> None:
     assert table.methods == ("empo2", "grpo", "no training") and table.tasks == {"world/a": 4, "world/b": 4}
     for (task, base), (method, gain) in (
         (task, method) for task in (("a", 0.0), ("b", 0.4)) for method in (("empo2", 0.3), ("grpo", 0.0))
@@ -92,13 +92,15 @@ def test_a_cell_is_the_interquartile_mean_over_its_seeds(table: ByTask) -> None:
     assert (of_one.value, of_one.low) == (0.0, 0.0) and 0.4 < of_one.high < 0.6  # Wilson's, of 0 in 4
 
 
-def test_the_mean_over_tasks_weighs_every_task_alike_and_is_over_seeds(table: ByTask) -> None:
+def test_the_mean_over_tasks_weighs_every_task_alike_and_is_over_seeds(table: TaskComparison) -> None:
     assert table.averages["empo2"].returns.value == pytest.approx(0.3 + 0.2 + 0.1 + 0.015)
     assert table.averages["empo2"].returns.has_interval and table.averages["empo2"].num_runs == 3
     assert table.averages["no training"].returns.value == -0.5
 
 
-def test_what_is_shown_says_what_is_missing_and_cannot_be_steered(tmp_path: Path, table: ByTask) -> None:
+def test_what_is_shown_says_what_is_missing_and_cannot_be_steered(
+    tmp_path: Path, table: TaskComparison
+) -> None:
     returns, solved = task_tables(table)
     assert returns.columns == ("task", "variations", "empo2", "grpo", "no training")
     assert [row[0] for row in returns.rows] == ["a", "b", "mean over tasks"]

@@ -14,16 +14,16 @@ from outrider.algorithms.retrospex.critic import Critic
 from outrider.algorithms.retrospex.engine import RescoringEngine
 from outrider.algorithms.retrospex.iql import train
 from outrider.algorithms.retrospex.settings import CriticSettings, RetrospexSettings
-from outrider.algorithms.retrospex.situations import turns_of
+from outrider.algorithms.retrospex.situations import encode_turns
 from outrider.cli import main
 from outrider.config import validate
 from outrider.engines.base import Engine, Request
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.evals.recorded import recorded_trajectories, trajectories_of
+from outrider.evals.recorded import build_trajectories, recorded_trajectories
 from outrider.memory.embedder import HashEmbedder
 from outrider.rollout.limits import Limits
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import rows_of
+from outrider.train.metrics.trace_records import trace_rows
 from outrider.types import Message
 from tests.evals.test_recorded import run_of
 from tests.rollout.fakes import TOKENIZER, Factory, scheduler, scripted, tasks
@@ -74,9 +74,9 @@ def test_who_wanders_with_a_critic_of_earlier_walks_arrives_more_often() -> None
     settings = CriticSettings(
         embedder="hash", hidden=32, learning_rate=1e-3, num_updates=500, target_rate=0.05
     )
-    paths = trajectories_of(rows_of(recorded, step=0, tokenizer=TOKENIZER).nodes, name="run")
+    paths = build_trajectories(trace_rows(recorded, step=0, tokenizer=TOKENIZER).nodes, name="run")
     embedder = HashEmbedder()
-    critic = Critic(train(turns_of(paths, embedder), settings), embedder, settings)
+    critic = Critic(train(encode_turns(paths, embedder), settings), embedder, settings)
     alone = mean_return(play(wanderer, 100, seed=1))
     chosen = validate(RetrospexSettings, {"critic": "none", "decay": 0.9, "floor": 0.5})
     helped = mean_return(play(RescoringEngine(wanderer, critic, chosen), 100, seed=1))

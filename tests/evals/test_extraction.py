@@ -16,7 +16,7 @@ from outrider.evals.benchmark.extraction import (
     Grades,
     count_tag_pairs,
     find_variant,
-    number_behind_mark,
+    number_after_mark,
 )
 
 VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
@@ -101,12 +101,12 @@ def test_recorded_extraction(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", VECTORS["gsm8k_gold"])
 def test_recorded_golds(case: dict[str, Any]) -> None:
-    assert number_behind_mark(case["text"]) == case["gold"]
+    assert number_after_mark(case["text"]) == case["gold"]
 
 
 def test_a_solution_without_a_mark_has_no_number() -> None:
-    assert number_behind_mark("72") is None and number_behind_mark("#### none") is None
-    assert number_behind_mark("#### -3.5") == "-3.5"
+    assert number_after_mark("72") is None and number_after_mark("#### none") is None
+    assert number_after_mark("#### -3.5") == "-3.5"
 
 
 @pytest.mark.parametrize("case", VECTORS["count_tags"])
@@ -250,14 +250,14 @@ def test_an_answer_that_is_not_safe_to_evaluate_is_counted() -> None:
 def test_scores_by_metric() -> None:
     grades = Grades(em=False, f1=0.5, contained=True, math=True)
     assert (
-        grades.scored("f1") == (0.5, False)
-        and grades.scored("em") == (0.0, False)
-        and grades.scored("math") == (1.0, True)
+        grades.score("f1") == (0.5, False)
+        and grades.score("em") == (0.0, False)
+        and grades.score("math") == (1.0, True)
     )
     with pytest.raises(ValueError, match="hold no judge"):
-        grades.scored("judge")
+        grades.score("judge")
     with pytest.raises(ValueError, match="hold no math"):
-        Grades(em=True, f1=1.0, contained=True).scored("math")
+        Grades(em=True, f1=1.0, contained=True).score("math")
     assert "math_equal" not in Grades(em=True, f1=1.0, contained=True).metrics()
 
 

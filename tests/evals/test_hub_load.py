@@ -14,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from outrider.evals.benchmark.task_sets import load_task_set
+from outrider.evals.benchmark.task_sets import load_benchmark
 from tests.hub_server import Repository, hub_server
 from tests.tiny import tiny_model
 
@@ -121,7 +121,7 @@ def test_a_hub_model_answers_a_hub_task_set(hub: Asked, tmp_path: Path) -> None:
         one.startswith("GET /acme/tiny/resolve/") and one.endswith("/model.safetensors") for one in hub.asked
     )
     results = [json.loads(line) for line in (hub.run / "results.jsonl").read_text().splitlines()][1:]
-    panel = load_task_set(f"gsm8k={as_file(tmp_path)}")
+    panel = load_benchmark(f"gsm8k={as_file(tmp_path)}")
     assert (
         [one["task_key"] for one in results] == [task.key for task in panel.tasks] == ["gsm8k-0", "gsm8k-1"]
     )

@@ -16,11 +16,11 @@ import outrider
 from outrider.cli import main
 from outrider.errors import ConfigError
 from outrider.evals.benchmark.store import read_results, write_results
-from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said
-from outrider.evals.inspect_log.of_run import evaluation_of_run
-from outrider.evals.inspect_log.of_tasks import evaluation_of_tasks
-from outrider.evals.inspect_log.turns import said_in
-from outrider.evals.inspect_log.writing import log_of, write_log
+from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedMessage, LoggedRollout
+from outrider.evals.inspect_log.of_run import load_run_evaluation
+from outrider.evals.inspect_log.of_tasks import load_tasks_evaluation
+from outrider.evals.inspect_log.turns import node_messages
+from outrider.evals.inspect_log.writing import to_eval_log, write_log
 from outrider.types import Outcome
 from outrider.watch.traces import TraceRow
 from tests.chat_server import Answer, Asked, chat_server, completion
@@ -71,7 +71,7 @@ def panel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_s_evaluation_has_every_rollout_with_its_messages_and_scores(run: Path) -> None:
-    found = evaluation_of_run(run)
+    found = load_run_evaluation(run)
     rows = outrider.load_run(run).evaluation_rollouts(1).to_pylist()
     assert len(found.rollouts) == len(rows) > 0
     for one, row in zip(found.rollouts, rows, strict=True):
@@ -85,23 +85,23 @@ def test_a_run_s_evaluation_has_every_rollout_with_its_messages_and_scores(run: 
     line = outrider.load_run(run).evaluations().to_pylist()[1]
     assert found.panel_hash == line["panel_hash"] and found.summary["mean"] == line["score.value"]
     assert found.metadata["recipe"] == (run / "config.toml").read_text()
-    assert evaluation_of_run(run, 0).metadata["label"] == "before training"
+    assert load_run_evaluation(run, 0).metadata["label"] == "before training"
     with pytest.raises(ConfigError, match="has evaluations 0 to 1, not 2"):
-        evaluation_of_run(run, 2)
+        load_run_evaluation(run, 2)
 
 
 def test_without_its_tasks_a_run_has_no_targets_and_says_so(run: Path) -> None:
     tasks = run.parent / "tasks.jsonl"
     moved = tasks.rename(tasks.with_suffix(".moved"))
     try:
-        found = evaluation_of_run(run)
+        found = load_run_evaluation(run)
     finally:
         moved.rename(tasks)
     assert {one.target for one in found.rollouts} == {()} and "without targets: " in found.notes[0]
 
 
 def test_an_evaluation_of_tasks_has_every_sample_with_named_metrics_and_faults(panel: Path) -> None:
-    found = evaluation_of_tasks(panel)
+    found = load_tasks_evaluation(panel)
     _, results = read_results(panel / "results.jsonl")
     assert len(found.rollouts) == len(results) == 6
     for one, result in zip(found.rollouts, results, strict=True):
@@ -122,7 +122,7 @@ def test_the_mean_is_that_of_the_evaluation_s_own_report(panel: Path, tmp_path: 
     without samples of an earlier call that asked for more.
     """
     reported = json.loads((panel / "summary.json").read_text())["scores"]["exact match, avg@2"]
-    assert evaluation_of_tasks(panel).summary == {
+    assert load_tasks_evaluation(panel).summary == {
         "mean": reported["value"], "ci_low": reported["ci_low"], "ci_high": reported["ci_high"]
     }  # fmt: skip
     folder = Path(shutil.copytree(panel, tmp_path / "run"))
@@ -133,14 +133,14 @@ def test_the_mean_is_that_of_the_evaluation_s_own_report(panel: Path, tmp_path: 
     beyond = replace(lost, sample=2)
     (folder / "results.jsonl").unlink()
     write_results(folder / "results.jsonl", identity, [*by_key.values(), beyond])
-    found = evaluation_of_tasks(folder)
+    found = load_tasks_evaluation(folder)
     assert found.summary["mean"] == 0.5 and len(found.rollouts) == 6 and not found.notes
     (folder / "results.jsonl").unlink()
     write_results(folder / "results.jsonl", identity, results[:4])
-    assert "4 of 6 samples are on file" in evaluation_of_tasks(folder).notes[0]
+    assert "4 of 6 samples are on file" in load_tasks_evaluation(folder).notes[0]
 
 
-def native_turns() -> list[Said]:
+def native_turns() -> list[LoggedMessage]:
     """An episode of native calls: two in a turn of which one has no tool, then an unread one, then words."""
     wrong = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
     turns = [
@@ -159,7 +159,7 @@ def native_turns() -> list[Said]:
         )
         for node in path
     ]  # fmt: skip
-    return [said for row in rows for said in said_in(row, "hermes")]
+    return [said for row in rows for said in node_messages(row, "hermes")]
 
 
 def test_native_calls_and_each_of_their_results_are_told_apart() -> None:
@@ -204,14 +204,14 @@ def test_an_evaluation_that_has_not_ended_is_no_success(
 ) -> None:
     folder = Path(shutil.copytree(panel, tmp_path / "run"))
     identity, results = read_results(folder / "results.jsonl")
-    assert log_of(evaluation_of_tasks(folder)).status == "success"
+    assert to_eval_log(load_tasks_evaluation(folder)).status == "success"
     if not knows_tasks:
         monkeypatch.setattr("outrider.evals.inspect_log.of_tasks._tasks", lambda *given: ({}, []))
-        assert log_of(evaluation_of_tasks(folder)).status == "success"
+        assert to_eval_log(load_tasks_evaluation(folder)).status == "success"
     for name in ("results.jsonl", "summary.json"):
         (folder / name).unlink()
     write_results(folder / "results.jsonl", identity, results[:4])
-    log = log_of(evaluation_of_tasks(folder))
+    log = to_eval_log(load_tasks_evaluation(folder))
     assert (log.status, log.stats.completed_at) == ("started", "")
     assert log.results is not None and log.results.total_samples == (6 if knows_tasks else 4)
 
@@ -224,7 +224,7 @@ def test_inspect_reads_the_same_numbers_back(
     from inspect_ai.log import read_eval_log
 
     folder = run if kind == "run" else panel
-    wanted = evaluation_of_run(run) if kind == "run" else evaluation_of_tasks(panel)
+    wanted = load_run_evaluation(run) if kind == "run" else load_tasks_evaluation(panel)
     assert main(["inspect-log", str(folder), "--out", str(tmp_path / "one.eval")]) == 0
     assert f"one.eval: {len(wanted.rollouts)} rollouts" in capsys.readouterr().out
     assert_same(read_eval_log(str(tmp_path / "one.eval")), wanted)
@@ -271,7 +271,7 @@ def test_any_evaluation_comes_back_as_it_was(drawn: list[dict[str, Any]]) -> Non
             task_key=f"task {number // 2}",
             epoch=number % 2 + 1,
             prompt=(),
-            messages=tuple(Said(role="assistant", text=text, tools=("a",)) for text in one["texts"]),
+            messages=tuple(LoggedMessage(role="assistant", text=text, tools=("a",)) for text in one["texts"]),
             outcome=one["outcome"],
             scores={} if one["outcome"].is_fault else {"return": one["value"]},
             num_tokens=one["num_tokens"],
@@ -279,15 +279,15 @@ def test_any_evaluation_comes_back_as_it_was(drawn: list[dict[str, Any]]) -> Non
         for number, one in enumerate(drawn)
     )
     wanted = replace(EMPTY, rollouts=rollouts, summary={"mean": 0.25})
-    assert_same(log_of(wanted), wanted)
+    assert_same(to_eval_log(wanted), wanted)
 
 
 @needs_inspect
 def test_a_name_that_no_reader_knows_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must end with \.eval"):
-        write_log(evaluation_of_run(run), tmp_path / "one.json")
+        write_log(load_run_evaluation(run), tmp_path / "one.json")
     with pytest.raises(ConfigError, match="there is no folder"):
-        write_log(evaluation_of_run(run), tmp_path / "gone" / "one.eval")
+        write_log(load_run_evaluation(run), tmp_path / "gone" / "one.eval")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("inspect_ai") is not None, reason="the package is installed")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
 from outrider.environments.tool_qa.judge import (
-    ASK_AGAIN,
     INSTRUCTIONS,
+    REQUEST_VERDICT,
     Judge,
     Judgement,
     JudgeSettings,
@@ -50,7 +50,7 @@ def test_recorded_verdicts(case: dict[str, Any]) -> None:
     with chat_server([completion(case["judge_reply"])]) as server:
         found = ask(judge_at(server, rule="arpo-eval"), case["pred"], (case["gold"],))
     assert found.is_correct is case["correct"]
-    assert found.num_asks == (0 if case["pred"] == case["gold"] else 1)
+    assert found.num_requests == (0 if case["pred"] == case["gold"] else 1)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_verdicts_and_what_is_sent() -> None:
         judge = judge_at(server)
         yes, no = ask(judge), ask(judge)
     assert (yes.is_correct, no.is_correct) == (True, False)
-    assert (yes.num_asks, yes.num_tokens, yes.fault) == (1, 7, "") and yes.reply.startswith("Same city.")
+    assert (yes.num_requests, yes.num_tokens, yes.fault) == (1, 7, "") and yes.reply.startswith("Same city.")
     body = server.asked[0].body or {}
     assert (body["temperature"], body["max_tokens"], body["model"]) == (0.0, 512, "m")
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
@@ -185,11 +185,11 @@ def test_a_prediction_cannot_pass_for_the_judges_tags_and_long_ones_are_cut() ->
 def test_a_reply_without_a_verdict_is_asked_for_again() -> None:
     with chat_server([completion("Hm."), YES]) as server:
         found = ask(judge_at(server))
-    assert (found.is_correct, found.num_asks, found.num_tokens) == (True, 2, 14)
+    assert (found.is_correct, found.num_requests, found.num_tokens) == (True, 2, 14)
     first, second = (asked.body or {} for asked in server.asked)
     assert second["messages"][-2:] == [
         {"role": "assistant", "content": "Hm."},
-        {"role": "user", "content": ASK_AGAIN},
+        {"role": "user", "content": REQUEST_VERDICT},
     ]
     assert first["seed"] != second["seed"]
 
@@ -197,7 +197,7 @@ def test_a_reply_without_a_verdict_is_asked_for_again() -> None:
 def test_no_verdict_at_all_is_unscored() -> None:
     with chat_server([completion("Who knows?")]) as server:
         found = ask(judge_at(server, max_asks=3))
-    assert (found.is_correct, found.num_asks, found.reply) == (None, 3, "Who knows?")
+    assert (found.is_correct, found.num_requests, found.reply) == (None, 3, "Who knows?")
     assert found.fault == "3 replies of the judge held no verdict" and len(server.asked) == 3
 
 
@@ -205,7 +205,7 @@ def test_no_verdict_at_all_is_unscored() -> None:
 def test_a_blank_reply_is_no_verdict_under_any_rule(rule: Any) -> None:
     with chat_server([completion(" \n"), completion("<think>It is correct")]) as server:
         found = ask(judge_at(server, rule=rule))
-    assert (found.is_correct, found.num_asks) == (None, 2) and "no verdict" in found.fault
+    assert (found.is_correct, found.num_requests) == (None, 2) and "no verdict" in found.fault
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_blank_reply_is_no_verdict_under_any_rule(rule: Any) -> None:
 def test_a_server_that_fails_leaves_the_answer_unscored(bad: Answer, words: str) -> None:
     with chat_server([bad]) as server:
         found = ask(judge_at(server))
-    assert found.is_correct is None and words in found.fault and found.num_asks == 1
+    assert found.is_correct is None and words in found.fault and found.num_requests == 1
 
 
 def test_what_passes_is_tried_again_by_the_endpoint() -> None:
@@ -243,7 +243,7 @@ def test_a_stall_leaves_the_answer_unscored() -> None:
 def test_a_failure_while_asking_again_keeps_the_tokens() -> None:
     with chat_server([completion("Hm."), Answer({}, status=500)]) as server:
         found = ask(judge_at(server))
-    assert (found.is_correct, found.num_asks, found.num_tokens) == (None, 2, 7)
+    assert (found.is_correct, found.num_requests, found.num_tokens) == (None, 2, 7)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

@@ -86,13 +86,13 @@ def refused(pack: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_an_untouched_pack_holds(pack: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verified = verify(pack, given={})
-    assert [panel.rebuilt for panel in verified.panels] == [False] and "give environment." in verified.panels[
-        0
-    ].reason
+    verified = verify(pack, local_paths={})
+    assert [panel.rebuilt for panel in verified.eval_tasks] == [
+        False
+    ] and "give environment." in verified.eval_tasks[0].reason
     data = made / "data"
     given = {"environment.corpus": data / "corpus.jsonl", "environment.test.path": data / "tasks.jsonl"}
-    assert [panel.rebuilt for panel in verify(pack, given=given).panels] == [True]
+    assert [panel.rebuilt for panel in verify(pack, local_paths=given).eval_tasks] == [True]
     assert main(["verify", str(pack), "--no-replay", *(f"{key}={path}" for key, path in given.items())]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "made again, the same" in told and "6 rows" not in told and "2 rows of exact returns" in told
@@ -243,14 +243,14 @@ def test_panels_that_are_not_those_of_the_environment_are_found(
     data = write_questions(tmp_path / "other")
     (data / "tasks.jsonl").write_text('{"question": "Which?", "answer": "this"}\n')
     given = {"environment.corpus": data / "corpus.jsonl", "environment.test.path": data / "tasks.jsonl"}
-    [panel] = verify(pack, given=given).panels
+    [panel] = verify(pack, local_paths=given).eval_tasks
     assert not panel.rebuilt and "is not the tasks.jsonl of the run" in panel.reason
     [file] = (pack / "panels").iterdir()
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"keys": content["keys"][::-1]}))
     given = {key: made / "data" / path.name for key, path in given.items()}
     with pytest.raises(PackError, match="the keys are not those"):
-        verify(resealed(pack), given=given)
+        verify(resealed(pack), local_paths=given)
     file.write_text(json.dumps(content | {"keys": content["keys"][1:]}))
     assert "'tasks-0' is no task of panels/" in refused(resealed(pack), capsys)
 
@@ -306,7 +306,7 @@ def test_weights_come_along_only_where_they_are_asked_for(tmp_path: Path) -> Non
         for step in ("step-000000", "step-000002") for name in ("masters.safetensors", "state.json")
     }  # fmt: skip
     assert "/home/me" not in (tmp_path / "heavy/runs/rapo-0/checkpoints/step-000002/state.json").read_text()
-    verify(tmp_path / "heavy", given={})
+    verify(tmp_path / "heavy", local_paths={})
 
 
 def test_evaluations_of_task_sets_are_packed_and_scored_again(
@@ -341,7 +341,7 @@ def test_evaluations_of_task_sets_are_packed_and_scored_again(
     (run / "summary.json").write_text(json.dumps({"panel_hash": "ab", "scores": scores, **counts}))
     make_pack([run], tmp_path / "pack")
     assert "private" not in (tmp_path / "pack/runs/gsm8k/results.jsonl").read_text()
-    assert len(verify(tmp_path / "pack", given={}).tables["panels"]) == 2
+    assert len(verify(tmp_path / "pack", local_paths={}).tables["panels"]) == 2
     changed_line(
         tmp_path / "pack/runs/gsm8k/results.jsonl", 1, lambda line: line.update(score=1.0, success=True)
     )
@@ -393,11 +393,13 @@ def test_a_tree_differs_from_no_copy_of_itself(tree: Any) -> None:
 
 def test_rows_agree_by_their_digits_or_their_interval() -> None:
     def agrees(found: float) -> bool:
-        return Replayed(row="r", recorded=0.1, low=0.2, high=0.3, found=found, num_different=None).agrees
+        return Replayed(row="r", recorded=0.1, low=0.2, high=0.3, measured=found, num_different=None).agrees
 
-    told = Replayed(row="r", recorded=0.1, low=0.05, high=0.3, found=0.2, num_different=None)
+    told = Replayed(row="r", recorded=0.1, low=0.05, high=0.3, measured=0.2, num_different=None)
     assert told.sentence == "r: 10.0 % [5.0, 30.0] in the pack, 20.0 % played again: it agrees"
-    toy = Replayed(row="r", recorded=0.1, low=0.05, high=0.3, found=0.2, num_different=None, is_share=False)
+    toy = Replayed(
+        row="r", recorded=0.1, low=0.05, high=0.3, measured=0.2, num_different=None, is_share=False
+    )
     assert (
         toy.sentence
         == "r: expected return (no share) 0.1 [0.05, 0.3] in the pack, 0.2 played again: it agrees"
@@ -406,7 +408,7 @@ def test_rows_agree_by_their_digits_or_their_interval() -> None:
 
 
 def test_the_cheapest_row_is_played_where_none_is_named(made: Path) -> None:
-    rows = cheapest_first(made / "pack", verify(made / "pack", given={}))
+    rows = cheapest_first(made / "pack", verify(made / "pack", local_paths={}))
     assert rows[:6] == [f"lock/{method}-{seed}" for method in ("grpo", "rapo") for seed in range(3)]
     assert rows[6:] == ["grpo-1", "rapo-0", "rapo-1", "grpo-0"]  # the last one needs the weights of another
 

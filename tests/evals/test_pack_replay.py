@@ -77,7 +77,7 @@ def test_a_row_that_does_not_agree_fails(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     subprocess.run(["cp", "-r", root / "pack", tmp_path / "pack"], check=True)
-    verified = verify(resealed(tmp_path / "pack"), given=paths(root))
+    verified = verify(resealed(tmp_path / "pack"), local_paths=paths(root))
     lines = tmp_path / "pack/runs/first/evaluations.jsonl"
     number = len(lines.read_text().splitlines()) - 1
     changed_line(
@@ -100,7 +100,7 @@ def test_what_cannot_be_played_says_why(
     ):
         assert main(["verify", str(root / "pack"), "--progress", "none", *arguments]) == 1
         assert says in capsys.readouterr().err
-    verified = verify(root / "pack", given={})
+    verified = verify(root / "pack", local_paths={})
     with pytest.raises(ConfigError, match="is not empty"):
         replay_row(root / "pack", verified, "first", folder=root, given={}, progress="none")
 
@@ -116,7 +116,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Verified]:
         result = play(lock, grpo, seed=seed, max_policy_tokens=40)
         save_result(root, lock, grpo, seed, result, max_policy_tokens=40)
     make_pack([root / "toys"], root / "pack")
-    return root / "pack", verify(root / "pack", given={})
+    return root / "pack", verify(root / "pack", local_paths={})
 
 
 def test_a_toy_is_played_again_in_a_clone_only(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.webshop.family import WebShopConfig, WebShopFamily
+from outrider.environments.webshop.family import WebShopConfig, WebShopTaskSet
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, question_in, results, summary, write_rows
 
@@ -316,7 +316,7 @@ def test_tools_on_and_off(tmp_path: Path) -> None:
 
 
 def test_an_environment_keeps_its_own_record(tmp_path: Path) -> None:
-    family = WebShopFamily(WebShopConfig())
+    family = WebShopTaskSet(WebShopConfig())
     steps = {task.question: family.expert(task, 0) or () for task in family.tasks("test")[:3]}
 
     def shopper(asked: Asked) -> Answer:

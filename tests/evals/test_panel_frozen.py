@@ -11,9 +11,9 @@ import pytest
 
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.evals.benchmark.settings import PanelSettings
-from outrider.evals.benchmark.task_sets import load_task_set
-from outrider.evals.benchmark.tasks import open_panel
+from outrider.evals.benchmark.settings import EvalTasksSettings
+from outrider.evals.benchmark.task_sets import load_benchmark
+from outrider.evals.benchmark.tasks import open_eval_tasks
 from tests.chat_server import Answer, chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, results, summary, write_rows
 from tests.tiny import save_tiny_model
@@ -21,8 +21,8 @@ from tests.tiny import save_tiny_model
 AGENT: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1"}
 
 
-def settings(**more: Any) -> PanelSettings:
-    return validate(PanelSettings, {"endpoint": AGENT, **more})
+def settings(**more: Any) -> EvalTasksSettings:
+    return validate(EvalTasksSettings, {"endpoint": AGENT, **more})
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_a_task_set_goes_by_the_name_that_papers_give_it(written: str, name: str
     if name in ("math500", "aime24", "aime25"):
         rows = [{"problem": "q", "answer": "5"}]
     file = write_rows(tmp_path / "mine.jsonl", rows)
-    panel = load_task_set(f"{written}={file}")
-    assert panel.task_set.name == name and panel.tasks[0].key == f"{name}-0"
+    panel = load_benchmark(f"{written}={file}")
+    assert panel.benchmark.name == name and panel.tasks[0].key == f"{name}-0"
 
 
 @pytest.mark.parametrize("written", ["Factbook", "ScienceWorld", "WebShop", "TextWorld", "ALFWorld"])
@@ -59,7 +59,7 @@ def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
             r"reasoning_gym, or a file"
         ),
     ):
-        open_panel(settings(tasks="factbok"))
+        open_eval_tasks(settings(tasks="factbok"))
 
 
 def test_musique_counts_the_aliases_of_its_own_files(tmp_path: Path) -> None:
@@ -71,16 +71,16 @@ def test_musique_counts_the_aliases_of_its_own_files(tmp_path: Path) -> None:
         "answerable": True,
     }
     file = write_rows(tmp_path / "musique_ans_v1.0_dev.jsonl", [row, {**row, "answer_aliases": []}])
-    panel = load_task_set(f"musique={file}")
+    panel = load_benchmark(f"musique={file}")
     assert [task.answers for task in panel.tasks] == [("Rome", "Roma"), ("Rome",)]
 
 
 def test_a_panel_can_be_pinned_by_its_hash(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "q.jsonl", [{"question": f"q{n}?", "answer": "a"} for n in range(3)])
-    found = open_panel(settings(tasks=str(file))).panel.panel_hash
-    assert open_panel(settings(tasks=str(file), panel=found)).panel.panel_hash == found
+    found = open_eval_tasks(settings(tasks=str(file))).eval_tasks.panel_hash
+    assert open_eval_tasks(settings(tasks=str(file), panel=found)).eval_tasks.panel_hash == found
     with pytest.raises(ConfigError, match=rf"panel is {found}, and these 2 tasks are "):
-        open_panel(settings(tasks=str(file), panel=found, limit=2))
+        open_eval_tasks(settings(tasks=str(file), panel=found, limit=2))
 
 
 def webshop_files(folder: Path, price: str) -> Mapping[str, str]:

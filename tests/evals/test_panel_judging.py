@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.evals.benchmark.extraction import find_variant
 from outrider.evals.benchmark.grades import Grader
-from outrider.evals.benchmark.run import play_panel
+from outrider.evals.benchmark.run import play_eval_tasks
 from outrider.evals.benchmark.scores import SampleResult
-from outrider.evals.benchmark.store import PanelStore
-from outrider.evals.benchmark.task_sets import TASK_SETS, Panel
-from outrider.evals.benchmark.tasks import PlayedPanel
+from outrider.evals.benchmark.store import EvalTasksStore
+from outrider.evals.benchmark.task_sets import BENCHMARKS, EvalTasks
+from outrider.evals.benchmark.tasks import EvalSetup
 from outrider.rollout.limits import Limits
 from outrider.types import Outcome, Task
 from outrider.watch.progress import NullProgress
@@ -40,7 +40,7 @@ class Nobody:
 
 
 def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> None:
-    store = PanelStore.open(tmp_path / "r.jsonl", identity={})
+    store = EvalTasksStore.open(tmp_path / "r.jsonl", identity={})
     for task in TASKS:
         store.add(
             SampleResult(
@@ -51,8 +51,8 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
                 prediction="x",
             )
         )
-    panel = PlayedPanel(
-        panel=Panel(task_set=TASK_SETS["simpleqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)),
+    panel = EvalSetup(
+        eval_tasks=EvalTasks(benchmark=BENCHMARKS["simpleqa"], tasks=TASKS, panel_hash=hash_tasks(TASKS)),
         factory=Factory(
             lambda task, number: Fake(
                 on_step=lambda step, text: None)),  # type: ignore[arg-type, return-value]
@@ -60,7 +60,7 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
     )  # fmt: skip
     grader = Interrupted(rules=find_variant("default"), kind="qa", scorer="judge")
     with pytest.raises(KeyboardInterrupt):
-        play_panel(
+        play_eval_tasks(
             panel,
             Nobody(),  # type: ignore[arg-type]
             grader,
@@ -69,7 +69,7 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
             display=NullProgress(),
         )
     store.close()
-    again = PanelStore.open(tmp_path / "r.jsonl", identity={})
+    again = EvalTasksStore.open(tmp_path / "r.jsonl", identity={})
     kept = [result.task_key for result in again.results if result.score is not None]
     # they are asked about in this order
     assert kept == [key for key in sorted(task.key for task in TASKS) if key < "task-3"]

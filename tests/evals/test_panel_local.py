@@ -13,17 +13,17 @@ from outrider.engines.base import Generation, Request
 from outrider.engines.local.model import load_model
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, EnvironmentFault
 from outrider.evals.benchmark.extraction import find_variant
 from outrider.evals.benchmark.grades import Grader
 from outrider.evals.benchmark.model import load_language_model, resolve, weights_hash
 from outrider.evals.benchmark.players import LocalPlayer
-from outrider.evals.benchmark.run import make_report, play_panel, run_panel
-from outrider.evals.benchmark.settings import PanelSettings
-from outrider.evals.benchmark.store import PanelStore
-from outrider.evals.benchmark.task_sets import TASK_SETS, Panel
-from outrider.evals.benchmark.tasks import PlayedPanel
+from outrider.evals.benchmark.run import make_report, play_eval_tasks, run_evaluation
+from outrider.evals.benchmark.settings import EvalTasksSettings
+from outrider.evals.benchmark.store import EvalTasksStore
+from outrider.evals.benchmark.task_sets import BENCHMARKS, EvalTasks
+from outrider.evals.benchmark.tasks import EvalSetup
 from outrider.rollout.limits import Limits
 from outrider.train.settings import ModelSettings, RunSettings
 from outrider.train.state.checkpoint import save_checkpoint
@@ -201,9 +201,9 @@ def test_tokens_are_shown_while_a_batch_is_written(root: Path, tmp_path: Path) -
         "temperature=1",
     ]
     settings = load_settings(
-        PanelSettings, file=None, overrides=[*asked, "rollout.max_turn_tokens=12", "num_threads=1"]
+        EvalTasksSettings, file=None, overrides=[*asked, "rollout.max_turn_tokens=12", "num_threads=1"]
     )
-    report, notes = run_panel(settings, tmp_path / "run", display=display)
+    report, notes = run_evaluation(settings, tmp_path / "run", display=display)
     tokens = [
         (done, int(str(fields["generated"]))) for done, fields in display.reports if "generated" in fields
     ]
@@ -249,7 +249,7 @@ def play(
     max_retries: int = 0,
     notes: list[str] | None = None,
 ) -> dict[str, object]:
-    settings = PanelSettings(
+    settings = EvalTasksSettings(
         tasks="hotpotqa",
         model=ModelSettings(),
         batch_size=2,
@@ -257,16 +257,16 @@ def play(
         num_samples=2,
         temperature=1.0,
     )
-    panel = PlayedPanel(
-        panel=Panel(task_set=TASK_SETS["hotpotqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)),
+    panel = EvalSetup(
+        eval_tasks=EvalTasks(benchmark=BENCHMARKS["hotpotqa"], tasks=TASKS, panel_hash=hash_tasks(TASKS)),
         factory=environments, stop=(), limits=Limits(step_timeout_s=60), scorer="f1", tools=(),
         identity={"panel": 1},
     )  # fmt: skip
     player = LocalPlayer(engine=engine, identity={"model": "fake"}, settings=settings)
-    store = PanelStore.open(path, identity={"panel": 1})
+    store = EvalTasksStore.open(path, identity={"panel": 1})
     grader = Grader(rules=find_variant("default"), kind="qa", scorer="f1")
     try:
-        play_panel(panel, player, grader, store, num_samples=2, display=NullProgress())
+        play_eval_tasks(panel, player, grader, store, num_samples=2, display=NullProgress())
         if notes is not None:
             notes += player.notes()
         return make_report(settings, panel, player, store).as_json()  # type: ignore[return-value]

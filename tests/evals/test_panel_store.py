@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, DataError
 from outrider.evals.benchmark.scores import SampleResult, summarise
-from outrider.evals.benchmark.store import PanelStore
+from outrider.evals.benchmark.store import EvalTasksStore
 from outrider.types import Outcome, Task
 
 TASKS = [Task(key=key, question="q", answers=("a",)) for key in ("t-1", "t-0", "t-\u2028\u00e9")]
@@ -32,12 +32,12 @@ def bad(key: str, sample: int) -> SampleResult:
     return SampleResult(task_key=key, sample=sample, outcome=Outcome.ENGINE_FAULT, detail="gone")
 
 
-def opened(path: Path, **identity: object) -> PanelStore:
-    return PanelStore.open(path, identity={**IDENTITY, **identity})  # type: ignore[dict-item]
+def opened(path: Path, **identity: object) -> EvalTasksStore:
+    return EvalTasksStore.open(path, identity={**IDENTITY, **identity})  # type: ignore[dict-item]
 
 
-def owed(store: PanelStore, num_samples: int = 2) -> list[tuple[str, int]]:
-    return [(task.key, sample) for task, sample in store.owed(TASKS, num_samples=num_samples)]
+def owed(store: EvalTasksStore, num_samples: int = 2) -> list[tuple[str, int]]:
+    return [(task.key, sample) for task, sample in store.pending(TASKS, num_samples=num_samples)]
 
 
 def test_only_what_is_missing_or_failed_is_owed_after_a_restart(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_any_history_reads_back_as_it_was(
     path = tmp_path_factory.mktemp("store") / "r.jsonl"
     for key, sample, ok in history:
         store = opened(path)
-        if (key, sample) in [(task.key, number) for task, number in store.owed(TASKS, num_samples=3)]:
+        if (key, sample) in [(task.key, number) for task, number in store.pending(TASKS, num_samples=3)]:
             store.add(good(key, sample) if ok else bad(key, sample))
         store.close()
     expected = {

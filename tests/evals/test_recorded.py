@@ -11,16 +11,16 @@ import pytest
 from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings
 from outrider.algorithms.retrospex.iql import train
 from outrider.algorithms.retrospex.settings import CriticSettings
-from outrider.algorithms.retrospex.situations import turns_of
+from outrider.algorithms.retrospex.situations import encode_turns
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.errors import DataError
-from outrider.evals.recorded import recorded_trajectories, trajectories_of
+from outrider.evals.recorded import build_trajectories, recorded_trajectories
 from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.limits import Limits
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import rows_of
+from outrider.train.metrics.trace_records import trace_rows
 from outrider.types import Origin, Step, Task, Trajectory
 from outrider.watch.traces import TraceRow, TraceWriter
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, scripted, tasks
@@ -59,7 +59,7 @@ def played_with_retrieval(folder: Path) -> list[Trace]:
 def test_what_a_retrieved_step_did_is_a_turn_of_the_episode(tmp_path: Path) -> None:
     """It was left out, and its observation stood behind the turn before it."""
     traces = played_with_retrieval(tmp_path)
-    found = trajectories_of(rows_of(traces, step=0, tokenizer=TOKENIZER).nodes, name="run")
+    found = build_trajectories(trace_rows(traces, step=0, tokenizer=TOKENIZER).nodes, name="run")
     leaves = [path for trace in traces for _, path in trace.rollouts()]
     assert len(found) == len(leaves) == 4
     for steps, path in zip(told(found), leaves, strict=True):
@@ -75,15 +75,15 @@ def test_what_a_retrieved_step_did_is_a_turn_of_the_episode(tmp_path: Path) -> N
 
 def test_an_end_without_words_does_not_hide_what_was_seen(tmp_path: Path) -> None:
     """Where a tip was shown, the template's end of the message is a node of its own."""
-    rows = list(rows_of(played_with_retrieval(tmp_path), step=0, tokenizer=TOKENIZER).nodes)
-    before = told(trajectories_of(rows, name="run"))
+    rows = list(trace_rows(played_with_retrieval(tmp_path), step=0, tokenizer=TOKENIZER).nodes)
+    before = told(build_trajectories(rows, name="run"))
     seen = next(row for row in rows if row.origin is Origin.ENVIRONMENT)
     end = replace(seen, node_id=max(row.node_id for row in rows) + 1, parent_id=seen.node_id, text="")
     ended = [*rows, end]
     for number, row in enumerate(ended[:-1]):
         if row.trace_id == seen.trace_id and row.parent_id == seen.node_id:
             ended[number] = replace(row, parent_id=end.node_id)
-    assert told(trajectories_of(ended, name="run")) == before
+    assert told(build_trajectories(ended, name="run")) == before
 
 
 def run_of(folder: Path, *splits: str) -> Path:
@@ -91,7 +91,7 @@ def run_of(folder: Path, *splits: str) -> Path:
     run = folder / "run"
     run.mkdir()
     (run / "config.toml").write_text("")
-    rows: list[TraceRow] = list(rows_of(played_with_retrieval(folder), step=0, tokenizer=TOKENIZER).nodes)
+    rows: list[TraceRow] = list(trace_rows(played_with_retrieval(folder), step=0, tokenizer=TOKENIZER).nodes)
     writer = TraceWriter(run / "traces")
     lines = []
     for number, split in enumerate(splits):
@@ -118,8 +118,8 @@ def test_a_run_of_held_out_tasks_alone_says_how_to_go_on(tmp_path: Path) -> None
 def test_a_critic_that_diverges_is_told(tmp_path: Path) -> None:
     """It was written down, and every choice of it was the first candidate."""
     settings = CriticSettings(embedder="hash", hidden=8, learning_rate=1e30, num_updates=200)
-    found = trajectories_of(
-        rows_of(played_with_retrieval(tmp_path), step=0, tokenizer=TOKENIZER).nodes, name="run"
+    found = build_trajectories(
+        trace_rows(played_with_retrieval(tmp_path), step=0, tokenizer=TOKENIZER).nodes, name="run"
     )
     with pytest.raises(DataError, match=r"critic diverged in update .*: give it a smaller learning_rate"):
-        train(turns_of(found, HashEmbedder()), settings)
+        train(encode_turns(found, HashEmbedder()), settings)

@@ -129,8 +129,8 @@ def test_a_summary_by_hand() -> None:
     ]
     found = summarise(results, ks=(1, 3, 4))
     assert found.score == pytest.approx((1 / 3 + 1) / 2)
-    assert found.pass_at == pytest.approx({1: (1 / 3 + 1) / 2, 3: 1.0})
-    assert found.num_tasks_at == {1: 2, 3: 1, 4: 0}
+    assert found.pass_at_k == pytest.approx({1: (1 / 3 + 1) / 2, 3: 1.0})
+    assert found.num_tasks_at_k == {1: 2, 3: 1, 4: 0}
     assert (found.num_tasks, found.num_scored, found.majority) == (2, 4, 0.5)  # 6 and 6.0 are one answer
     assert found.metrics == pytest.approx({"em": (1 / 3 + 1) / 2, "level": 2.0})
     assert (found.num_tokens, found.num_tool_calls, found.tool_usage_rate) == (25.0, 1.0, 0.25)
@@ -151,7 +151,7 @@ def test_faults_are_never_zeros() -> None:
     assert (
         math.isnan(nothing.score)
         and math.isnan(nothing.majority)
-        and nothing.pass_at == {}
+        and nothing.pass_at_k == {}
         and nothing.num_tasks == 0
     )
 

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, ToolUnavailable
 from outrider.evals.benchmark.extraction import VARIANTS
-from outrider.evals.benchmark.task_sets import PROMPTS, TASK_SETS, load_task_set, prompt_messages
+from outrider.evals.benchmark.task_sets import BENCHMARKS, PROMPTS, load_benchmark, prompt_messages
 from outrider.types import Message, Task
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -90,15 +90,15 @@ HUB_ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", TASK_SETS)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_named_set_reads_its_hub_format(name: str, hub: types.SimpleNamespace) -> None:
     hub.rows = [HUB_ROWS[name]]
-    panel = load_task_set(name)
+    panel = load_benchmark(name)
     metadata = {"level": "1"} if name == "gaia" else {}
     assert panel.tasks == (Task(key=f"{name}-0", question="q", answers=("1234",), metadata=metadata),)
-    source = TASK_SETS[name].hub
+    source = BENCHMARKS[name].hub
     assert source is not None and hub.asked == (source.name, source.config, source.split)
-    assert panel.task_set is TASK_SETS[name] and panel.panel_hash == panel_hash(panel.tasks)
+    assert panel.benchmark is BENCHMARKS[name] and panel.panel_hash == hash_tasks(panel.tasks)
 
 
 @pytest.mark.parametrize(
@@ -120,35 +120,35 @@ def test_the_shared_evaluation_files_are_read(
 ) -> None:
     if not (DATA / file).exists():
         pytest.skip("the evaluation files of ../shared/data are not here")
-    panel = load_task_set(f"{name}={DATA / file}")
+    panel = load_benchmark(f"{name}={DATA / file}")
     assert len(panel.tasks) == num and len({task.key for task in panel.tasks}) == num
     assert first is None or panel.tasks[0].answers == first
     assert all(task.question and all(task.answers) for task in panel.tasks)
-    assert load_task_set(f"{name}={DATA / file}", limit=7).tasks == panel.tasks[:7]
+    assert load_benchmark(f"{name}={DATA / file}", limit=7).tasks == panel.tasks[:7]
     # the golds themselves must be right, but for what a variant normalises away
     for variant in VARIANTS.values():
         graded = [
-            variant.grade(task.answers[0], task.answers, panel.task_set.kind) for task in panel.tasks[:40]
+            variant.grade(task.answers[0], task.answers, panel.benchmark.kind) for task in panel.tasks[:40]
         ]
         assert sum(not one.em for one in graded) <= 1
-        if panel.task_set.kind == "math":
+        if panel.benchmark.kind == "math":
             assert all(one.math for one in graded)
 
 
 def test_wiki_answers_all_count(hub: types.SimpleNamespace) -> None:
     hub.rows = [{"question": "q", "golden_answers": ["New York", " NYC ", "", "New York"], "metadata": {}}]
-    assert load_task_set("2wiki").tasks[0].answers == ("New York", "NYC")
+    assert load_benchmark("2wiki").tasks[0].answers == ("New York", "NYC")
 
 
 def test_gaia_leaves_out_what_needs_a_file_and_keeps_the_keys(hub: types.SimpleNamespace) -> None:
     row = HUB_ROWS["gaia"]
     hub.rows = [{**row, "file_name": "a.xlsx"}, row, {**row, "file_name": None, "Level": 3}]
-    panel = load_task_set("gaia")
+    panel = load_benchmark("gaia")
     assert panel.num_left_out == 1 and [task.key for task in panel.tasks] == ["gaia-1", "gaia-2"]
     assert [task.metadata["level"] for task in panel.tasks] == ["1", "3"]
     hub.rows = hub.rows[:1]
     with pytest.raises(DataError, match="every task needs an attachment"):
-        load_task_set("gaia")
+        load_benchmark("gaia")
 
 
 def test_gated_sets_say_how_to_get_access(hub: types.SimpleNamespace) -> None:
@@ -157,16 +157,16 @@ def test_gated_sets_say_how_to_get_access(hub: types.SimpleNamespace) -> None:
         DataError,
         match=r"^gaia-benchmark/GAIA: cannot load: 401 gated\. GAIA is gated: accept its terms .* gaia=FILE",
     ):
-        load_task_set("gaia")
+        load_benchmark("gaia")
     with pytest.raises(
         DataError, match=r"cannot load: 401 gated\. BrowseComp must not be published .* browsecomp=FILE"
     ):
-        load_task_set("browsecomp")
+        load_benchmark("browsecomp")
     with pytest.raises(DataError, match=r"^openai/gsm8k: cannot load: 401 gated; or give gsm8k=FILE$"):
-        load_task_set("gsm8k")
+        load_benchmark("gsm8k")
     hub.error = ValueError()
     with pytest.raises(DataError, match=r"cannot load: ValueError\(\);"):
-        load_task_set("gsm8k")
+        load_benchmark("gsm8k")
 
 
 def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,12 +175,12 @@ def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         ToolUnavailable,
         match=r"aime_2024: the hub needs the package datasets .*outrider\[hub\].* aime24=FILE",
     ):
-        load_task_set("aime24")
+        load_benchmark("aime24")
 
 
 def test_an_empty_hub_set_is_an_error(hub: types.SimpleNamespace) -> None:
     with pytest.raises(DataError, match="openai/gsm8k: the data set is empty"):
-        load_task_set("gsm8k")
+        load_benchmark("gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_an_empty_hub_set_is_an_error(hub: types.SimpleNamespace) -> None:
 )
 def test_what_cannot_be_decrypted_names_the_row(tmp_path: Path, row: dict[str, str]) -> None:
     with pytest.raises(DataError, match=r"b\.jsonl:1: cannot decrypt with the row's canary"):
-        load_task_set(f"browsecomp={write(tmp_path, [row], 'b.jsonl')}")
+        load_benchmark(f"browsecomp={write(tmp_path, [row], 'b.jsonl')}")
 
 
 def test_browsecomp_reads_unicode_and_decrypted_copies(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ def test_browsecomp_reads_unicode_and_decrypted_copies(tmp_path: Path) -> None:
     path = write(
         tmp_path, [{"problem": encrypted(long), "answer": encrypted("Ch\u014din"), "canary": CANARY}]
     )
-    assert load_task_set(f"browsecomp={path}").tasks == (
+    assert load_benchmark(f"browsecomp={path}").tasks == (
         Task(key="browsecomp-0", question=long, answers=("Ch\u014din",)),
     )
     plain = write(tmp_path, [{"problem": "q", "answer": "a"}], "plain.jsonl")
-    assert load_task_set(f"browsecomp={plain}").tasks[0].answers == ("a",)
+    assert load_benchmark(f"browsecomp={plain}").tasks[0].answers == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -219,15 +219,15 @@ def test_browsecomp_reads_unicode_and_decrypted_copies(tmp_path: Path) -> None:
 def test_files_without_a_name_are_questions(
     tmp_path: Path, row: dict[str, Any], answers: tuple[str, ...]
 ) -> None:
-    panel = load_task_set(str(write(tmp_path, [row])))
+    panel = load_benchmark(str(write(tmp_path, [row])))
     assert panel.tasks == (Task(key="mine-0", question="q", answers=answers),)
-    assert (panel.task_set.kind, panel.task_set.scorer) == ("qa", "f1")
+    assert (panel.benchmark.kind, panel.benchmark.scorer) == ("qa", "f1")
 
 
 def test_a_parquet_file_under_a_name(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"problem": "q", "answer": 3}]), tmp_path / "a=b.parquet")
-    assert load_task_set(f"AIME25={tmp_path / 'a=b.parquet'}").tasks[0].answers == ("3",)
-    assert load_task_set(str(tmp_path / "a=b.parquet")).tasks[0].key == "a=b-0"
+    assert load_benchmark(f"AIME25={tmp_path / 'a=b.parquet'}").tasks[0].answers == ("3",)
+    assert load_benchmark(str(tmp_path / "a=b.parquet")).tasks[0].key == "a=b-0"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_parquet_file_under_a_name(tmp_path: Path) -> None:
 )
 def test_bad_rows_name_file_and_line(tmp_path: Path, name: str, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        load_task_set(f"{name}={write(tmp_path, [row])}")
+        load_benchmark(f"{name}={write(tmp_path, [row])}")
 
 
 def test_unknown_names_and_limits() -> None:
@@ -279,25 +279,27 @@ def test_unknown_names_and_limits() -> None:
             ConfigError,
             match=r"unknown task set .* give one of gsm8k, math500, .* or a file \(\.jsonl, \.parquet\)",
         ):
-            load_task_set(name)
+            load_benchmark(name)
     with pytest.raises(ConfigError, match="at least one task, not 0"):
-        load_task_set("gsm8k", limit=0)
+        load_benchmark("gsm8k", limit=0)
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
-        load_task_set("gsm8k=gone.jsonl")
+        load_benchmark("gsm8k=gone.jsonl")
 
 
 def test_the_hash_is_of_what_is_played(tmp_path: Path) -> None:
     rows = [{"question": f"q{index}", "answer": "a"} for index in range(3)]
     path = write(tmp_path, rows)
-    full, part = load_task_set(f"simpleqa={path}"), load_task_set(f"simpleqa={path}", limit=2)
+    full, part = load_benchmark(f"simpleqa={path}"), load_benchmark(f"simpleqa={path}", limit=2)
     assert full.panel_hash != part.panel_hash
-    assert part.panel_hash == load_task_set(f"simpleqa={write(tmp_path, rows[:2], 'other.jsonl')}").panel_hash
-    assert full.panel_hash != load_task_set(f"hotpotqa={path}").panel_hash
+    assert (
+        part.panel_hash == load_benchmark(f"simpleqa={write(tmp_path, rows[:2], 'other.jsonl')}").panel_hash
+    )
+    assert full.panel_hash != load_benchmark(f"hotpotqa={path}").panel_hash
 
 
 def test_prompts_ask_for_a_box() -> None:
     task = Task(key="k", question="q?")
-    for task_set in TASK_SETS.values():
+    for task_set in BENCHMARKS.values():
         system, user = prompt_messages(task_set, task)
         assert (system.role, user) == ("system", Message(role="user", content="q?"))
         assert system.content == PROMPTS[task_set.kind] and "\\boxed{...}" in system.content

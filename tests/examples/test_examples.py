@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.common.token_loss import Denominators, TokenLossInputs
+from outrider.algorithms.common.token_loss import OldLogprobs, TokenLossInputs
 from outrider.runs import Run
 from outrider.testing import check_algorithm, check_environment, check_tool
-from outrider.testing.algorithm import group_of
+from outrider.testing.algorithm import build_group
 from outrider.trace import Trace
 from outrider.train.learning_settings import OptimizerSettings, UpdateSettings
 from outrider.train.update.metric_accumulator import MetricAccumulator
@@ -131,9 +131,9 @@ def test_the_examples_loss_by_hand(example: ModuleType) -> None:
     accumulator = MetricAccumulator()
     old = torch.tensor([-1.0, -1.0])
     inputs = TokenLossInputs(
-        logprobs_T=old + torch.tensor([2.0, 3.0]).log(), denominators=Denominators(old_T=old, trainer_T=old),
+        logprobs_T=old + torch.tensor([2.0, 3.0]).log(), old_logprobs=OldLogprobs(old_T=old, trainer_T=old),
         advantages_T=torch.tensor([1.0, -2.0]), ratio_scale_T=torch.ones(2), engine_logprobs_T=old,
-        is_foreign_T=torch.zeros(2, dtype=torch.bool), rollout_T=torch.arange(2), turn_T=torch.arange(2),
+        is_off_policy_T=torch.zeros(2, dtype=torch.bool), rollout_T=torch.arange(2), turn_T=torch.arange(2),
         measures=accumulator,
     )  # fmt: skip
     found = example.PastBaseline(example.PastBaselineSettings(failure_weight=0.5)).token_loss(inputs)
@@ -146,5 +146,5 @@ def test_the_examples_memory_moves_the_baseline(example: ModuleType) -> None:
     algorithm = example.PastBaseline(example.PastBaselineSettings(memory_weight=0.5))
     modes = ("on_policy",) * 2
     for value, expected in ((0.0, 0.0), (1.0, 0.5), (1.0, 0.25)):  # remembered: 0, then 0.5
-        credit = algorithm.credit(group_of([value, value], key="task", modes=modes))
+        credit = algorithm.credit(build_group([value, value], key="task", modes=modes))
         assert credit.advantages.values.tolist() == [expected, expected]

@@ -69,8 +69,8 @@ def play_tree(tree: Mapping[str, Any], player: Player, *, folder: Path) -> list[
         trackers = make_trackers((), run_dir=run, config={})
         training = Trainer(run=directory, parts=made, progress=make_progress("none"), trackers=trackers)
         ending.callback(training.state.close)
-        directory.settle()
-        directory.keep()
+        directory.commit()
+        directory.retain()
         with probe.watching():
             training.train()
     num_steps = settings.train.num_steps

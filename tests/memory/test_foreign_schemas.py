@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import BufferCorrupt, DataError, OutriderError
 from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.browse import newest_revision, steps_at
+from outrider.memory.steps.browse import newest_revision, search_steps
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.train.hub.dataset import push_dataset
 from tests.memory.builders import make_trajectory
@@ -62,7 +62,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "read": lambda path: StepTraceBuffer(path, HashEmbedder(), mode="read"),
     "write": lambda path: StepTraceBuffer(path, HashEmbedder(), mode="write"),
     "browse": newest_revision,
-    "steps_at": lambda path: steps_at(path, 1, "", limit=3),
+    "steps_at": lambda path: search_steps(path, 1, "", limit=3),
     "push": lambda path: push_dataset(path, "someone/steps", private=True, dry_run=True),
 }
 

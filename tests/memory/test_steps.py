@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.memory.embedder import HashEmbedder
 from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.memory.steps.history import Candidate, history_text, keep_best, question_of
+from outrider.memory.steps.history import Candidate, history_text, prompt_question, select_best
 from outrider.memory.steps.records import StepFilter, StepRecord
 from outrider.types import Message, Step, Trajectory
 from tests.memory.builders import make_trajectory
@@ -55,10 +55,10 @@ def test_same_history_is_nearest(tmp_path: Path) -> None:
 def test_history_text_is_the_same_for_building_and_querying() -> None:
     prompt = (Message(role="system", content="rules"), Message(role="user", content=" q "))
     steps = [Step(text="think\n", observation="  "), Step(text="act", observation="seen \udce9")]
-    assert question_of(prompt) == " q "
-    assert history_text(question_of(prompt), []) == "q"
+    assert prompt_question(prompt) == " q "
+    assert history_text(prompt_question(prompt), []) == "q"
     assert history_text("q", steps) == "q\nthink\nact\nseen \ufffd"
-    assert question_of([Message(role="system", content="only")]) == "only"
+    assert prompt_question([Message(role="system", content="only")]) == "only"
 
 
 def test_given_questions_replace_the_prompt(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_ranking_of_one_task(offered: list[tuple[int, float, int, int]], num_kep
         Candidate(reward=t.reward, num_tokens=t.num_tokens, order=i) for i, t in enumerate(trajectories)
     ]
     expected = reference_filter([trajectories], num_kept, min_reward=0.0)
-    assert {f"id{order}" for order in keep_best(candidates, num_kept)} == expected
-    assert keep_best(candidates, None) == set(range(len(offered)))
+    assert {f"id{order}" for order in select_best(candidates, num_kept)} == expected
+    assert select_best(candidates, None) == set(range(len(offered)))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

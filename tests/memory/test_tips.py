@@ -48,7 +48,7 @@ def test_the_oldest_goes_and_an_evicted_text_may_come_back() -> None:
 def test_one_text_may_be_kept_for_different_states() -> None:
     other = np.array([0.0, 1.0], np.float32)
     for by_state, wanted in ((True, [True, True, False]), (False, [True, False, False])):
-        memory = TipMemory(by_state=by_state)
+        memory = TipMemory(per_state=by_state)
         assert [memory.add("t", key, "a", 0.0) for key in (KEY, other, KEY)] == wanted
 
 

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.cli import main
 from outrider.config import validate
 from outrider.errors import ConfigError, ModelError
-from outrider.planning.change import smallest
+from outrider.planning.change import smallest_fit
 from outrider.planning.fit import Layout, fit
 from outrider.planning.memory import Training, rank_bytes
-from outrider.planning.read_shape import find_shape, known_models, shape_of
-from outrider.planning.workload import Workload, workload_of
+from outrider.planning.read_shape import find_shape, known_models, shape_from_config
+from outrider.planning.workload import Workload, make_workload
 from outrider.train.learning_settings import LoraSettings
 from outrider.train.settings import RunSettings
 from outrider.train.update.adapters import choose_trained
@@ -55,7 +55,7 @@ def test_parameters_are_those_of_the_real_model(family: str, is_tied: bool, tmp_
 def test_known_models_are_counted(name: str) -> None:
     values = dict(known_models()[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    assert shape_of(known_models()[name], name=name).num_parameters == counted(config)
+    assert shape_from_config(known_models()[name], name=name).num_parameters == counted(config)
 
 
 def test_contexts_that_begin_anew_are_tokens_of_an_update_and_not_of_the_engine() -> None:
@@ -65,7 +65,7 @@ def test_contexts_that_begin_anew_are_tokens_of_an_update_and_not_of_the_engine(
         "rollout": {"max_turns": 5, "max_response_tokens": 2000},
     }
     kept, stripped = (
-        workload_of(
+        make_workload(
             validate(RunSettings, base | {"model": {"history_thinking": history}}), prompt_tokens=1000
         )
         for history in ("keep", "strip")
@@ -77,7 +77,7 @@ def test_contexts_that_begin_anew_are_tokens_of_an_update_and_not_of_the_engine(
 
 def test_a_family_that_is_not_counted_is_refused() -> None:
     with pytest.raises(ModelError, match="mamba"):
-        shape_of({"model_type": "mamba"}, name="x")
+        shape_from_config({"model_type": "mamba"}, name="x")
 
 
 def test_states_are_sixteen_bytes_per_parameter() -> None:
@@ -91,7 +91,7 @@ def test_seven_billion_fit_eight_gpus_and_thirty_two_need_sixteen() -> None:
     layout = Layout(placement="colocate", trainers=8, engines=8)
     assert fit(seven, WORK, layout, gpu_memory=MEMORY).fits
     assert not fit(seven, WORK, Layout(), gpu_memory=MEMORY).fits
-    found = smallest(large, WORK, "colocate", gpu_memory=MEMORY, gpus_per_node=8)
+    found = smallest_fit(large, WORK, "colocate", gpu_memory=MEMORY, gpus_per_node=8)
     assert found is not None and found.layout.num_gpus == 16
 
 
@@ -113,7 +113,7 @@ def test_a_longer_context_never_fits_more_episodes(context: int, more: int) -> N
 
 
 def find_shape_of(name: str):  # type: ignore[no-untyped-def]
-    return shape_of(known_models()[name], name=name)
+    return shape_from_config(known_models()[name], name=name)
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

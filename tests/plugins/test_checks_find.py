@@ -9,17 +9,17 @@ import pytest
 
 from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.base import (
-    GroupCredit,
+    GroupAdvantages,
     ObjectiveSettings,
+    assign_advantages,
     group_advantages,
     with_values,
-    write_credit,
 )
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.house.family import HouseConfig, HouseEnvironment, HouseFactory, HouseFamily
+from outrider.environments.house.family import HouseConfig, HouseEnvironment, HouseFactory, HouseTaskSet
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
@@ -27,7 +27,7 @@ from outrider.types import Message, Task
 from tests.tiny import tiny_tokenizer
 
 
-def house(**methods: Callable[..., Any]) -> HouseFamily:
+def house(**methods: Callable[..., Any]) -> HouseTaskSet:
     """The houses with other methods of an episode."""
     kind = type("Broken", (HouseEnvironment,), methods)
 
@@ -37,7 +37,7 @@ def house(**methods: Callable[..., Any]) -> HouseFamily:
             made.__class__ = kind
             return made
 
-    class Family(HouseFamily):
+    class Family(HouseTaskSet):
         def make(self) -> HouseFactory:
             return Factory(self.config)
 
@@ -118,14 +118,14 @@ def test_faults_of_a_tool(changed: dict[str, Any], told: str) -> None:
         check_tool(type("Broken", (Upper,), changed)())
 
 
-def _infinite(self: Grpo, traces: Sequence[Trace]) -> list[GroupCredit]:
+def _infinite(self: Grpo, traces: Sequence[Trace]) -> list[GroupAdvantages]:
     found = Grpo.advantages(self, traces)
     for one in found:
         one.advantages.values[:] = np.inf
     return found
 
 
-def _undeclared(self: Grpo, traces: Sequence[Trace]) -> list[GroupCredit]:
+def _undeclared(self: Grpo, traces: Sequence[Trace]) -> list[GroupAdvantages]:
     found = Grpo.advantages(self, traces)
     for one in found:
         one.measurements["mine/secret"] = [1.0]
@@ -137,7 +137,7 @@ class Forgetful(Grpo):
 
     num_seen = 0
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         found = super().advantages(traces)
         for trace in traces:
             for _, path in trace.rollouts():
@@ -208,7 +208,7 @@ def test_faults_of_an_engine(changed: dict[str, Any], told: str) -> None:
 class Halved(Grpo):
     """Changes values without the flag."""
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         found = super().advantages(traces)
         for credit in found:
             credit.advantages.values[:] = np.where(credit.advantages.assigned, 0.5, 0.0)
@@ -239,14 +239,14 @@ class Shift(Algorithm):
         self.objective = settings
         self.modes = ("on_policy",) * settings.group_size
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         returns = [leaf.episode_return for leaf, _ in trace.rollouts()]
         shifted = [None if one is None else one - self.settings.shift for one in returns]
         advantages = group_advantages(shifted, "group_centered")
         if self.uses_shift:
             advantages = with_values(advantages, advantages.values + self.settings.shift)
-        write_credit(trace, advantages)
-        return GroupCredit(advantages=advantages, measurements={})
+        assign_advantages(trace, advantages)
+        return GroupAdvantages(advantages=advantages, measurements={})
 
 
 def test_a_setting_without_effect() -> None:

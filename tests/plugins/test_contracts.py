@@ -15,7 +15,7 @@ from outrider.engines.base import EngineContext
 from outrider.errors import ToolUnavailable
 from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.plugins.names import BUILT_IN
-from outrider.plugins.registry import build, build_named, read_settings
+from outrider.plugins.registry import build, build_by_name, read_settings
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolContext, ToolGroup
 from tests.environments.verifiers_fake.make import write_fake
@@ -80,7 +80,7 @@ def test_tools(name: str, tmp_path: Path) -> None:
     if name == "mcp":
         pytest.importorskip("mcp", reason="needs the extra mcp")
         settings = numbers(only=["add"])
-    built = build_named("tools", name, settings, ToolContext(environment=environment))
+    built = build_by_name("tools", name, settings, ToolContext(environment=environment))
     for tool in built.tools if isinstance(built, ToolGroup) else (built,):
         check_tool(tool, texts=("here", "print(6 * 7)", '{"a": 1, "b": 2}'))
 

@@ -15,8 +15,8 @@ from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError
 from outrider.plugins import imports, names
 from outrider.plugins.names import BUILT_IN, KINDS
-from outrider.plugins.origin import origin_of
-from outrider.plugins.registry import resolve, settings_of
+from outrider.plugins.origin import find_origin
+from outrider.plugins.registry import load_settings_class, resolve
 from outrider.train.settings import RunSettings
 from tests.tiny import save_tiny_model
 
@@ -75,7 +75,7 @@ def refusal(folder: Path, environment: str, *lines: str) -> str:
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in BUILT_IN[kind]])
 def test_what_is_built_in_is_found_by_the_same_function(kind: Any, name: str) -> None:
     assert resolve(kind, name) is resolve(kind, BUILT_IN[kind][name])  # as anybody's import path is
-    assert origin_of(resolve(kind, name)).is_built_in
+    assert find_origin(resolve(kind, name)).is_built_in
 
 
 def test_a_class_of_a_module_beside_the_recipe(module: str, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_class_of_a_module_beside_the_recipe(module: str, tmp_path: Path) -> N
     again = tmp_path / "resolved.toml"
     again.write_text(to_toml(settings.model_dump(mode="json")))
     assert load_settings(RunSettings, file=again) == settings
-    origin = origin_of(resolve("environments", f"{module}:Mine"))
+    origin = find_origin(resolve("environments", f"{module}:Mine"))
     assert (origin.package, origin.file) == (None, str(tmp_path / f"{module}.py")) and len(
         origin.digest or "",
     ) == 64
@@ -223,7 +223,7 @@ def test_a_registered_name_and_one_that_two_packages_claim(
 
 def test_no_package_changes_what_a_built_in_name_means(monkeypatch: pytest.MonkeyPatch) -> None:
     _register(monkeypatch, EntryPoint("house", "json:JSONDecoder", "outrider.environments"))
-    assert resolve("environments", "house").__name__ == "HouseFamily"
+    assert resolve("environments", "house").__name__ == "HouseTaskSet"
 
 
 def test_a_tool_by_its_import_path_with_and_without_settings(tmp_path: Path, module: str) -> None:
@@ -259,7 +259,7 @@ def test_settings_of_another_process_are_the_same(module: str, tmp_path: Path) -
 
     settings = load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine", "size = 4")).environment
     assert pickle.loads(pickle.dumps(settings)) == settings
-    assert settings_of("environments", f"{module}:Mine") is type(settings)
+    assert load_settings_class("environments", f"{module}:Mine") is type(settings)
 
 
 def test_no_plug_in_is_imported_before_it_is_named() -> None:

@@ -12,7 +12,7 @@ import pytest
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.base import turn_message
-from outrider.environments.families import make_family
+from outrider.environments.families import make_task_set
 from outrider.train.settings import RunSettings
 from tests.plugins.packages import install
 from tests.tiny import save_tiny_model
@@ -110,7 +110,7 @@ def test_new_functions_are_tools_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     exec((tmp_path / "word-tools" / "tests" / "test_word_tools.py").read_text(encoding="utf-8"), names)
     names["test_the_contract"]()
     settings = load_settings(RunSettings, file=tmp_path / "word-tools" / "recipe.toml")
-    family = make_family(settings.environment)
+    family = make_task_set(settings.environment)
     environment = family.make()(family.tasks("train")[0])
     environment.reset(0)
     said = turn_message(environment, "<count_words>the quick brown fox</count_words>")
@@ -136,7 +136,7 @@ def test_the_test_of_a_new_algorithm_fails_if_its_setting_has_no_effect(
         self._means.clear()
         return credit(self, trace)
 
-    monkeypatch.setattr(names["WordShiftAlgorithm"], "credit", without_memory)
+    monkeypatch.setattr(names["WordShiftAlgorithm"], "assign_advantages", without_memory)
     for name in tests:
         with pytest.raises(AssertionError):
             names[name]()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from outrider.errors import EnvironmentFault
-from outrider.rollout.blocking import guarded
+from outrider.rollout.blocking import run_guarded
 
 
 def test_an_answer_that_came_in_time_counts_though_the_loop_was_busy_for_longer_than_the_limit() -> None:
@@ -18,7 +18,7 @@ def test_an_answer_that_came_in_time_counts_though_the_loop_was_busy_for_longer_
             answered.set()
             return "in time"
 
-        waiting = asyncio.ensure_future(guarded(call, timeout_s=0.05))
+        waiting = asyncio.ensure_future(run_guarded(call, timeout_s=0.05))
         await asyncio.sleep(0)  # the call begins
         assert answered.wait(10)
         time.sleep(0.3)  # a prefill that takes the loop for longer than the limit
@@ -31,6 +31,6 @@ def test_no_answer_is_a_fault_at_the_limit() -> None:
     never = threading.Event()
     try:
         with pytest.raises(EnvironmentFault, match=r"no answer within 0\.05 s"):
-            asyncio.run(guarded(lambda: never.wait(60), timeout_s=0.05))
+            asyncio.run(run_guarded(lambda: never.wait(60), timeout_s=0.05))
     finally:
         never.set()

@@ -17,10 +17,10 @@ from outrider.rollout.collect import Collected, Collector
 from outrider.rollout.limits import Limits
 from outrider.types import Message, Outcome, Task
 from tests.chat_server import Answer, Asked, chat_server, completion
-from tests.toy import ToyFamily
+from tests.toy import ToyTaskSet
 
 
-def collector(url: str, family: ToyFamily, *, continues: bool = False, **options: Any) -> Collector:
+def collector(url: str, family: ToyTaskSet, *, continues: bool = False, **options: Any) -> Collector:
     chosen = EndpointSettings(
         base_url=url, model="agent", timeout_s=5.0, max_retries=1, continues_messages=continues
     )
@@ -39,7 +39,7 @@ def solver(asked: Asked) -> Answer:
 @pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("role", ["inline", "user"])
 def test_trajectories_have_the_environments_return(role: str, continues: bool) -> None:
-    family = ToyFamily(2, role=role)
+    family = ToyTaskSet(2, role=role)
     with chat_server(solver) as server:
         report = collector(server.url, family, continues=continues).collect(
             family.tasks("train"), num_rollouts=3
@@ -62,7 +62,7 @@ def test_trajectories_have_the_environments_return(role: str, continues: bool) -
 
 
 def test_a_group_shares_its_start_and_rollouts_differ_in_their_sampling_seed() -> None:
-    family = ToyFamily(2)
+    family = ToyTaskSet(2)
     with chat_server(solver) as server:
         report = collector(server.url, family).collect(family.tasks("train"), num_rollouts=2)
         seeds = [(asked.body or {})["seed"] for asked in server.asked]
@@ -72,7 +72,7 @@ def test_a_group_shares_its_start_and_rollouts_differ_in_their_sampling_seed() -
 
 
 def test_done_rollouts_are_skipped_and_counted() -> None:
-    family = ToyFamily(2)
+    family = ToyTaskSet(2)
     with chat_server(solver) as server:
         report = collector(server.url, family).collect(
             family.tasks("train"), num_rollouts=2, done={"agent/toy/1/0", "other"}
@@ -90,7 +90,7 @@ def test_done_rollouts_are_skipped_and_counted() -> None:
     [("<crash>", Outcome.ENVIRONMENT_FAULT), ("<break>", Outcome.TOOL_FAULT)],
 )
 def test_faults_have_no_trajectory_and_get_fresh_tries(text: str, outcome: Outcome) -> None:
-    family = ToyFamily(1)
+    family = ToyTaskSet(1)
     with chat_server([completion(text)]) as server:
         report = collector(server.url, family, max_retries=2).collect(family.tasks("train"), num_rollouts=1)
     (one,) = report.collected
@@ -99,7 +99,7 @@ def test_faults_have_no_trajectory_and_get_fresh_tries(text: str, outcome: Outco
 
 
 def test_a_retry_that_works_is_counted() -> None:
-    family = ToyFamily(1, num_early_faults=2)
+    family = ToyTaskSet(1, num_early_faults=2)
     with chat_server(solver) as server:
         (one,) = (
             collector(server.url, family, max_retries=2)
@@ -110,7 +110,7 @@ def test_a_retry_that_works_is_counted() -> None:
 
 
 def test_limits_of_turns_and_tokens() -> None:
-    family = ToyFamily(1)
+    family = ToyTaskSet(1)
     with chat_server([completion("<ask>?")]) as server:
         turns = collector(server.url, family, limits=Limits(max_turns=3)).collect(
             family.tasks("train"), num_rollouts=1
@@ -138,7 +138,7 @@ def test_no_more_than_so_many_at_once() -> None:
             gate.wait()
             return ChatReply(text="<answer>1</answer>")
 
-    family = ToyFamily(3)
+    family = ToyTaskSet(3)
     chat = Counting(EndpointSettings(base_url="http://127.0.0.1:9/v1"))
     played = Collector(
         endpoint=chat, factory=family.make(), limits=Limits(), stop=family.stop, run_seed=0, num_concurrent=3
@@ -148,7 +148,7 @@ def test_no_more_than_so_many_at_once() -> None:
 
 
 def test_a_dead_server_stops_the_collection() -> None:
-    family = ToyFamily(50)
+    family = ToyTaskSet(50)
     with chat_server([Answer({}, status=500)]) as server:
         dead = collector(server.url, family, max_faults_in_a_row=3, num_concurrent=2)
         with pytest.raises(EngineFault, match=r"3 rollouts in a row failed; the last: .* status 500"):
@@ -157,7 +157,7 @@ def test_a_dead_server_stops_the_collection() -> None:
 
 
 def test_single_engine_faults_are_counted_and_do_not_stop_it() -> None:
-    family = ToyFamily(10)
+    family = ToyTaskSet(10)
     broken = ("question 3", "question 7")
 
     def script(asked: Asked) -> Answer:
@@ -170,7 +170,7 @@ def test_single_engine_faults_are_counted_and_do_not_stop_it() -> None:
 
 
 def test_a_wrong_key_stops_the_collection_at_once() -> None:
-    family = ToyFamily(50)
+    family = ToyTaskSet(50)
     with chat_server([Answer({}, status=401)]) as server, pytest.raises(ModelError, match="valid key"):
         collector(server.url, family, num_concurrent=2).collect(family.tasks("train"), num_rollouts=1)
 
@@ -187,7 +187,7 @@ def test_no_output_raises(texts: list[str]) -> None:
         def complete(self, messages: Any, **options: Any) -> ChatReply:
             return ChatReply(text=texts[len(messages) // 2 % len(texts)], num_tokens=1)
 
-    family = ToyFamily(1)
+    family = ToyTaskSet(1)
     chat = Saying(EndpointSettings(base_url="http://127.0.0.1:9/v1"))
     played = Collector(
         endpoint=chat, factory=family.make(), limits=Limits(), stop=family.stop, run_seed=0, num_concurrent=1
@@ -197,7 +197,7 @@ def test_no_output_raises(texts: list[str]) -> None:
 
 
 def test_a_cut_turn_that_cannot_be_read_is_truncated_and_not_invalid() -> None:
-    family = ToyFamily(1)
+    family = ToyTaskSet(1)
     outcomes = []
     for finish in ("stop", "length"):
         with chat_server([completion("hm", finish=finish)]) as server:
@@ -206,12 +206,13 @@ def test_a_cut_turn_that_cannot_be_read_is_truncated_and_not_invalid() -> None:
 
 
 def test_every_rollout_is_handed_over_as_it_ends_with_its_tool_calls() -> None:
-    family = ToyFamily(2)
+    family = ToyTaskSet(2)
     played: list[tuple[str, int, Collected]] = []
     owed = [(family.tasks("train")[1], 4), (family.tasks("train")[0], 2)]
     with chat_server(solver) as server:
         returned = collector(server.url, family, num_concurrent=1).play(
-            owed, on_played=lambda task, rollout, collected: played.append((task.key, rollout, collected))
+            owed,
+            on_rollout_done=lambda task, rollout, collected: played.append((task.key, rollout, collected)),
         )
     assert [(key, rollout) for key, rollout, _ in played] == [("toy/1", 4), ("toy/0", 2)]
     assert tuple(collected for _, _, collected in played) == returned
@@ -220,14 +221,14 @@ def test_every_rollout_is_handed_over_as_it_ends_with_its_tool_calls() -> None:
 
 
 def test_what_the_receiver_raises_stops_the_play() -> None:
-    family = ToyFamily(20)
+    family = ToyTaskSet(20)
 
     def full(task: Task, rollout: int, collected: Collected) -> None:
         raise OSError("no space left")
 
     with chat_server(solver) as server, pytest.raises(OSError, match="no space left"):
         collector(server.url, family, num_concurrent=1).play(
-            [(task, 0) for task in family.tasks("train")], on_played=full
+            [(task, 0) for task in family.tasks("train")], on_rollout_done=full
         )
     assert family.num_closed < 20
 
@@ -235,7 +236,7 @@ def test_what_the_receiver_raises_stops_the_play() -> None:
 def test_an_episode_that_outgrows_the_servers_context_is_cut_and_scored() -> None:
     """A refusal of the first request is the server's; one of a grown conversation is the agent's end."""
     refusal = Answer({"error": {"message": "This model's maximum context length is 64 tokens"}}, status=400)
-    family = ToyFamily(1)
+    family = ToyTaskSet(1)
     for script, outcome in (
         ([completion("<ask>?</ask>"), refusal], Outcome.TRUNCATED_TOKENS),
         ([refusal], Outcome.ENGINE_FAULT),
@@ -244,7 +245,7 @@ def test_an_episode_that_outgrows_the_servers_context_is_cut_and_scored() -> Non
         with chat_server(script) as server:
             collector(server.url, family).play(
                 [(family.tasks("train")[0], 0)],
-                on_played=lambda task, sample, one, found=found: found.append(one),
+                on_rollout_done=lambda task, sample, one, found=found: found.append(one),
             )
         assert [one.outcome for one in found] == [outcome]
         assert (found[0].trajectory is not None) == (outcome is Outcome.TRUNCATED_TOKENS)
@@ -258,7 +259,7 @@ def test_a_fault_of_a_type_of_its_own_is_an_outcome_like_another() -> None:
     def factory(task: Task) -> Any:
         raise NoConnection("nobody there")
 
-    family = ToyFamily(1, role="user")
+    family = ToyTaskSet(1, role="user")
     with chat_server(solver) as server:
         playing = replace(collector(server.url, family, max_retries=1), factory=factory)
         [one] = playing.collect(family.tasks("train"), num_rollouts=1).collected

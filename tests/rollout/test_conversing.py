@@ -19,7 +19,7 @@ from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tokens.chat import HistoryThinking
-from outrider.trace import Node, Trace, samples_of, without_memory
+from outrider.trace import Node, Trace, split_contexts, without_memory
 from outrider.types import Message, Origin, Outcome, Task
 from tests.rollout.fakes import Factory
 from tests.templates_of_families import FAMILIES, byte_tokenizer
@@ -43,18 +43,18 @@ class Program:
     """Asks by a list of operations over the conversations that it has had."""
 
     operations: Sequence[str]
-    asked: Conversation = field(default_factory=lambda: opening("first"))
+    request: Conversation = field(default_factory=lambda: opening("first"))
     had: list[tuple[Message, ...]] = field(default_factory=list)
     questions: list[Conversation] = field(default_factory=list)
     num_sampled: int = 0
     call_format: None = None
 
     def reset(self, seed: int) -> Sequence[Message]:
-        self.questions.append(self.asked)
-        return self.asked.messages
+        self.questions.append(self.request)
+        return self.request.messages
 
     def read(self, text: str) -> Message:
-        ends = [text.find(one) for one in self.asked.stop if one in text]
+        ends = [text.find(one) for one in self.request.stop if one in text]
         return Message(role="assistant", content=text[: min(ends)] if ends else text)
 
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:
@@ -64,18 +64,18 @@ class Program:
 
     def step(self, message: Message) -> StepResult:
         number = len(self.had)
-        self.had.append((*self.asked.messages, message))
+        self.had.append((*self.request.messages, message))
         if number == len(self.operations):
             return StepResult(done=True, reward=1.0)
-        self.asked = self._next(self.operations[number], number)
-        self.questions.append(self.asked)
-        return StepResult(messages=self.asked.messages[-1:])
+        self.request = self._next(self.operations[number], number)
+        self.questions.append(self.request)
+        return StepResult(messages=self.request.messages[-1:])
 
     def _next(self, operation: str, number: int) -> Conversation:
         user = Message(role="user", content=f"then {number}")
         last = self.had[-1]
         if operation == "again":
-            return self.asked
+            return self.request
         if operation == "new":
             return opening(f"another {number}")
         history = self.had[number // 2] if operation == "back" else last
@@ -148,7 +148,7 @@ def test_the_policy_sees_what_a_server_renders(name: str, operations: list[str],
     assert leaf.outcome is Outcome.FINISHED, leaf.detail
     assert program.num_sampled == len(seen) == len(program.questions) == len(operations) + 1
     contexts = []
-    for sample in samples_of(path):
+    for sample in split_contexts(path):
         ids: tuple[int, ...] = ()
         for node in sample:
             contexts += [ids] if node.trainable else []
@@ -176,7 +176,7 @@ def test_a_growing_history_is_one_context_with_its_thinking() -> None:
     renderer = renderer_of("qwen3")
     trace, _, seen = play(["append", "append"], renderer, ["<think>\nhm\n</think>\n\nyes"])
     [(_, path)] = trace.rollouts()
-    assert len(samples_of(path)) == 1 and seen[-1].count("hm") == 2
+    assert len(split_contexts(path)) == 1 and seen[-1].count("hm") == 2
 
 
 class Tips(Forgetful):
@@ -201,7 +201,7 @@ def test_without_its_tips_a_rollout_is_what_it_is_without_a_memory(operations: l
 
     def contexts(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
         found = []
-        for sample in samples_of(nodes):
+        for sample in split_contexts(nodes):
             ids: tuple[int, ...] = ()
             for node in sample:
                 ids += node.token_ids

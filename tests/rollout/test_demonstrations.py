@@ -13,19 +13,19 @@ from outrider.errors import EnvironmentFault
 from outrider.rollout.demonstrations import join_demonstration
 from outrider.rollout.expert import play_experts
 from outrider.rollout.limits import Limits
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
 from outrider.train.components import Components
-from outrider.train.data.off_policy_data import mix_in
+from outrider.train.data.off_policy_data import add_off_policy_groups
 from outrider.types import Origin, Outcome, Task
 from tests.rollout.fakes import TOKENIZER, scheduler, scripted
-from tests.toy import ToyFamily
+from tests.toy import ToyTaskSet
 
 SEED, STEP = 11, 3
 
 
-class Expert(ToyFamily):
+class Expert(ToyTaskSet):
     """The expert of task 0 knows the number that its seed makes, that of task 1 is wrong, task 2 has none."""
 
     num_asked = 0
@@ -42,14 +42,14 @@ class Expert(ToyFamily):
         self.num_closes += 1
 
 
-def parts_of(family: ToyFamily, algorithm: Any) -> Components:
+def parts_of(family: ToyTaskSet, algorithm: Any) -> Components:
     """What mixing reads of the components."""
     train = SimpleNamespace(max_retries=1, expert_timeout_s=5.0)
     settings = SimpleNamespace(limits=Limits(step_timeout_s=60), seed=SEED, num_concurrent=4, train=train)
     parts = SimpleNamespace(
         family=family, factory=family.make(), settings=settings, algorithm=algorithm,
         renderer=ChatRenderer(TOKENIZER), engine=SimpleNamespace(context_length=4096),
-        whereabouts=Whereabouts(),
+        whereabouts=RolloutStatus(),
     )  # fmt: skip
     return cast(Components, parts)
 
@@ -58,7 +58,7 @@ def luffy(**options: Any) -> Luffy:
     return Luffy(validate(LuffySettings, {"group_size": 3, **options}), paths={})
 
 
-def groups(family: ToyFamily) -> list[Trace]:
+def groups(family: ToyTaskSet) -> list[Trace]:
     """Two rollouts a task of a policy that answers at once."""
     engine = scripted(lambda request, context: "<answer>1</answer>")
     runs = scheduler(engine, family.make(), stop=family.stop, seed=SEED)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def groups(family: ToyFamily) -> list[Trace]:
 def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gives_it() -> None:
     family, algorithm = Expert(3), luffy()
     traces = groups(family)
-    replayed, metrics = mix_in(parts_of(family, algorithm), traces, step=STEP, note=print)
+    replayed, metrics = add_off_policy_groups(parts_of(family, algorithm), traces, step=STEP, note=print)
     assert replayed == [] and metrics == {"luffy/num_groups_without": 1.0, "luffy/num_faults": 0.0}
     right, wrong, none = traces
     assert [leaf.episode_return for leaf, _ in right.rollouts()] == [0.25, 0.25, 2.0]
@@ -88,10 +88,11 @@ def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gi
     assert "claimed" not in path[2].message.content and "it is" in path[2].message.content
     shown = [node for node in path if node.origin is Origin.DEMONSTRATION]
     assert all(
-        node.logprobs == node.entropies == () and node.takes_credit and not node.trainable for node in shown
+        node.logprobs == node.entropies == () and node.receives_advantages and not node.trainable
+        for node in shown
     )
     assert [leaf.rollout for leaf, _ in right.own_rollouts()] == [0, 1]
-    credit = algorithm.credit(right)
+    credit = algorithm.assign_advantages(right)
     assert credit.measurements["luffy/return_demonstration"] == [2.0] and credit.measurements[
         "luffy/fraction_solved"
     ] == [1.0]
@@ -99,7 +100,7 @@ def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gi
         all(node.credit == (leaf.advantage,) * len(node.token_ids) for node in shown)
         and (leaf.advantage or 0) > 1
     )
-    assert not algorithm.credit(wrong).advantages.has_signal
+    assert not algorithm.assign_advantages(wrong).advantages.has_signal
 
 
 def test_experts_are_asked_in_every_step_and_faults_are_counted_and_tried_again() -> None:
@@ -107,11 +108,14 @@ def test_experts_are_asked_in_every_step_and_faults_are_counted_and_tried_again(
     parts = parts_of(family, algorithm)
     family.num_refusals = 2  # both tries of the first task
     told: list[str] = []
-    metrics = mix_in(parts, groups(family), step=STEP, note=told.append)[1]
+    metrics = add_off_policy_groups(parts, groups(family), step=STEP, note=told.append)[1]
     assert metrics == {"luffy/num_groups_without": 2.0, "luffy/num_faults": 1.0}
     assert len(told) == 1 and "1 demonstrations were lost to faults: the expert of toy/0: " in told[0]
     assert family.num_asked == 4 and family.num_closes == 2 + 1  # after every fault, and in the end
-    assert mix_in(parts, groups(family), step=STEP, note=print)[1]["luffy/num_groups_without"] == 1.0
+    assert (
+        add_off_policy_groups(parts, groups(family), step=STEP, note=print)[1]["luffy/num_groups_without"]
+        == 1.0
+    )
     assert family.num_asked == 4 + 3 and family.num_closes == 4
 
 
@@ -122,7 +126,7 @@ def test_a_task_that_comes_back_is_demonstrated_in_its_new_initial_state() -> No
     family, algorithm = Expert(1), luffy()
     for step in (STEP, STEP + 1, STEP + 2):
         [trace] = groups(family)
-        mix_in(parts_of(family, algorithm), [trace], step=step, note=print)
+        add_off_policy_groups(parts_of(family, algorithm), [trace], step=step, note=print)
         assert trace.leaves[2].is_demonstration and trace.leaves[2].success
 
 
@@ -131,17 +135,19 @@ def test_a_demonstration_that_infrastructure_broke_is_masked() -> None:
     traces = groups(family)
     family.broken = {"toy/0"}
     told: list[str] = []
-    _, metrics = mix_in(parts_of(family, algorithm), traces, step=STEP, note=told.append)
+    _, metrics = add_off_policy_groups(parts_of(family, algorithm), traces, step=STEP, note=told.append)
     assert metrics["luffy/num_faults"] == 1.0 and "lost to faults: toy/0: " in told[0]
     leaf = traces[0].leaves[2]
     assert leaf.is_demonstration and leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None
-    assert algorithm.credit(traces[0]).advantages.assigned.tolist() == [True, True, False]
+    assert algorithm.assign_advantages(traces[0]).advantages.assigned.tolist() == [True, True, False]
 
 
 def test_none_are_played_when_none_are_wanted_and_one_at_a_time_joins() -> None:
     family = Expert(1)
     traces = groups(family)
-    assert mix_in(parts_of(family, luffy(num_demonstrations=0)), traces, step=STEP, note=print) == ([], {})
+    assert add_off_policy_groups(
+        parts_of(family, luffy(num_demonstrations=0)), traces, step=STEP, note=print
+    ) == ([], {})
     assert family.num_asked == 0
     [played] = play_experts(
         tasks=family.tasks("train"), expert=lambda task: family.expert(task, 0), factory=family.make(),

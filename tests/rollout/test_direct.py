@@ -10,7 +10,7 @@ import pytest
 
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.blocking import timed
+from outrider.rollout.blocking import run_timed
 from outrider.rollout.scripted_play import play_texts
 from outrider.types import Task
 from tests.rollout.fakes import Factory, Fake, say
@@ -71,9 +71,9 @@ def test_a_step_that_hangs_is_a_fault_in_time() -> None:
 
 
 def test_results_and_faults_come_through() -> None:
-    assert timed(lambda one, other: one + other, 1, 2, timeout_s=5) == 3
+    assert run_timed(lambda one, other: one + other, 1, 2, timeout_s=5) == 3
     with pytest.raises(ToolFault):
-        timed(_refuse, timeout_s=5)
+        run_timed(_refuse, timeout_s=5)
 
 
 def _refuse() -> None:

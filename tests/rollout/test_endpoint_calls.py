@@ -192,8 +192,8 @@ def test_every_result_answers_a_call_and_every_call_is_answered(
     prompt = list(environment.reset(0))
     turn = endpoint_turn(ChatReply(text=thinking + text, served=read, reasoning=thinking), environment)
     turn.text.encode()
-    answers = environment.step(turn.said).observations
-    wire, _ = wire_messages([*prompt, turn.sent, *answers], continues=False)
+    answers = environment.step(turn.response).observations
+    wire, _ = wire_messages([*prompt, turn.history_message, *answers], continues=False)
     json.dumps(wire).encode()
     called = [one["id"] for message in wire for one in message.get("tool_calls", ())]
     answered = [message["tool_call_id"] for message in wire if message["role"] == "tool"]

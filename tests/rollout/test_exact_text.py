@@ -14,10 +14,10 @@ from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.rollout.hooks import EpisodeState, Splice
-from outrider.rollout.truncation import CUT_MARK, shortened_text
-from outrider.tokens import ChatRenderer, text_of
+from outrider.rollout.truncation import CUT_MARK, truncate_text
+from outrider.tokens import ChatRenderer, decode_text
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import rows_of
+from outrider.train.metrics.trace_records import trace_rows
 from outrider.types import Message
 from tests.rollout.fakes import Factory, Fake, scheduler, tasks
 from tests.tiny import CHARACTERS, tiny_tokenizer
@@ -57,7 +57,8 @@ class Asks:
 @given(st.text(st.sampled_from(" ,.?!'nstm"), max_size=30))
 def test_ids_spell_their_text(text: str) -> None:
     assert (
-        text_of(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False), skip_special_tokens=True) == text
+        decode_text(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False), skip_special_tokens=True)
+        == text
     )
 
 
@@ -79,12 +80,12 @@ def test_an_environment_a_reflection_a_record_and_a_script_get_the_policys_text(
     assert environment.texts == [CODE]  # type: ignore[attr-defined]
     assert all("a , b ?" in context for context in contexts) and "why , then ?" in contexts[1]
     assert report.traces[0].leaves[0].reflection == CODE
-    assert rows_of(report.traces, step=1, tokenizer=TOKENIZER).nodes[-1].text == CODE
+    assert trace_rows(report.traces, step=1, tokenizer=TOKENIZER).nodes[-1].text == CODE
 
 
 def test_a_text_that_is_cut_keeps_its_spaces() -> None:
     text = " ,.?!" * 40
-    kept = shortened_text(text, 60, renderer=ChatRenderer(TOKENIZER))
+    kept = truncate_text(text, 60, renderer=ChatRenderer(TOKENIZER))
     start, end = kept.split(CUT_MARK)
     assert text.startswith(start) and text.endswith(end) and len(kept) == 60
 

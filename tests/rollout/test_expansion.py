@@ -21,7 +21,7 @@ from tests.rollout.fakes import Factory, Fake, say, scheduler, tasks
 from tests.rollout.test_branch import END, Copying, answers
 from tests.rollout.test_scheduler import chatty, facts
 
-SHAPE = Expansion(num_trees=2, num_expansions=2, num_rounds=2, num_kept=5)
+SHAPE = Expansion(num_trees=2, num_expansions=2, num_rounds=2, num_trained_leaves=5)
 
 
 def grow(shape: Expansion = SHAPE, *, make: Any = None, num_tasks: int = 1, **options: Any) -> Any:
@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_trees_copied_or_replayed_however_fast_envi
 
 def test_nodes_are_drawn_uniformly_and_with_replacement() -> None:
     """Four turns: the root and the three turns that another one follows."""
-    shape = Expansion(num_trees=1, num_expansions=2, num_rounds=1, num_kept=3)
+    shape = Expansion(num_trees=1, num_expansions=2, num_rounds=1, num_trained_leaves=3)
     report, _ = grow(shape, num_tasks=600, max_concurrent=4096)
     depths = [[shared_turns(trace, rollout, (0,)) for rollout in (1, 2)] for trace in report.traces]
     counts = Counter(depth for both in depths for depth in both)
@@ -103,7 +103,7 @@ def test_nodes_are_drawn_uniformly_and_with_replacement() -> None:
 
 
 def test_pruning_draws_the_leaves_that_stay() -> None:
-    shape = Expansion(num_trees=2, num_expansions=3, num_rounds=1, num_kept=2)
+    shape = Expansion(num_trees=2, num_expansions=3, num_rounds=1, num_trained_leaves=2)
     traces = grow(shape, num_tasks=60)[0].traces
     for trace in traces:
         assert Counter(rollout // 4 for rollout in trace.pruned) == {0: 2, 1: 2}
@@ -113,7 +113,7 @@ def test_pruning_draws_the_leaves_that_stay() -> None:
 
 
 def test_a_tree_without_rounds_is_a_chain() -> None:
-    report, _ = grow(Expansion(num_trees=3, num_expansions=2, num_rounds=0, num_kept=1))
+    report, _ = grow(Expansion(num_trees=3, num_expansions=2, num_rounds=0, num_trained_leaves=1))
     assert sorted(report.traces[0].leaves) == [0, 1, 2] and report.num_batches == 4
 
 
@@ -130,7 +130,7 @@ def test_a_retry_is_expanded_and_its_first_try_is_not() -> None:
 
         return Copying(on_step=step)
 
-    shape = Expansion(num_trees=1, num_expansions=6, num_rounds=2, num_kept=13)
+    shape = Expansion(num_trees=1, num_expansions=6, num_rounds=2, num_trained_leaves=13)
     report, _ = grow(shape, make=make)
     [trace] = report.traces
     owned = {id(node) for path in paths(trace).values() for node in path}
@@ -153,7 +153,7 @@ def test_a_chain_that_is_lost_leaves_the_root() -> None:
 
         return Fake(on_step=step)
 
-    shape = Expansion(num_trees=1, num_expansions=4, num_rounds=1, num_kept=5)
+    shape = Expansion(num_trees=1, num_expansions=4, num_rounds=1, num_trained_leaves=5)
     report, _ = grow(shape, make=make, max_retries=0)
     [trace] = report.traces
     assert trace.leaves[0].outcome is Outcome.ENVIRONMENT_FAULT
@@ -178,7 +178,7 @@ def test_every_owed_rollout_ends_once_whatever_breaks(
             raise EnvironmentFault("gone")
         return END if draw < 0.3 else say(" o")
 
-    shape = Expansion(num_trees=2, num_expansions=2, num_rounds=rounds, num_kept=1 + rounds)
+    shape = Expansion(num_trees=2, num_expansions=2, num_rounds=rounds, num_trained_leaves=1 + rounds)
     kind = Copying if copies else Fake
     report, _ = grow(
         shape, make=lambda task, number: kind(on_step=trouble), num_tasks=3, max_concurrent=max_concurrent

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.environments.webshop.family import WebShopConfig, WebShopFamily
-from outrider.rollout.expert import play_experts, trajectory_of
+from outrider.environments.webshop.family import WebShopConfig, WebShopTaskSet
+from outrider.rollout.expert import play_experts, to_trajectory
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
 from outrider.rollout.limits import Limits
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, scripted, tasks
-from tests.toy import ToyFamily
+from tests.toy import ToyTaskSet
 
-FAMILY = WebShopFamily(WebShopConfig(num_train=12))
+FAMILY = WebShopTaskSet(WebShopConfig(num_train=12))
 
 
 def shop(retrieve_share: float) -> list[Trace]:
@@ -50,7 +50,7 @@ def test_experts_solve_the_shop_at_any_share_of_shown_steps(share: float, fewest
 
 
 def test_a_shown_question_to_a_tool_is_asked_and_the_answer_stays_right() -> None:
-    family = ToyFamily(1)
+    family = ToyTaskSet(1)
     ask = Step(text="<ask>?</ask>", observation="claimed")
 
     def expert(task: Task) -> Sequence[Step]:
@@ -119,4 +119,4 @@ def test_a_rollout_whose_last_action_has_no_text_is_no_trajectory(ends: bool) ->
     [trace] = runs.run(tasks(1), modes=("hybrid",), training_step=0).traces
     assert trace.leaves[0].outcome is (Outcome.FINISHED if ends else Outcome.TRUNCATED_TOKENS)
     assert trace.nodes[-1].metadata["attempted"] == ["take"]
-    assert trajectory_of(trace, 0, agent="self", trajectory_id="x") is None
+    assert to_trajectory(trace, 0, agent="self", trajectory_id="x") is None

@@ -17,7 +17,7 @@ from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.plugins.registry import build, read_settings
 from outrider.rollout.hooks import Forgetful, Portable
-from outrider.testing.algorithm import group_of
+from outrider.testing.algorithm import build_group
 from outrider.testing.hooks import check_copies
 from outrider.types import Message, Step, Trajectory
 
@@ -69,7 +69,7 @@ def test_every_hook_of_ours_has_copies(name: str, path: Path) -> None:
     make = maker(name, path)
     one = make()
     assert one.hooks and all(isinstance(hook, Portable) for hook in one.hooks)
-    groups = [group_of([0.0, 1.0], key=f"task-{i}", modes=("tips_on", "tips_on")) for i in range(3)]
+    groups = [build_group([0.0, 1.0], key=f"task-{i}", modes=("tips_on", "tips_on")) for i in range(3)]
     check_copies(one.hooks, make().hooks, groups)
     if "empo2" in name or name == "combined":
         stored = one.hooks[0].snapshot()[0]  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ class Learns(Counts):
     ],
 )
 def test_the_check_finds(kind: type[Counts], told: str) -> None:
-    group = [group_of([1.0], key="task", modes=("plain",))]
+    group = [build_group([1.0], key="task", modes=("plain",))]
     check_copies([Counts()], [Counts()], group)
     with pytest.raises(AssertionError, match=told):
         check_copies([kind()], [kind()], group)

@@ -15,7 +15,7 @@ from outrider.rollout.expert import play_experts
 from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import play_texts
 from outrider.tokens import ChatRenderer
-from outrider.tokens.calls import CALL_FORMATS, form_named, in_form, read_turn
+from outrider.tokens.calls import CALL_FORMATS, convert_calls, get_call_format, read_turn
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
 from outrider.types import Json, Origin, Step, Task, ToolCall, ToolSchema
@@ -128,9 +128,9 @@ HERMES = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_cal
 def test_recorded_calls_are_rewritten_where_the_form_is_another(form: str, text: str, written: str) -> None:
     text = text.replace("{call}", HERMES)
     wanted = text if written == "same" else written.replace("{call}", HERMES)
-    found = in_form(text, form_named(form), TOOLS)
+    found = convert_calls(text, get_call_format(form), TOOLS)
     assert found == wanted
-    assert in_form(found, form_named(form), TOOLS) == found
+    assert convert_calls(found, get_call_format(form), TOOLS) == found
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
@@ -140,7 +140,7 @@ def test_several_calls_are_rewritten_with_their_arguments(form: str, arguments: 
         ToolCall(name="add", arguments=arguments),
         ToolCall(name="lookup", arguments={"key": 'a "b"\nc'}),
     ]
-    text = in_form(CALL_FORMATS["hermes"].write(calls), CALL_FORMATS[form], TOOLS)
+    text = convert_calls(CALL_FORMATS["hermes"].write(calls), CALL_FORMATS[form], TOOLS)
     found = CALL_FORMATS[form].read(text, TOOLS)
     assert [(one.name, one.arguments) for one in found.calls] == [(c.name, c.arguments) for c in calls]
     turn = read_turn(text, CALL_FORMATS[form], TOOLS)

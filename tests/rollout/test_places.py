@@ -145,7 +145,7 @@ def play(
     **options: Any,
 ) -> RolloutReport:
     """Two groups of six; seeds and histories decide everything but the order of events."""
-    hook: Any = Expansion(num_trees=2, num_expansions=2, num_rounds=1, num_kept=2)
+    hook: Any = Expansion(num_trees=2, num_expansions=2, num_rounds=1, num_trained_leaves=2)
     if rule != "tree":
         chosen = validate(ArpoSettings, {"group_size": SIZE, "first_wave": first_wave, **RULES[rule]})
         hook = BranchHook(chosen, group_size=SIZE, vocabulary_size=98)

@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 
 from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restored_groups, snapshot_groups
+from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restore_groups, snapshot_groups
 from outrider.config import validate
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import ConfigError, ModelError
-from outrider.evals.benchmark.settings import PanelSettings
+from outrider.evals.benchmark.settings import EvalTasksSettings
 from outrider.rollout.demonstrations import join_demonstration
 from outrider.rollout.episode import Sampling
 from outrider.rollout.limits import Limits
-from outrider.rollout.rerendering import require_kept
+from outrider.rollout.rerendering import require_no_rerendering
 from outrider.rollout.scheduler import Scheduler
 from outrider.scale.placement import Shape
 from outrider.tokens import ChatRenderer
 from outrider.tokens.chat import HistoryThinking
 from outrider.tokens.load_check import check_template
-from outrider.trace import Trace, samples_of
+from outrider.trace import Trace, split_contexts
 from outrider.train.metrics.step_metrics import rollout_metrics
 from outrider.train.settings import RunSettings
-from outrider.train.state.queue import read_group, told_group
+from outrider.train.state.queue import group_to_dict, read_group
 from outrider.train.update.pack import pack
 from outrider.train.update.update import rollout_paths
 from outrider.types import Message, Outcome
@@ -83,13 +83,13 @@ def test_every_turn_sees_what_a_server_would_render() -> None:
     messages = [Message(role="user", content="q")]
     for turn, text in enumerate(TURNS):
         assert seen[turn][1] == renderer.whole_text(messages)
-        read = renderer.message_of(text, ())
+        read = renderer.parse_message(text, ())
         messages += [read, Message(role="user", content=f"seen {turn}")]
     assert "first" not in seen[1][1] and "look" in seen[1][1]
     [leaf, _] = trace.leaves.values()
     assert leaf.outcome is Outcome.FINISHED and leaf.node_id is not None
     path = trace.path(leaf.node_id)
-    parts = samples_of(path)
+    parts = split_contexts(path)
     assert [[node.trainable for node in part] for part in parts] == [[False, True]] * 3
     assert [node.message.content for node in path if not node.trainable] == ["q", "seen 0", "seen 1"]
     assert all(node.restarts == (node in (parts[1][0], parts[2][0])) for node in path)
@@ -120,7 +120,7 @@ def test_a_template_without_a_place_for_thinking_loses_it_too() -> None:
 def test_samples_share_the_advantage_and_the_rollout_counts_once() -> None:
     trace, _, _ = play("qwen3")
     method = Grpo(validate(GrpoSettings, {"group_size": 2}))
-    method.credit(trace)
+    method.assign_advantages(trace)
     for leaf, path in trace.rollouts():
         credits_ = {value for node in path if node.trainable for value in node.credit or ()}
         assert credits_ == {leaf.advantage} and leaf.advantage
@@ -157,7 +157,7 @@ def test_a_long_observation_is_cut_in_the_history_too() -> None:
 def test_text_that_is_no_message_is_refused_and_not_lost() -> None:
     renderer = ChatRenderer(byte_tokenizer(FAMILIES["qwen3"]), history_thinking="strip")
     with pytest.raises(ConfigError, match="what a hook puts between messages: use keep"):
-        require_kept(renderer)
+        require_no_rerendering(renderer)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_an_engine_that_reads_contexts_refuses_those_that_it_would_misread(
 def test_an_evaluation_whose_episodes_are_one_message_is_refused() -> None:
     told = {"tasks": "factbook", "model": {"history_thinking": "strip"}}
     with pytest.raises(ConfigError, match="needs turns that are messages of their own"):
-        validate(PanelSettings, told)
+        validate(EvalTasksSettings, told)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt-oss"])
@@ -227,27 +227,27 @@ def test_a_demonstration_keeps_its_contexts() -> None:
     played, _, _ = play("qwen3", group=1)
     join_demonstration(trace, played)
     of_demonstration, of_itself = list(trace.rollouts())[-1][1], next(played.rollouts())[1]
-    assert len(samples_of(of_itself)) == 3
+    assert len(split_contexts(of_itself)) == 3
     assert [node.restarts for node in of_demonstration] == [node.restarts for node in of_itself]
     assert rollout_paths([trace])[-1].nodes == of_demonstration
 
 
 def test_a_group_that_waits_in_a_checkpoint_keeps_its_contexts() -> None:
     trace, _, _ = play("qwen3")
-    assert read_group(json.loads(json.dumps(told_group(trace)))).nodes == trace.nodes
+    assert read_group(json.loads(json.dumps(group_to_dict(trace)))).nodes == trace.nodes
 
 
 def test_a_context_that_began_anew_costs_what_it_is() -> None:
     trace, _, _ = play("qwen3", group=1)
     [path] = rollout_paths([trace])
     shape = Shape(num_parameters=1000, num_layers=2, attention_width=8)
-    parts = [replace(path, nodes=nodes) for nodes in samples_of(path.nodes)]
+    parts = [replace(path, nodes=nodes) for nodes in split_contexts(path.nodes)]
     assert len(parts) == 3 and shape.cost([path]) == sum(shape.cost([part]) for part in parts)
 
 
 def test_a_stored_group_keeps_its_contexts() -> None:
     trace, _, _ = play("qwen3")
-    stored = StoredGroup.of(trace, step=0)
-    [again] = restored_groups(*snapshot_groups([stored]))
+    stored = StoredGroup.from_trace(trace, step=0)
+    [again] = restore_groups(*snapshot_groups([stored]))
     assert again == stored
     assert [n.restarts for n in again.trace().nodes] == [n.restarts for n in trace.nodes]

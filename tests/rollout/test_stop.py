@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.rollout.blocking import guarded, timed
+from outrider.rollout.blocking import run_guarded, run_timed
 from outrider.types import Task
 from tests.rollout.fakes import Factory, Fake, say, scheduler, scripted, tasks
 
@@ -46,7 +46,7 @@ def test_a_cancellation_that_meets_the_answer_gets_through() -> None:
         said, held = [], Held()
 
         async def worker() -> None:
-            await guarded(held, timeout_s=30.0)
+            await run_guarded(held, timeout_s=30.0)
             said.append("the worker goes on")
 
         task = asyncio.create_task(worker())
@@ -83,4 +83,4 @@ def test_a_step_that_answers_in_the_tick_of_the_stop_does_not_keep_the_batch() -
             runs.run(tasks(2), modes=("m",), training_step=0)
         return "left"
 
-    assert timed(play, timeout_s=20.0) == "left"
+    assert run_timed(play, timeout_s=20.0) == "left"

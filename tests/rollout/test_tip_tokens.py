@@ -10,7 +10,7 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from outrider.algorithms.empo2.hook import rendered_tips
+from outrider.algorithms.empo2.hook import render_tips
 from outrider.environments.base import StepResult
 from outrider.memory.tips import Tip
 from outrider.rollout.episode import Sampling
@@ -70,7 +70,7 @@ class MergingTokenizer:
 
 
 TOKENIZER = MergingTokenizer()
-TIP = rendered_tips([Tip(tip_id=0, text="look first", score=0.0)])
+TIP = render_tips([Tip(tip_id=0, text="look first", score=0.0)])
 
 
 class Shows:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook, cleaned
+from outrider.algorithms.empo2.hook import MemorySettings, TipHook, clean_reflection
 from outrider.algorithms.reflexion import ReflexionHook
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
@@ -22,7 +22,7 @@ from outrider.rollout.hooks import EpisodeState, Reflector, Splice
 from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tokens import ChatRenderer
-from outrider.trace import Trace, played_turns, without_memory
+from outrider.trace import Trace, policy_turns, without_memory
 from outrider.types import Message, Origin, Outcome, Role
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
 from tests.templates_of_families import FAMILIES, byte_tokenizer
@@ -90,8 +90,8 @@ def test_without_its_tips_a_rollout_is_a_plain_one_token_by_token(role: Role, ma
         assert [leaf.outcome for leaf, _ in other.rollouts()] == [leaf.outcome for leaf, _ in one.rollouts()]
         for (_, path), (_, bare) in zip(other.rollouts(), one.rollouts(), strict=True):
             assert sum(node.origin is Origin.MEMORY for node in path) == sum(node.trainable for node in path)
-            assert [turn.observation for turn in played_turns(path)] == [
-                turn.observation for turn in played_turns(bare)
+            assert [turn.observation for turn in policy_turns(path)] == [
+                turn.observation for turn in policy_turns(bare)
             ]
 
 
@@ -159,7 +159,7 @@ def test_of_thinking_that_the_template_opened_and_that_was_cut_nothing_is_a_refl
         hooks=(Tips("", asks=Message(role="user", content="a tip?"), max_reflection_tokens=60),),
     )  # fmt: skip
     [trace] = runs.run(tasks(1), modes=("tips_on",) * 2, training_step=0).traces
-    assert [cleaned(leaf.reflection) for leaf, _ in trace.rollouts()] == ["try", ""]
+    assert [clean_reflection(leaf.reflection) for leaf, _ in trace.rollouts()] == ["try", ""]
 
 
 def test_a_reflection_without_room_or_with_a_fault_costs_no_rollout() -> None:

@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 
-from outrider.algorithms.base import write_credit
-from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.algorithms.base import assign_advantages
+from outrider.algorithms.common.advantages import RolloutAdvantages
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Task
 
@@ -65,5 +65,5 @@ def credit(trace: Trace) -> None:
     returns = np.array([leaf.episode_return for leaf, _ in trace.rollouts()], dtype=float)
     values = (returns - returns.mean()) / (returns.std() + 1e-6)
     assigned = np.ones(len(values), dtype=bool)
-    given = GroupAdvantages(values=values, assigned=assigned, has_signal=bool(values.any()), reason=None)
-    write_credit(trace, given, attribution="soft")
+    given = RolloutAdvantages(values=values, assigned=assigned, has_signal=bool(values.any()), reason=None)
+    assign_advantages(trace, given, attribution="soft")

@@ -68,7 +68,7 @@ def run(
 
 def whole(tensors: dict[str, Any], *, keep: bool) -> dict[str, torch.Tensor]:
     if all(isinstance(one, torch.distributed.tensor.DTensor) for one in tensors.values()):
-        return _whole(tensors, keep=keep)
+        return _whole(tensors, is_receiver=keep)
     return {name: one.detach().clone() for name, one in tensors.items()}
 
 

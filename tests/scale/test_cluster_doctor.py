@@ -47,9 +47,9 @@ def test_a_ray_that_is_not_there_is_a_finding(
 
 
 def test_what_a_node_lacks_is_named(tmp_path: Path) -> None:
-    tried = cluster_doctor._Tried("local", tmp_path)
+    tried = cluster_doctor._ClusterChecks("local", tmp_path)
     whole = {"host": "a", "versions": cluster_doctor._versions(), "sees": True, "shm": 10**10, "seconds": 0.1}
-    tried._found = [whole]
+    tried._node_reports = [whole]
     assert "ray" in tried.nodes() and "10.0 GB" in tried.shared_memory() and "MB/s" in tried.object_store()
     assert tried.shared_folder() == str(tmp_path.resolve())
     for changed, check in (
@@ -57,6 +57,6 @@ def test_what_a_node_lacks_is_named(tmp_path: Path) -> None:
         ({"sees": False}, tried.shared_folder),
         ({"shm": 1}, tried.shared_memory),
     ):
-        tried._found = [whole, {**whole, "host": "b", **changed}]
+        tried._node_reports = [whole, {**whole, "host": "b", **changed}]
         with pytest.raises(ClusterFault, match=r"\bb\b"):
             check()

@@ -19,7 +19,7 @@ from outrider.engines.base import LocalSettings, VllmSettings
 from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.scale import sharding
 from outrider.scale.direct import Source
-from outrider.scale.weights import of_engines
+from outrider.scale.weights import engine_weights
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
 from outrider.train.update.adapters import plain_names
 from outrider.train.update.policy import Policy
@@ -89,7 +89,7 @@ def test_vllm_gets_the_names_and_shapes_of_the_folder(
     learner = cast(Any, SimpleNamespace(language_model=found, trained=frozenset(policy.masters)))
     with safe_open(folder / "model.safetensors", "pt") as file:
         wanted = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    sent = of_engines(learner, VllmSettings())
+    sent = engine_weights(learner, VllmSettings())
     assert sent.keys() == wanted.keys()
     # adapters begin as nothing, so the weights are the folder's
     assert all(sent[name].equal(weight) for name, weight in wanted.items())
@@ -98,7 +98,7 @@ def test_vllm_gets_the_names_and_shapes_of_the_folder(
     came = [(name, tuple(tensor.shape)) for name, tensor in source]
     assert told == came and {name for name, _ in came[:-1]} == wanted.keys()
     assert source.num_bytes == 2 * sum(weight.numel() for weight in wanted.values())
-    own = of_engines(learner, LocalSettings())
+    own = engine_weights(learner, LocalSettings())
     assert own.keys() == policy.masters.keys()
 
 
@@ -138,10 +138,10 @@ def test_an_adapter_that_parts_tied_weights_is_refused_for_engines_elsewhere(tmp
     policy = Policy(found, OptimizerSettings(), lora=LoraSettings(target_modules=("lm_head",)))
     learner = cast(Any, SimpleNamespace(language_model=found, trained=frozenset(policy.masters)))
     with pytest.raises(ConfigError, match=r"one tied weight"):
-        of_engines(learner, VllmSettings())
+        engine_weights(learner, VllmSettings())
     with pytest.raises(ConfigError, match=r"one tied weight"):
         Source(found.model, torch.bfloat16)
-    assert of_engines(learner, LocalSettings()).keys() == policy.masters.keys()
+    assert engine_weights(learner, LocalSettings()).keys() == policy.masters.keys()
 
 
 PARTS: dict[str, dict[str, Any]] = {

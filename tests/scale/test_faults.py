@@ -83,7 +83,7 @@ def test_processors_that_are_not_there_are_named_in_time(session: Session, folde
     asked = Session.__new__(Session)
     asked.ray, asked._settings, asked._folder, asked.is_local = session.ray, hasty, None, True
     with pytest.raises(ClusterFault, match=r"needs 500 processors, and .* within 1 s"):
-        asked.places([{"CPU": 1}] * 500, of="cluster.num_trainers = 500 needs")
+        asked.reserve([{"CPU": 1}] * 500, subject="cluster.num_trainers = 500 needs")
 
 
 def test_a_ray_that_is_not_there_is_named_in_time() -> None:

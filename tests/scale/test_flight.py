@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outrider.errors import ProcessGone
+from outrider.errors import ProcessLost
 from outrider.rollout.hooks import Forgetful
 from outrider.rollout.scheduler import RolloutReport
-from outrider.rollout.whereabouts import Whereabouts
-from outrider.scale.flight import RemoteFlight
-from outrider.scale.flight_worker import Room
-from outrider.scale.worker import Beat, Job, Played
+from outrider.rollout.whereabouts import RolloutStatus
+from outrider.scale.flight import RemoteGroupPlayer
+from outrider.scale.flight_worker import RolloutSlots
+from outrider.scale.worker import Heartbeat, Job, JobResult
 from outrider.trace import Trace
 from outrider.train.data.task_sampling import TaskOrder
-from outrider.train.in_flight import Flight
-from outrider.train.state.flight_queue import OpenStep, PlayedGroup, read_kept, write_kept
+from outrider.train.in_flight import AsyncRolloutQueue
+from outrider.train.state.flight_queue import GroupResult, PendingStep, read_snapshot, write_snapshot
 from outrider.types import Outcome, Task
 from tests.scale.test_remote_faults import Crew, crew_of
 from tests.scale.traces import Traces
@@ -48,7 +48,9 @@ def flown(crew: Crew, *, num_steps: int, between: Callable[[int], None] = lambda
     in front of the groups that a step begins.
     """
     engine, base = crew.remote.engine, crew.remote.engine.weight_version
-    flight = Flight(crew.parts, crew.remote.flight(crew.parts), step=0, cursor=0, kept=None)
+    flight = AsyncRolloutQueue(
+        crew.parts, crew.remote.group_player(crew.parts), step=0, cursor=0, snapshot=None
+    )
     traces: list[Trace] = []
     until = time.monotonic() + 120
     for step in range(num_steps):
@@ -63,7 +65,7 @@ def flown(crew: Crew, *, num_steps: int, between: Callable[[int], None] = lambda
         traces += played.sampled.traces
         engine.load(engine.weight_version + 1)
     order = TaskOrder(tasks=crew.parts.train_tasks, tasks_per_step=4, seed=crew.parts.settings.seed)
-    assert [trace.task for trace in traces] == order.take(4 * num_steps, cursor=0)[0]
+    assert [trace.task for trace in traces] == order.draw(4 * num_steps, cursor=0)[0]
     return traces
 
 
@@ -92,7 +94,7 @@ def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal
             os.kill(pids[1], how)
 
     flown(crew, num_steps=4, between=kill)
-    counts = crew.remote.repairs.take_counts()
+    counts = crew.remote.repairs.pop_counts()
     assert counts[f"cluster/{kind}_deaths"] == 1.0 and counts["rollout/num_groups_replayed"] >= 1.0
     assert len(crew.remote.notes()) == 1
 
@@ -100,22 +102,26 @@ def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal
 @cluster
 @pytest.mark.timeout(300)
 def test_groups_that_had_ended_are_kept_and_others_begin_anew(crew: Crew, tmp_path: Path) -> None:
-    first = Flight(crew.parts, crew.remote.flight(crew.parts), step=0, cursor=0, kept=None)
+    first = AsyncRolloutQueue(
+        crew.parts, crew.remote.group_player(crew.parts), step=0, cursor=0, snapshot=None
+    )
     first.begin(1)
     first.collect(0, on_tick=lambda told: None)
-    write_kept(tmp_path, first.kept())
-    kept = read_kept(tmp_path)
+    write_snapshot(tmp_path, first.snapshot())
+    kept = read_snapshot(tmp_path)
     first.collect(1, on_tick=lambda told: None)  # else both would play the same groups
     assert kept is not None and [one.step for one in kept.steps] == [1]
-    ended = {number: group.report.traces[0].nodes for number, group in kept.steps[0].ended.items()}
-    crew.remote.repairs.take_counts()
-    again = Flight(crew.parts, crew.remote.flight(crew.parts), step=1, cursor=4, kept=kept)
+    ended = {number: group.report.traces[0].nodes for number, group in kept.steps[0].results.items()}
+    crew.remote.repairs.pop_counts()
+    again = AsyncRolloutQueue(
+        crew.parts, crew.remote.group_player(crew.parts), step=1, cursor=4, snapshot=kept
+    )
     traces = again.collect(1, on_tick=lambda told: None).sampled.traces
     order = TaskOrder(tasks=crew.parts.train_tasks, tasks_per_step=4, seed=crew.parts.settings.seed)
-    assert [trace.task for trace in traces] == order.take(4, cursor=4)[0]
+    assert [trace.task for trace in traces] == order.draw(4, cursor=4)[0]
     assert {number: traces[number].nodes for number in ended} == ended
-    assert again.num_begun_anew == 4 - len(ended)
-    assert crew.remote.repairs.take_counts()["rollout/num_groups_replayed"] == again.num_begun_anew
+    assert again.num_restarted_groups == 4 - len(ended)
+    assert crew.remote.repairs.pop_counts()["rollout/num_groups_replayed"] == again.num_restarted_groups
 
 
 @cluster
@@ -180,22 +186,22 @@ class Worker:
         )
         return Handed(report=report, gathered=["seen"], seconds=2.0)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         self.num_beats += 1
-        return Beat(num_ended=0, changed=0.0, place=None)
+        return Heartbeat(num_finished=0, changed=0.0, location=None)
 
     def _leave(self) -> None:
         self.has_left = True
 
 
-class Handed(Played):
+class Handed(JobResult):
     """Can be a key, as a reference of Ray's."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
-class Gone(ProcessGone):
+class Gone(ProcessLost):
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
@@ -224,7 +230,7 @@ class Together:
         self.num_replaced: Counter[str] = Counter()
         self.told: list[tuple[list[str], int]] = []
 
-    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+    def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
         self.told.append((sorted(gone), num_groups))
         self.num_replaced.update(gone.keys())
 
@@ -234,21 +240,21 @@ class Known(Forgetful):
         return "known"
 
 
-def flight_of(crew: Together) -> RemoteFlight:
-    return RemoteFlight(
-        NearRay(), crew, hooks=[Known()], version=lambda: 7, heartbeat_s=60.0, whereabouts=Whereabouts()  # type: ignore[list-item]
+def flight_of(crew: Together) -> RemoteGroupPlayer:
+    return RemoteGroupPlayer(
+        NearRay(), crew, hooks=[Known()], version=lambda: 7, heartbeat_s=60.0, rollout_status=RolloutStatus()  # type: ignore[list-item]
     )  # fmt: skip
 
 
-def step_of(number: int) -> OpenStep:
+def step_of(number: int) -> PendingStep:
     tasks = [Task(key=f"{number}.{group}", question="") for group in range(4)]
-    return OpenStep(step=number, tasks=tasks, modes=[("plain", "other")] * 4, cursor=0)
+    return PendingStep(step=number, tasks=tasks, modes=[("plain", "other")] * 4, cursor=0)
 
 
-def all_of(flight: RemoteFlight, num: int) -> dict[tuple[int, int], PlayedGroup]:
-    found: dict[tuple[int, int], PlayedGroup] = {}
+def all_of(flight: RemoteGroupPlayer, num: int) -> dict[tuple[int, int], GroupResult]:
+    found: dict[tuple[int, int], GroupResult] = {}
     for _ in range(40):
-        new = flight.ended(waits=True)
+        new = flight.poll(waits=True)
         assert not found.keys() & new.keys()
         found |= new
     assert len(found) == num
@@ -301,7 +307,7 @@ def test_a_worker_that_an_evaluation_replaced_is_asked_for_beats() -> None:
     all_of(flight, 4)
     crew.workers[1] = Worker()
     crew.num_replaced["rollout worker 1"] += 1
-    flight.ended(waits=False)
+    flight.poll(waits=False)
     assert crew.workers[1].num_beats == 1
 
 
@@ -309,15 +315,15 @@ def test_nobody_waits_for_what_is_given_up() -> None:
     crew = Together(2)
     flight = flight_of(crew)
     flight.begin(step_of(0), range(4), is_again=False)
-    flight.give_up()
-    assert all(worker.has_left for worker in crew.workers) and flight.ended(waits=False) == {}
+    flight.cancel()
+    assert all(worker.has_left for worker in crew.workers) and flight.poll(waits=False) == {}
 
 
 def test_groups_take_places_in_their_order_and_a_large_one_plays_alone() -> None:
-    room = Room(4)
-    with room.of(9):
+    room = RolloutSlots(4)
+    with room.reserve(9):
         assert not room._free.acquire(blocking=False)
-    with room.of(3), room.of(1):
+    with room.reserve(3), room.reserve(1):
         assert not room._free.acquire(blocking=False)
     assert sum(room._free.acquire(blocking=False) for _ in range(6)) == 4
 
@@ -328,13 +334,13 @@ def test_a_group_plays_as_many_at_a_time_as_there_are_places(monkeypatch: pytest
     from outrider.scale.worker import RolloutWorker
 
     worker, jobs = RolloutWorker(0, ["engine"]), list[Job]()
-    worker._room, worker._idle = Room(2), [object()]  # type: ignore[list-item]
-    worker._asked = {"client": "worker 0", "tokenizer": None, "context_length": 8, "timeout_s": 1.0}
+    worker._slots, worker._free_algorithms = RolloutSlots(2), [object()]  # type: ignore[list-item]
+    worker._engine_options = {"client": "worker 0", "tokenizer": None, "context_length": 8, "timeout_s": 1.0}
     report = RolloutReport(traces=[], num_batches=0, num_retries=0)
 
-    def play(job: Job, *given: Any) -> Played:
+    def play(job: Job, *given: Any) -> JobResult:
         jobs.append(job)
-        return Played(report=report, gathered=[])
+        return JobResult(report=report, gathered=[])
 
     monkeypatch.setattr(worker, "_play", play)
     for num in (1, 2, 5):

@@ -16,24 +16,24 @@ import pytest
 from outrider.config import validate
 from outrider.engines.base import FinishReason, Generation, LocalSettings, Request
 from outrider.environments.factbook.family import FactbookConfig
-from outrider.errors import CheckpointError, ClusterFault, ConfigError, NoRepair, ProcessGone
+from outrider.errors import CheckpointError, ClusterFault, ConfigError, NoRepair, ProcessLost
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.plugins.record import server_digests
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.scale.pool import DirectPool, EnginePool
 from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
-from outrider.scale.remote import Remote
+from outrider.scale.remote import RemoteProcesses
 from outrider.scale.repairs import Repairs
-from outrider.scale.rollouts import RemoteRollouts
+from outrider.scale.rollouts import WorkerRollouts
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Leaf, Trace
 from outrider.train.cluster_restarts import Allowance
 from outrider.train.data.task_sampling import SampledStep
-from outrider.train.overlap import Ahead
+from outrider.train.overlap import RolloutPrefetch
 from outrider.train.settings import RunSettings
-from outrider.train.state.same_settings import flat_settings, other_settings
+from outrider.train.state.same_settings import check_settings, flat_settings
 from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory
 
 TASK = Task(key="a", question="?", answers=("!",))
@@ -80,7 +80,7 @@ class Crew:
         self.workers = [actor(run="pending", beat="beat")]
         self.replaced: list[str] = []
 
-    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+    def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
         self.replaced += gone
         raise ClusterFault("too late")
 
@@ -89,16 +89,16 @@ def test_rollouts_that_are_given_up_replace_nobody_and_ask_ray_no_more() -> None
     """The run begins anew at once: its processes are ended, which is no death, and so is its Ray."""
     ray, crew = FakeRay(), Crew()
 
-    def play(ahead: Ahead) -> SampledStep:
-        RemoteRollouts(
+    def play(ahead: RolloutPrefetch) -> SampledStep:
+        WorkerRollouts(
             ray, crew, hooks=(), is_training=True, version=lambda: 0, max_concurrent=1, heartbeat_s=60.0,
-            on_finished=ahead.on_finished, whereabouts=Whereabouts(), ahead=ahead,
+            on_finished=ahead.on_finished, rollout_status=RolloutStatus(), prefetch=ahead,
         ).run([TASK], modes=("plain",), training_step=1)  # fmt: skip
         raise AssertionError("unreachable")
 
-    ahead = Ahead(play, counts=[])
+    ahead = RolloutPrefetch(play, counts=[])
     ahead.wait_until_sent()
-    ahead.give_up()
+    ahead.cancel()
     num_asked = ray.num_asked
     ray.dead.set()
     ahead._thread.join(10.0)
@@ -152,8 +152,8 @@ def test_an_engine_that_died_between_two_batches_is_replaced_where_it_is_asked_f
     """And does not make the whole run begin anew."""
     told: list[tuple[str, bool]] = []
 
-    def anew(gone: ProcessGone, is_loading: bool) -> None:
-        told.append((gone.who, is_loading))
+    def anew(gone: ProcessLost, is_loading: bool) -> None:
+        told.append((gone.process, is_loading))
         engines.put(0, actor(free_cache=True, busy_s=2.0, generate=(GENERATION,)))
 
     engines = pool([actor(free_cache=Died(), busy_s=Died(), generate=Died())], anew)
@@ -164,7 +164,7 @@ def test_an_engine_that_died_between_two_batches_is_replaced_where_it_is_asked_f
 def test_seconds_of_an_engine_that_is_gone_still_count() -> None:
     """Else an engine in its place makes a step's sum smaller than the one before, and nobody seems busy."""
 
-    def anew(gone: ProcessGone, is_loading: bool) -> None:
+    def anew(gone: ProcessLost, is_loading: bool) -> None:
         engines.put(0, actor(busy_s=0.5))
 
     answers: list[Any] = [4.0, Died()]
@@ -179,9 +179,9 @@ def remote_of(limit: int, told: list[tuple[str, int]], *, builds: list[Any]) -> 
     """
     cluster = {"num_engines": 2, "num_rollout_workers": 2}
     recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": cluster}
-    remote: Any = Remote.__new__(Remote)
+    remote: Any = RemoteProcesses.__new__(RemoteProcesses)
     remote._settings = validate(RunSettings, recipe)
-    remote._session = SimpleNamespace(ray=FakeRay(), is_local=False, await_place=lambda actor, name: None)
+    remote._session = SimpleNamespace(ray=FakeRay(), is_local=False, await_placement=lambda actor, name: None)
     remote.repairs, remote._parts = Repairs(Allowance(limit)), "parts"
 
     def another(kind: str) -> Any:
@@ -203,7 +203,7 @@ def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> Non
     """A node had both, and the engine was missed first: one repair, and nobody is replaced twice."""
     told: list[tuple[str, int]] = []
     remote = remote_of(1, told, builds=[])
-    remote.replace({"engine 1": ProcessGone("engine 1 died in load; ...", "engine 1")}, num_groups=0)
+    remote.replace({"engine 1": ProcessLost("engine 1 died in load; ...", "engine 1")}, num_groups=0)
     assert told == [("engine", 1), ("put", 1), ("rollout worker", 0)]
     counts = {name: one for name, one in remote.repairs.take_counts().items() if one}
     assert counts == {"cluster/engine_deaths": 1.0, "cluster/worker_deaths": 1.0}
@@ -218,15 +218,15 @@ def test_a_process_that_dies_in_another_one_s_place_is_replaced_as_well(who: str
     told: list[tuple[str, int]] = []
     remote = remote_of(2, told, builds=[Died()])
     remote.workers[0] = actor(use_engine="told")
-    remote.replace({who: ProcessGone(f"{who} died in its rollouts; ...", who)}, num_groups=1)
+    remote.replace({who: ProcessLost(f"{who} died in its rollouts; ...", who)}, num_groups=1)
     kind = who.rpartition(" ")[0]
     assert [one for one in told if one[0] != "put"] == [(kind, 0), (kind, 0)]
     assert remote.repairs.num_replaced == {who: 2}
     assert [line.rpartition("repair ")[2][0] for line in remote.notes()] == ["1", "2"]
-    for limit, error in ((1, NoRepair), (9, ProcessGone)):  # all begin anew, where that may be
+    for limit, error in ((1, NoRepair), (9, ProcessLost)):  # all begin anew, where that may be
         worse = remote_of(limit, [], builds=[Died(), Died()])
         with pytest.raises(error):
-            worse.replace({who: ProcessGone(f"{who} died in its rollouts; ...", who)}, num_groups=1)
+            worse.replace({who: ProcessLost(f"{who} died in its rollouts; ...", who)}, num_groups=1)
         assert worse.repairs.num_replaced[who] == min(limit, 2)
 
 
@@ -239,7 +239,7 @@ class FakeRanks:
 
     def send(self, version: int, actors: list[Any], *, is_again: bool = False) -> tuple[int, int]:
         if self._breaks:
-            raise ProcessGone("engine 1 died in take; ...", "engine 1")
+            raise ProcessLost("engine 1 died in take; ...", "engine 1")
         self.sent.append((version, is_again))
         return 8, 3
 
@@ -266,7 +266,7 @@ def test_an_engine_that_dies_in_a_transfer_of_the_ranks_is_not_replaced() -> Non
     for ask in (lambda: engines.load(1), lambda: engines.put(0, actor())):
         with pytest.raises(ClusterFault, match="engine 1 died in take") as raised:
             ask()
-        assert not isinstance(raised.value, ProcessGone)
+        assert not isinstance(raised.value, ProcessLost)
 
 
 def test_a_worker_that_is_not_built_yet_takes_another_engine() -> None:
@@ -293,9 +293,9 @@ def test_a_worker_that_takes_a_place_sees_the_buffer_as_it_is_now(tmp_path: Path
     settings = SimpleNamespace(environment=FactbookConfig())
     parts: Any = SimpleNamespace(learner=learner, buffer=buffer, train_tasks=[TASK], settings=settings)
     recipe: Any = None
-    before = WorkerSettings.of(parts, recipe, context_length=8)
+    before = WorkerSettings.from_components(parts, recipe, context_length=8)
     buffer.rollback(revision)
-    now = WorkerSettings.of(parts, recipe, context_length=8)
+    now = WorkerSettings.from_components(parts, recipe, context_length=8)
     assert before.buffer is not None and now.buffer is not None
     with pytest.raises(CheckpointError):
         StepTraceBuffer(before.buffer[0], load_embedder("hash"), mode="read", revision=before.buffer[1])
@@ -315,7 +315,7 @@ def test_a_worker_whose_tool_server_is_another_one_says_so(tmp_path: Path) -> No
     here = server_digests(settings.environment)
     assert here["tools.numbers"] == "numbers 1.0" and len(here["tools.numbers.add"]) == 64
     given = WorkerSettings(
-        recipe=Recipe.of(settings), vocabulary_size=8, context_length=8, train_tasks=[], buffer=None,
+        recipe=Recipe.from_settings(settings), vocabulary_size=8, context_length=8, train_tasks=[], buffer=None,
         servers={**here, "tools.numbers": "numbers 0.9"},
     )  # fmt: skip
     told = r"rollout worker 3 has another environment.tools.numbers \(numbers 1.0\) than .* \(numbers 0.9\)"
@@ -348,6 +348,6 @@ def test_a_run_that_was_ended_by_too_many_replacements_may_go_on_with_more() -> 
         return validate(RunSettings, recipe)
 
     began_with = flat_settings(settings(3))
-    assert other_settings(began_with, settings(20)) == []
+    assert check_settings(began_with, settings(20)) == []
     # of a checkpoint from when it was written down
-    assert other_settings(began_with | {"cluster.max_restarts": 3}, settings(20)) == []
+    assert check_settings(began_with | {"cluster.max_restarts": 3}, settings(20)) == []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.config import validate
 from outrider.engines.vllm_async import AsyncVllm
-from outrider.engines.weight_sum import NAME, Checking, WeightSum, summed
+from outrider.engines.weight_sum import NAME, Checking, WeightSum, append_sum
 from outrider.errors import ClusterFault, ConfigError, EngineFault
 from outrider.scale.direct import EngineClient, Source
 from outrider.scale.group import RankGroup
@@ -51,15 +51,15 @@ def of(**cluster: Any) -> RunSettings:
 )
 def test_every_process_asks_for_its_gpus(cluster: dict[str, Any], rank: Any, engine: Any) -> None:
     settings = of(**cluster)
-    asked = Resources.of(settings)
+    asked = Resources.from_settings(settings)
     assert settings.has_ranks  # a trainer beside engines is told its GPU by Ray
-    assert (asked.rank_place, asked.rank["num_gpus"]) == rank
-    assert (asked.engine_place, asked.engine["num_gpus"]) == engine
+    assert (asked.rank_bundle, asked.rank["num_gpus"]) == rank
+    assert (asked.engine_bundle, asked.engine["num_gpus"]) == engine
 
 
 def test_on_a_cpu_nobody_asks_for_a_gpu() -> None:
     asked = Resources()
-    assert asked.rank_place == asked.engine_place == {"CPU": 1}
+    assert asked.rank_bundle == asked.engine_bundle == {"CPU": 1}
     assert asked.rank == asked.engine == {"num_cpus": 1}
 
 
@@ -372,7 +372,9 @@ def test_the_source_says_what_comes_and_its_sum_confirms_it(
 
 @pytest.mark.parametrize("how", ["a bit", "an order", "one less"])
 def test_other_weights_than_those_sent_are_noticed(how: str) -> None:
-    sent = list(summed([("a", torch.randn(5)), ("b", torch.randn(2, 3)), ("c", torch.randn(4).bfloat16())]))
+    sent = list(
+        append_sum([("a", torch.randn(5)), ("b", torch.randn(2, 3)), ("c", torch.randn(4).bfloat16())])
+    )
     if how == "a bit":
         sent[1][1].view(torch.int32)[0, 0] ^= 1
     elif how == "an order":

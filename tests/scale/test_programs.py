@@ -62,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (made / "tasks.jsonl").write_text(rows)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(imports, "_folders", [])
-        imports.search_in(made)
+        imports.add_search_folder(made)
         yield made
 
 
@@ -121,7 +121,7 @@ def test_programs_end_with_their_worker_and_are_played_again(
             wait_until_ended(mine)
     wait_until_ended(mine)
     assert bits(play()) == bits(unbroken)
-    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    counts = {name: one for name, one in crew.remote.repairs.pop_counts().items() if one}
     assert counts == {"cluster/worker_deaths": 1.0, "rollout/num_groups_replayed": 2.0}
     assert len(crew.remote.notes()) == 1
     assert len(launchers_of(crew.remote.worker_pids[1])) == 1
@@ -140,7 +140,7 @@ def test_each_worker_plays_verifiers_in_a_process_of_its_own(
     session: "Session", folder: Path, place: Path, tmp_path: Path
 ) -> None:
     write_fake(tmp_path)
-    imports.search_in(tmp_path)
+    imports.add_search_folder(tmp_path)
     rows = ("good", "two", "raise", "other", "held out")
     splits = {"num_train": 4, "num_valid": 0, "num_test": 1}
     given = {"type": "verifiers", "id": "fake_taskset", "options": {"taskset": {"rows": rows}}, **splits}

@@ -19,7 +19,7 @@ import pytest
 
 from outrider.config import validate
 from outrider.engines.local.engine import LocalEngine
-from outrider.errors import ClusterFault, ConfigError, ProcessGone
+from outrider.errors import ClusterFault, ConfigError, ProcessLost
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.scale.repairs import Repairs
@@ -32,7 +32,7 @@ from outrider.train.settings import RunSettings
 from tests.scale.processes import lives
 
 if TYPE_CHECKING:
-    from outrider.scale.remote import Remote
+    from outrider.scale.remote import RemoteProcesses
     from outrider.scale.session import Session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -63,7 +63,7 @@ class Crew:
     """The parts of a run whose rollouts are played elsewhere."""
 
     parts: Components
-    remote: "Remote"
+    remote: "RemoteProcesses"
 
     def play(self, *, step: int = 0, limit_s: float = 60.0) -> RolloutReport:
         began = time.monotonic()
@@ -83,7 +83,7 @@ class Crew:
             renderer=parts.renderer,
             factory=parts.factory,
             limits=parts.settings.limits,
-            sampling=Sampling(temperature=1.0, stop=parts.family.stop),
+            sampling=Sampling(temperature=1.0, stop=parts.task_set.stop),
             run_seed=parts.settings.seed,
         ).run(parts.train_tasks[:4], modes=("plain",) * 2, training_step=0)
 
@@ -101,7 +101,7 @@ def crew_of(session: "Session", folder: Path, place: Path, **changed: Any) -> Ab
 
 @contextmanager
 def crew_with(session: "Session", settings: RunSettings, place: Path) -> Iterator[Crew]:
-    from outrider.scale.remote import Remote
+    from outrider.scale.remote import RemoteProcesses
 
     parts = build(
         settings,
@@ -109,12 +109,12 @@ def crew_with(session: "Session", settings: RunSettings, place: Path) -> Iterato
         resumed=False,
         on_tokens=lambda num: None,
         note=lambda line: None,
-        start=local_learner,
-        spread=partial(Remote, session=session),
+        start_learner=local_learner,
+        start_remote=partial(RemoteProcesses, session=session),
     )
-    assert isinstance(parts.elsewhere, Remote)
-    yield Crew(parts, parts.elsewhere)
-    parts.elsewhere.close()
+    assert isinstance(parts.remote, RemoteProcesses)
+    yield Crew(parts, parts.remote)
+    parts.remote.close()
     parts.factory.close()
 
 
@@ -176,7 +176,7 @@ def bits(report: RolloutReport) -> object:
 def replaced(crew: Crew, unbroken: object, counted: str, message: str, *, num_groups: int) -> None:
     """The batch comes to the same bits, and what happened is counted and told once."""
     assert bits(crew.play()) == unbroken
-    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    counts = {name: one for name, one in crew.remote.repairs.pop_counts().items() if one}
     assert counts == {counted: 1.0, "rollout/num_groups_replayed": float(num_groups)}
     [line] = crew.remote.notes()
     assert message in line and "replaced" in line and "\n" not in line
@@ -219,7 +219,7 @@ def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int
     assert bits(crew.play()) == unbroken
     killer.join()
     assert bits(crew.play()) == unbroken  # where it came after the batch
-    counts = crew.remote.repairs.take_counts()
+    counts = crew.remote.repairs.pop_counts()
     assert counts["cluster/worker_deaths"] + counts["cluster/engine_deaths"] == 1.0
     crew.remote.notes()
 
@@ -228,7 +228,7 @@ def test_an_engine_that_dies_between_two_batches_is_replaced(crew: Crew, unbroke
     """Where it is asked first; the run does not begin anew for it."""
     os.kill(crew.remote.engine_pids[0], signal.SIGKILL)
     crew.remote.engine.free_cache()
-    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    counts = {name: one for name, one in crew.remote.repairs.pop_counts().items() if one}
     assert counts == {"cluster/engine_deaths": 1.0}
     assert "engine 0 died in free_cache" in crew.remote.notes()[0]
     assert bits(crew.play()) == unbroken
@@ -238,7 +238,7 @@ def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> N
     engine = crew.remote.engine
     os.kill(crew.remote.engine_pids[0], signal.SIGKILL)
     engine.load(engine.weight_version + 1)
-    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    counts = {name: one for name, one in crew.remote.repairs.pop_counts().items() if one}
     assert counts == {"cluster/engine_deaths": 1.0, "weights/num_failed": 1.0}
     versions = {n.weight_version for trace in crew.play().traces for n in trace.nodes if n.trainable}
     assert versions == {engine.weight_version}
@@ -251,7 +251,7 @@ def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -
     for pid in (crew.remote.engine_pids[1], crew.remote.worker_pids[0]):
         os.kill(pid, signal.SIGKILL)
     crew.remote.engine.free_cache()
-    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    counts = {name: one for name, one in crew.remote.repairs.pop_counts().items() if one}
     assert counts == {"cluster/engine_deaths": 1.0, "cluster/worker_deaths": 1.0}
     notes = crew.remote.notes()
     assert len({line.rpartition(", ")[2] for line in notes}) == 1 and len(notes) == 2  # one repair
@@ -269,11 +269,11 @@ def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
 def test_replacements_are_counted_by_the_hour() -> None:
     clock = [0.0]
     repairs = Repairs(Allowance(2, clock=lambda: clock[0]))
-    gone = ProcessGone("engine 1 died in generate (X); continue", "engine 1")
+    gone = ProcessLost("engine 1 died in generate (X); continue", "engine 1")
     for now in (0.0, 1800.0, 3700.0):
         clock[0] = now
         repairs.allow(gone)
-    assert repairs.take_notes()[-1] == "engine 1 died in generate (X); replaced, repair 2 of 2 within an hour"
+    assert repairs.pop_notes()[-1] == "engine 1 died in generate (X); replaced, repair 2 of 2 within an hour"
     with pytest.raises(ClusterFault, match=r"engine 1 died .*after 2 repairs within an hour, cluster\.max"):
         repairs.allow(gone)
     again = pickle.loads(pickle.dumps(gone))
@@ -291,7 +291,7 @@ def test_the_end_ends_all(crew: Crew) -> None:
 
 
 def test_processors_that_are_not_there_are_named(session: "Session", folder: Path) -> None:
-    from outrider.scale.remote import Remote
+    from outrider.scale.remote import RemoteProcesses
 
     settings = settings_of(folder, num_engines=300)
     learner = local_learner(settings, initial=True)
@@ -299,7 +299,7 @@ def test_processors_that_are_not_there_are_named(session: "Session", folder: Pat
     session._settings = before.model_copy(update={"placement_timeout_s": 1.0})
     try:
         with pytest.raises(ClusterFault, match=r"num_engines = 300 and .*need 302 .* within 1 s"):
-            Remote(settings, learner, folder=folder, session=session)
+            RemoteProcesses(settings, learner, folder=folder, session=session)
     finally:
         session._settings = before
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from outrider.config import load_settings
 from outrider.environments.base import CallCapped
 from outrider.environments.tool_qa.call_budget import CallBudget
-from outrider.errors import ConfigError, ProcessGone
+from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.hooks import Forgetful
 from outrider.rollout.scheduler import RolloutReport
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.scale.recipe import Recipe
-from outrider.scale.rollouts import RemoteRollouts
-from outrider.scale.worker import Beat, Job, Played
+from outrider.scale.rollouts import WorkerRollouts
+from outrider.scale.worker import Heartbeat, Job, JobResult
 from outrider.trace import Trace
 from outrider.train.settings import RunSettings
 from outrider.types import Outcome, Task
@@ -61,7 +61,7 @@ class Worker:
         self.breaks: list[Exception] = []  # one a try
         self.num_spent = 0
         self.run = Answers(self._run)
-        self.beat = Answers(lambda: Beat(num_ended=0, changed=0.0, place=None))
+        self.beat = Answers(lambda: Heartbeat(num_finished=0, changed=0.0, location=None))
 
     def __hash__(self) -> int:
         return id(self)
@@ -79,7 +79,7 @@ class Worker:
         return Handed(report=report, gathered=gathered, num_spent=self.num_spent)
 
 
-class Handed(Played):
+class Handed(JobResult):
     """Can be a key, as a reference of Ray's."""
 
     __hash__ = object.__hash__
@@ -109,14 +109,14 @@ class Together:
         self.workers = workers
         self.replaced: list[tuple[list[str], int]] = []
 
-    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+    def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
         self.replaced.append((sorted(gone), num_groups))
 
 
-def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> RemoteRollouts:
-    return RemoteRollouts(
+def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> WorkerRollouts:
+    return WorkerRollouts(
         NearRay(), Together(workers), hooks=hooks, is_training=True, version=lambda: 5,
-        max_concurrent=at_once, heartbeat_s=1.0, whereabouts=Whereabouts(),
+        max_concurrent=at_once, heartbeat_s=1.0, rollout_status=RolloutStatus(),
         on_finished=lambda done, owed: None,
     )  # fmt: skip
 
@@ -146,15 +146,15 @@ def test_groups_go_round_and_come_back_in_order(size: int, num: int, cap: int, a
     for job in jobs:
         budget = CallBudget(cap)
         assert isinstance(budget, CallCapped)
-        budget.take_share(0, 1, 7)  # of an earlier batch: it does not count
-        budget.take_share(*job.calls)
+        budget.set_share(0, 1, 7)  # of an earlier batch: it does not count
+        budget.set_share(*job.calls)
         shares.append(budget.limit)
     assert sum(shares) == cap  # type: ignore[arg-type]
     for job, share in zip(jobs, shares, strict=True):
         assert abs(share - cap * len(job.tasks) / num) < 1  # type: ignore[operator]
 
 
-class Gone(ProcessGone):
+class Gone(ProcessLost):
     """Can be a key, as a reference of Ray's."""
 
     __hash__ = object.__hash__
@@ -211,15 +211,15 @@ def test_a_budget_goes_on_where_another_one_stood(cap: int, num: int) -> None:
     first.begin_batch(limited=True)
     for _ in range(num):
         first.count()
-    other.take_share(0, 1, 1)
-    other.go_on(first.num_executed)
+    other.set_share(0, 1, 1)
+    other.resume_batch(first.num_executed)
     first.begin_round()
     assert (other.is_open, other.num_executed) == (first.is_open, num)
 
 
 def test_no_cap_has_no_shares() -> None:
     budget = CallBudget(None)
-    budget.take_share(0, 1, 2)
+    budget.set_share(0, 1, 2)
     assert budget.limit is None
 
 
@@ -254,7 +254,7 @@ def test_a_plug_in_beside_the_recipe_is_found_in_another_process(tmp_path: Path)
         '[engine]\ntype = "beside_recipe:Mine"\nsize = 8\n'
     )
     settings = load_settings(RunSettings, file=tmp_path / "recipe.toml", overrides=[])
-    (tmp_path / "sent").write_bytes(pickle.dumps(Recipe.of(settings)))
+    (tmp_path / "sent").write_bytes(pickle.dumps(Recipe.from_settings(settings)))
     code = (
         "import pickle, sys, pathlib; sent = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
         "engine = sent.settings().engine; print(engine.size, type(engine).__module__, engine.type)"
@@ -272,7 +272,7 @@ class Refunded(Together):
         super().__init__(workers)
         self.num_charged = 0
 
-    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+    def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
         super().replace(gone, num_groups=num_groups)
         self.num_charged += sum(fault.is_charged for fault in gone.values())
 

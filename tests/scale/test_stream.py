@@ -53,7 +53,7 @@ def test_an_engine_that_is_gone_is_replaced(crew: Crew, how: signal.Signals) -> 
     before = tokens(crew)
     os.kill(crew.remote.engine_pids[0], how)
     assert tokens(crew) == before
-    counts = crew.remote.repairs.take_counts()
+    counts = crew.remote.repairs.pop_counts()
     assert counts["cluster/engine_deaths"] + counts["cluster/engine_hangs"] == 1.0
     assert counts["rollout/num_groups_replayed"] == 4.0
 

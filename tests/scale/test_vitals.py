@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.scale import rollouts
-from outrider.scale.rollouts import Beats
-from outrider.scale.vitals import RecordedWhereabouts, cpu_seconds, last_place
+from outrider.scale.rollouts import HeartbeatMonitor
+from outrider.scale.vitals import SharedRolloutStatus, cpu_seconds, read_location
 
 
 class Unanswered:
@@ -29,20 +29,20 @@ class Unanswered:
 
 def beats_of(
     monkeypatch: pytest.MonkeyPatch, *, cpu_share: float, notes: list[str]
-) -> tuple[Beats, list[float]]:
+) -> tuple[HeartbeatMonitor, list[float]]:
     now = [0.0]
     monkeypatch.setattr(rollouts.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rollouts, "cpu_seconds", lambda pid: cpu_share * now[0])
-    monkeypatch.setattr(rollouts, "last_place", lambda pid: "task/3: an environment's step")
+    monkeypatch.setattr(rollouts, "read_location", lambda pid: "task/3: an environment's step")
     ray = Unanswered()
-    beats = Beats(
-        ray, {"rollout worker 0": ray}, limit_s=4.0, whereabouts=Whereabouts(), on_ended=lambda num: None,
-        busy_s=60.0, pid_of=lambda name: 1, note=notes.append,
+    beats = HeartbeatMonitor(
+        ray, {"rollout worker 0": ray}, limit_s=4.0, rollout_status=RolloutStatus(), on_finished=lambda num: None,
+        busy_s=60.0, find_pid=lambda name: 1, note=notes.append,
     )  # fmt: skip
     return beats, now
 
 
-def silent_after(beats: Beats, now: list[float]) -> float:
+def silent_after(beats: HeartbeatMonitor, now: list[float]) -> float:
     while not (gone := beats()):
         now[0] += 0.5
         assert now[0] < 1000
@@ -67,10 +67,10 @@ def test_a_worker_that_does_nothing_is_silent_at_the_limit(monkeypatch: pytest.M
 
 HOLDS = """
 import re, sys
-from outrider.scale.vitals import RecordedWhereabouts
-places = RecordedWhereabouts()
-places.at("task/3", "the wait for a batch")
-places.at("task/3", "an environment's step")
+from outrider.scale.vitals import SharedRolloutStatus
+places = SharedRolloutStatus()
+places.set("task/3", "the wait for a batch")
+places.set("task/3", "an environment's step")
 print("ready", flush=True)
 re.match(r"(a+)+$", "a" * 60 + "b")
 """
@@ -84,14 +84,14 @@ def test_the_place_and_the_work_of_a_process_that_holds_its_lock_can_be_read() -
             assert before is not None
             while (cpu_seconds(process.pid) or 0.0) < before + 0.2:
                 assert time.monotonic() < until
-            assert last_place(process.pid) == "task/3: an environment's step"
+            assert read_location(process.pid) == "task/3: an environment's step"
         finally:
             process.kill()
-    assert cpu_seconds(process.pid) is None and last_place(process.pid) is None
+    assert cpu_seconds(process.pid) is None and read_location(process.pid) is None
 
 
 def test_a_long_place_is_cut_and_one_that_is_none_is_none() -> None:
-    places = RecordedWhereabouts()
-    assert last_place(os.getpid()) is None
-    places.at("\ud800" + "x" * 2000, "an environment's step")
-    assert last_place(os.getpid()) == "?" + "x" * 511
+    places = SharedRolloutStatus()
+    assert read_location(os.getpid()) is None
+    places.set("\ud800" + "x" * 2000, "an environment's step")
+    assert read_location(os.getpid()) == "?" + "x" * 511

@@ -46,7 +46,7 @@ LIMIT_S = 300.0
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    from outrider.scale.remote import Remote
+    from outrider.scale.remote import RemoteProcesses
 
     root = tmp_path_factory.mktemp("vllm")
     settings = validate(
@@ -75,13 +75,13 @@ def crew(session: "Session", tmp_path_factory: pytest.TempPathFactory) -> Iterat
         resumed=False,
         on_tokens=lambda num: None,
         note=lambda line: None,
-        start=local_learner,
-        spread=partial(Remote, session=session),
+        start_learner=local_learner,
+        start_remote=partial(RemoteProcesses, session=session),
     )
-    assert isinstance(parts.elsewhere, Remote)
-    found = Crew(parts, parts.elsewhere)
+    assert isinstance(parts.remote, RemoteProcesses)
+    found = Crew(parts, parts.remote)
     yield found
-    parts.elsewhere.close()
+    parts.remote.close()
     parts.factory.close()
     until = time.monotonic() + 60
     while vllm_processes():
@@ -180,7 +180,7 @@ def test_a_process_that_dies_is_replaced_with_all_that_it_started(crew: Crew, wh
     os.kill(crew.remote.engine_pids[0] if which == "ray" else cores[0], signal.SIGKILL)
     traces = crew.play(limit_s=LIMIT_S).traces
     assert gap(crew, traces) < 1e-3
-    counts = crew.remote.repairs.take_counts()
+    counts = crew.remote.repairs.pop_counts()
     assert counts["cluster/engine_deaths"] == 1.0 and counts["rollout/num_groups_replayed"] == 4.0
     until = time.monotonic() + 60
     while before.keys() & vllm_processes().keys():
@@ -227,7 +227,7 @@ def test_what_vllm_s_receivers_load_passes_the_sum(monkeypatch: pytest.MonkeyPat
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     from outrider.engines.vllm_backends import CheckedNccl
-    from outrider.engines.weight_sum import summed
+    from outrider.engines.weight_sum import append_sum
 
     told: list[str] = []
     for name in ("start_weight_update", "finish_weight_update"):
@@ -242,7 +242,7 @@ def test_what_vllm_s_receivers_load_passes_the_sum(monkeypatch: pytest.MonkeyPat
 
     engine = CheckedNccl.__new__(CheckedNccl)
     engine.model = Model()
-    sent = list(summed([("a", torch.ones(2)), ("b", torch.zeros(3))]))
+    sent = list(append_sum([("a", torch.ones(2)), ("b", torch.zeros(3))]))
     engine.start_weight_update()
     engine.receive_weights(sent[:1])
     with pytest.raises(ValueError, match="without their sum"):

@@ -133,7 +133,7 @@ def settings(folder: Path) -> RunSettings:
 
 def test_an_engine_serves_one_version_and_no_older_one(settings: RunSettings, tmp_path: Path) -> None:
     shelf = Shelf()
-    actor = EngineActor(Recipe.of(settings), 0, str(tmp_path), shelf)
+    actor = EngineActor(Recipe.from_settings(settings), 0, str(tmp_path), shelf)
     actor.build()
     asked = [Request(request_id="g/0/0", token_ids=(5, 6, 7), max_tokens=4, seed=1, cache_key="g/0")]
     with pytest.raises(ClusterFault, match="engine 0 has no weights yet, and version 0 was asked for"):
@@ -173,7 +173,7 @@ class Tasks:
 
 def test_an_object_in_the_place_of_a_name_is_refused(settings: RunSettings) -> None:
     with (
-        registry.given({"environments": Tasks()}),
+        registry.substitute({"environments": Tasks()}),
         pytest.raises(ConfigError, match="an object was given for environments"),
     ):
-        Recipe.of(settings)
+        Recipe.from_settings(settings)

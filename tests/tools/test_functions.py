@@ -19,12 +19,12 @@ from typing_extensions import TypedDict
 
 from outrider.environments.tool_qa.family import ToolsConfig
 from outrider.errors import ConfigError, ToolFault
-from outrider.plugins.registry import build_named, resolve
+from outrider.plugins.registry import build_by_name, resolve
 from outrider.testing.tool import check_tool
 from outrider.tokens.calls import CALL_FORMATS, read_turn
 from outrider.tools.base import SchemaTool, ToolOutput
 from outrider.tools.functions import FunctionTool, tool_class
-from outrider.tools.toolset import Toolset, schema_of
+from outrider.tools.toolset import Toolset, tool_schema
 from outrider.types import Json, ToolCall
 
 
@@ -621,7 +621,7 @@ def test_what_no_call_can_reach_is_refused_before_anything_runs(function: Any, t
 @pytest.mark.parametrize(("name", "text", "said"), [("cached", '{"a": 2}', "4"), ("price", "kettle", "3")])
 def test_what_wraps_a_function_is_one(name: str, text: str, said: str) -> None:
     for _ in range(2):
-        assert build_named("tools", f"{__name__}:{name}", None, None).run_text(text).text == said
+        assert build_by_name("tools", f"{__name__}:{name}", None, None).run_text(text).text == said
 
 
 def test_what_is_no_tool_is_told_with_what_a_tool_has() -> None:
@@ -667,7 +667,7 @@ def test_the_check_calls_with_arguments_of_the_schema() -> None:
 def test_a_recipe_names_a_function() -> None:
     name = f"{__name__}:add"
     assert issubclass(resolve("tools", name), FunctionTool)
-    assert build_named("tools", name, None, None).run_call({"a": 1}).text == "2"
+    assert build_by_name("tools", name, None, None).run_call({"a": 1}).text == "2"
     with pytest.raises(ConfigError, match="is no class"):
         resolve("tools", f"{__name__}:__name__")
 
@@ -688,12 +688,12 @@ def test_one_registry_for_text_and_arguments() -> None:
     plain = Plain()
     tools = Toolset([plain, tool(add)])
     assert tools.names == ("plain", "add") and not isinstance(plain, SchemaTool)
-    assert schema_of(plain)["description"] == "Say it."
+    assert tool_schema(plain)["description"] == "Say it."
     assert [one["name"] for one in tools.schemas] == ["plain", "add"]
     assert tools.run_call(ToolCall(name="plain", arguments={"words": "hi"})).text == "hi"
     assert tools.run_call(ToolCall(name="plain", arguments={"words": " "})).failed
     assert tools.run_text("plain", "hi") == tools.run_call(ToolCall(name="plain", arguments={"words": "hi"}))
     one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
-    assert tools.key_of(ToolCall(name="add", arguments=one)) == tools.key_of(
+    assert tools.call_key(ToolCall(name="add", arguments=one)) == tools.call_key(
         ToolCall(name="add", arguments=other)
     )

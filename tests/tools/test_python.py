@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable
 from outrider.tools import sandbox
 from outrider.tools.python import PythonTool, PythonToolConfig, cut
-from outrider.tools.python_text import code_of
+from outrider.tools.python_text import extract_code
 from outrider.tools.python_worker import print_last_expression
 
 needs_locks = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
@@ -406,4 +406,4 @@ def test_everything_ends_with_a_killed_parent(tmp_path: Path, state: str) -> Non
     ],
 )  # fmt: skip
 def test_a_fence_and_a_shared_indentation_are_taken_off(text: str, code: str) -> None:
-    assert code_of(text) == code
+    assert extract_code(text) == code

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet
 from outrider.errors import ToolUnavailable
 from outrider.tools import sandbox, sandbox_mounts
 from outrider.tools.fair_pool import FairPool
@@ -157,14 +157,14 @@ def test_d7_who_asks_first_is_served_first() -> None:
     """One item and eight threads: whoever gives it back and asks again stands behind all who wait."""
     pool = FairPool(["server"])
     served: list[int] = []
-    held = pool.take()
+    held = pool.acquire()
     threads = []
     for number in range(8):
         threads.append(threading.Thread(target=lambda number=number: _serve(pool, served, number)))
         threads[-1].start()
         while len(pool._waiting) <= number:  # it stands in line
             os.sched_yield()
-    pool.give(held)
+    pool.release(held)
     _serve(pool, served, 8)
     for thread in threads:
         thread.join(60)
@@ -172,14 +172,14 @@ def test_d7_who_asks_first_is_served_first() -> None:
 
 
 def _serve(pool: FairPool[str], served: list[int], number: int) -> None:
-    item = pool.take()
+    item = pool.acquire()
     served.append(number)
-    pool.give(item)
+    pool.release(item)
 
 
 def test_d7_who_leaves_the_line_is_not_handed_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = FairPool(["server"])
-    held = pool.take()
+    held = pool.acquire()
 
     def interrupted(*_: object) -> bool:
         raise KeyboardInterrupt
@@ -187,9 +187,9 @@ def test_d7_who_leaves_the_line_is_not_handed_anything(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(threading.Event, "wait", interrupted)
         with contextlib.suppress(KeyboardInterrupt):
-            pool.take()
-    pool.give(held)
-    assert pool.take() == "server"
+            pool.acquire()
+    pool.release(held)
+    assert pool.acquire() == "server"
 
 
 CAPABILITIES = """
@@ -247,4 +247,4 @@ def test_d7_a_lock_that_does_not_hold_is_found_before_the_first_rollout(
     monkeypatch.setattr(sandbox, "seccomp_works", lambda: False)
     monkeypatch.setattr(sandbox, "problems", tuple)
     with pytest.raises(ToolUnavailable, match="does not hold"):
-        ToolsFamily(ToolsConfig(tools=("python",))).make()
+        ToolsTaskSet(ToolsConfig(tools=("python",))).make()

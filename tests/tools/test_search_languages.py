@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import DataError
 from outrider.tools.browser.pages import Page, PageCollection
-from outrider.tools.browser.readers import NO_MATCH, Bm25Reader, make_reader, passages_of
+from outrider.tools.browser.readers import NO_MATCH, Bm25Reader, make_reader, split_passages
 from outrider.tools.browser.settings import BrowserSettings
 from outrider.tools.browser.tool import Browser
 from outrider.tools.search import Passage, SearchConfig, SearchTool, load_passages, query_terms, terms
@@ -83,8 +83,8 @@ def test_a_long_page_is_read_where_the_words_are(language: str) -> None:
 
 def test_sentences_without_blanks_are_kept_as_they_were_written() -> None:
     text = "一二。三四！五六？！七"
-    assert list(passages_of(text, 100)) == [text]
-    assert list(passages_of(text, 4)) == ["一二。", "三四！", "五六？！", "七"]
+    assert list(split_passages(text, 100)) == [text]
+    assert list(split_passages(text, 4)) == ["一二。", "三四！", "五六？！", "七"]
 
 
 NO_TITLES: list[dict[str, Any]] = [

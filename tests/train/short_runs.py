@@ -9,7 +9,7 @@ from typing import Any, Literal
 from outrider.config import load_settings
 from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
-from outrider.train.state.checkpoint_state import read_sealed, write_sealed
+from outrider.train.state.checkpoint_state import read_checksummed, write_checksummed
 from outrider.train.state.run_directory import RunDirectory
 
 
@@ -45,6 +45,6 @@ def rewrite_state(checkpoint: Path) -> Iterator[dict[str, Any]]:
     """The state as another process might have written it: what is changed gets the checksum that belongs to
     it.
     """
-    state = read_sealed(checkpoint / "state.json")
+    state = read_checksummed(checkpoint / "state.json")
     yield state
-    write_sealed(checkpoint / "state.json", state)
+    write_checksummed(checkpoint / "state.json", state)

@@ -51,7 +51,7 @@ def test_a_curve_over_trials_is_written(
         assert scores == sorted(scores) and all(one["num_tasks"] == 3 for one in records)
     for number, one in enumerate(records):
         alone = one["trial"]
-        rows = Run.of(run).evaluation_traces(number).to_pylist()
+        rows = Run.from_path(run).evaluation_traces(number).to_pylist()
         played = {row["task_key"]: row["episode_return"] for row in rows if row["episode_return"] is not None}
         assert alone["task_returns"] == played  # type: ignore[index]
         assert alone["task_scores"].keys() == played.keys()  # type: ignore[index]

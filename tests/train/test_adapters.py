@@ -22,7 +22,7 @@ from outrider.engines.local.model import load_model
 from outrider.errors import ConfigError, ModelError
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
 from outrider.train.settings import RunSettings
-from outrider.train.update.adapters import coverage, merged
+from outrider.train.update.adapters import coverage, merge_adapters
 from outrider.train.update.policy import Policy
 from tests.tiny import tiny_model
 
@@ -54,7 +54,7 @@ def test_the_folder_of_a_run_with_adapters_is_the_model_that_trains(tmp_path: Pa
 
 def test_a_merged_weight_is_the_sum_in_float64_rounded_once() -> None:
     policy = moved(torch.bfloat16)
-    found = merged(policy.model)
+    found = merge_adapters(policy.model)
     layer = policy.model.model.layers[0].mlp.down_proj
     up, down = layer.lora_B["default"].weight.double(), layer.lora_A["default"].weight.double()
     wanted = layer.base_layer.weight.double() + 6 / 2 * up @ down
@@ -80,7 +80,7 @@ def test_an_engine_that_does_not_say_so_gets_no_adapters(monkeypatch: pytest.Mon
 def test_without_adapters_the_weights_are_the_model_s_own(trained_layers: int | None) -> None:
     policy = Policy(tiny_model(), OptimizerSettings(), trained_layers=trained_layers)
     own = dict(policy.model.named_parameters())
-    assert {name: one.data_ptr() for name, one in merged(policy.model).items()} == {
+    assert {name: one.data_ptr() for name, one in merge_adapters(policy.model).items()} == {
         name: one.data_ptr() for name, one in own.items()
     }
 
@@ -171,7 +171,7 @@ def test_whatever_peft_injects_is_merged_as_peft_does(options: dict[str, Any], t
     plain = tiny_model()
     with torch.no_grad():
         ours = model.logits(ids, positions, plan)
-        weights = merged(model.model)
+        weights = merge_adapters(model.model)
         if bias:
             for layer in plain.model.model.layers:
                 layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(32))
@@ -185,7 +185,7 @@ def test_an_adapter_that_is_not_merged_is_named() -> None:
     policy = moved()
     policy.model.model.layers[1].mlp.up_proj.set_adapter([])
     with pytest.raises(ModelError, match=r"'default' of model\.layers\.1\.mlp\.up_proj was not merged"):
-        merged(policy.model)
+        merge_adapters(policy.model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

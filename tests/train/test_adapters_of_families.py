@@ -17,7 +17,13 @@ from outrider.engines.local.model import LanguageModel
 from outrider.errors import ModelError
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
 from outrider.train.update import export_check
-from outrider.train.update.adapters import broken_ties, coverage, in_folder, merged, merged_names
+from outrider.train.update.adapters import (
+    broken_ties,
+    coverage,
+    merge_adapters,
+    merged_names,
+    to_folder_format,
+)
 from outrider.train.update.policy import Policy
 
 FAMILIES = [
@@ -115,10 +121,11 @@ def require_exported(policy: Policy, base: Path, folder: Path) -> None:
     if not broken_ties(policy.model):
         assert keys_of(folder) == keys_of(base)
     # what vLLM gets is what the folder has, and what is announced is what comes
-    sent = dict(in_folder(policy.model, merged(policy.model).items()))
+    sent = dict(to_folder_format(policy.model, merge_adapters(policy.model).items()))
     assert set(sent) == keys_of(folder)
     announced = {
-        name: tuple(one.shape) for name, one in in_folder(policy.model, merged_names(policy.model).items())
+        name: tuple(one.shape)
+        for name, one in to_folder_format(policy.model, merged_names(policy.model).items())
     }
     assert list(announced.items()) == [(name, tuple(one.shape)) for name, one in sent.items()]
 

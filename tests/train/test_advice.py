@@ -7,7 +7,7 @@ import pytest
 from outrider.errors import ConfigError
 from outrider.rollout.limits import Limits
 from outrider.rollout.modes import HYBRID
-from outrider.rollout.outcome_reasons import cut_by, failure_reasons, num_cut, require_room
+from outrider.rollout.outcome_reasons import count_cut, failure_reasons, limiting_setting, require_room
 from outrider.trace import Leaf, Trace
 from outrider.train.metrics.advice import Advice
 from outrider.train.settings import RunSettings
@@ -50,7 +50,7 @@ def trace_of(
 
 def reason(trace: Trace, **changed: Any) -> str | None:
     [(leaf, path), *_] = trace.scored_rollouts()
-    return cut_by(leaf, path, LIMITS, **{"context_length": 100, **changed})
+    return limiting_setting(leaf, path, LIMITS, **{"context_length": 100, **changed})
 
 
 def test_the_setting_that_cut_a_rollout_is_named() -> None:
@@ -72,7 +72,7 @@ def test_reasons_are_counted() -> None:
     assert failure_reasons(traces, LIMITS, context_length=100) == {
         "cut by rollout.max_turn_tokens = 4": 3, "ended without success": 1,
     }  # fmt: skip
-    assert num_cut(traces, LIMITS, context_length=100) == {"rollout.max_turn_tokens = 4": 3}
+    assert count_cut(traces, LIMITS, context_length=100) == {"rollout.max_turn_tokens = 4": 3}
 
 
 def test_prompts_without_room() -> None:

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from outrider.config import validate
-from outrider.train.metrics.ahead import work_ahead
+from outrider.train.metrics.ahead import remaining_work
 from outrider.train.settings import RunSettings
 from outrider.train.trainer import Trainer
-from outrider.watch.run_pace import Ahead, RunPace
+from outrider.watch.run_pace import RemainingWork, RunPace
 from tests.train.short_runs import begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
 
 
-def ahead(step: int, *, every: int = 0, saves: int = 10, budget: int | None = None, **state: Any) -> Ahead:
+def ahead(
+    step: int, *, every: int = 0, saves: int = 10, budget: int | None = None, **state: Any
+) -> RemainingWork:
     """Of a run of ten steps."""
     train = {
         "num_steps": 10,
@@ -35,7 +37,7 @@ def ahead(step: int, *, every: int = 0, saves: int = 10, budget: int | None = No
         "ends_evaluated": False,
         **state,
     }
-    return work_ahead(validate(RunSettings, tree), step=step, **known)
+    return remaining_work(validate(RunSettings, tree), step=step, **known)
 
 
 def test_f5_a_token_budget_ends_the_run_at_the_pace_of_its_tokens() -> None:
@@ -46,10 +48,10 @@ def test_f5_a_token_budget_ends_the_run_at_the_pace_of_its_tokens() -> None:
 
 
 def test_f5_what_is_on_file_is_not_to_do() -> None:
-    assert ahead(4, every=4) == Ahead(step=6, evaluation=3, checkpoint=1)
-    assert ahead(4, every=4, is_evaluated=True) == Ahead(step=6, evaluation=2, checkpoint=1)
-    assert ahead(10, saved_step=10) == Ahead(evaluation=1)
-    assert ahead(10, saved_step=10, ends_evaluated=True) == Ahead()
+    assert ahead(4, every=4) == RemainingWork(step=6, evaluation=3, checkpoint=1)
+    assert ahead(4, every=4, is_evaluated=True) == RemainingWork(step=6, evaluation=2, checkpoint=1)
+    assert ahead(10, saved_step=10) == RemainingWork(evaluation=1)
+    assert ahead(10, saved_step=10, ends_evaluated=True) == RemainingWork()
     assert ahead(9, saves=3, saved_step=6).checkpoint == 2
 
 
@@ -58,11 +60,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tool_run(tmp_path_factory.mktemp("made") / "data")
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Ahead, Counter[str]]]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RemainingWork, Counter[str]]]:
     """At every look ahead: what was counted, and what had been done until then."""
-    looks: list[tuple[Ahead, Counter[str]]] = []
+    looks: list[tuple[RemainingWork, Counter[str]]] = []
     done: Counter[str] = Counter()
-    timed, look = RunPace.timed, Trainer._look_ahead
+    timed, look = RunPace.timed, Trainer._update_remaining_work
 
     def counted(self: RunPace, kind: Any) -> Any:
         done[kind] += 1
@@ -70,11 +72,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Ahead, Counter[str]]]
 
     def looked(self: Trainer) -> None:
         look(self)
-        looks.append((self.pace.ahead, Counter(done)))
+        looks.append((self.pace.remaining, Counter(done)))
 
     monkeypatch.setattr(RunPace, "timed", counted)
-    monkeypatch.setattr(Trainer, "_look_ahead", looked)
-    looks.append((Ahead(), done))  # in the end: all that was done
+    monkeypatch.setattr(Trainer, "_update_remaining_work", looked)
+    looks.append((RemainingWork(), done))  # in the end: all that was done
     return looks
 
 
@@ -94,7 +96,7 @@ def test_f5_at_every_moment_the_rest_is_what_is_then_done(
     assert len(others) >= 6
     for rest, before in others:
         assert {
-            kind: rest.of(kind)  # type: ignore[arg-type]
+            kind: rest.count(kind)  # type: ignore[arg-type]
             for kind in ("step", "evaluation", "checkpoint")
         } == {kind: done[kind] - before[kind] for kind in ("step", "evaluation", "checkpoint")}
 
@@ -104,13 +106,13 @@ def test_f5_after_a_resume_too_and_with_the_pace_of_its_records(
 ) -> None:
     killed = interrupted(begin(recipe, tmp_path / "run"))
     paces: list[RunPace] = []
-    look = Trainer._look_ahead
+    look = Trainer._update_remaining_work
 
     def looked(self: Trainer) -> None:
         look(self)
         paces.append(self.pace)
 
-    monkeypatch.setattr(Trainer, "_look_ahead", looked)
+    monkeypatch.setattr(Trainer, "_update_remaining_work", looked)
     told: list[float | None] = []
     step = Trainer._train_step
 
@@ -128,4 +130,4 @@ def test_f5_after_a_resume_too_and_with_the_pace_of_its_records(
         and checkpoint > 0
         and left is None
     )
-    assert paces[-1].ahead == Ahead(evaluation=1)
+    assert paces[-1].remaining == RemainingWork(evaluation=1)

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import validate
-from outrider.environments.families import make_family
+from outrider.environments.families import make_task_set
 from outrider.errors import ConfigError, DataError, EngineFault
 from outrider.memory.embedder import HashEmbedder
 from outrider.memory.steps.buffer import StepTraceBuffer
@@ -23,7 +23,7 @@ from outrider.train.settings import RunSettings
 from outrider.types import Step
 from tests.chat_server import Answer, Asked, chat_server
 from tests.rollout.test_collect import solver
-from tests.toy import ToyFamily
+from tests.toy import ToyTaskSet
 
 
 def recipe(**buffer: Any) -> RunSettings:
@@ -36,9 +36,9 @@ def recipe(**buffer: Any) -> RunSettings:
 
 
 @pytest.fixture
-def family(monkeypatch: pytest.MonkeyPatch) -> ToyFamily:
-    toy = ToyFamily(3)
-    monkeypatch.setattr(buffer_commands, "make_family", lambda config: toy)
+def family(monkeypatch: pytest.MonkeyPatch) -> ToyTaskSet:
+    toy = ToyTaskSet(3)
+    monkeypatch.setattr(buffer_commands, "make_task_set", lambda config: toy)
     monkeypatch.setenv("COLUMNS", "200")
     return toy
 
@@ -64,7 +64,7 @@ def table(text: str) -> dict[str, str]:
 
 
 def test_experts_are_played_and_have_the_environments_return(
-    family: ToyFamily, tmp_path: Path, capsys: Any
+    family: ToyTaskSet, tmp_path: Path, capsys: Any
 ) -> None:
     assert build(recipe(), tmp_path / "b.sqlite") == 0
     with opened(tmp_path / "b.sqlite") as buffer:
@@ -94,7 +94,7 @@ def test_experts_are_played_and_have_the_environments_return(
     assert family.num_factories_open == 0 and family.num_closed == 2
 
 
-def test_a_second_build_plays_only_what_is_missing(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_a_second_build_plays_only_what_is_missing(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     build(recipe(num_tasks=1), tmp_path / "b.sqlite")
     family.num_resets.clear()
     build(recipe(), tmp_path / "b.sqlite")
@@ -102,7 +102,7 @@ def test_a_second_build_plays_only_what_is_missing(family: ToyFamily, tmp_path: 
     assert table(capsys.readouterr().out)["num_tasks_present"] == "1"
 
 
-def test_min_reward_acts_on_the_real_return(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_min_reward_acts_on_the_real_return(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     build(recipe(min_reward=1.0), tmp_path / "b.sqlite")
     assert table(capsys.readouterr().out)["num_below_min_reward"] == "1"
     with opened(tmp_path / "b.sqlite") as buffer:
@@ -110,7 +110,7 @@ def test_min_reward_acts_on_the_real_return(family: ToyFamily, tmp_path: Path, c
 
 
 def test_an_experts_fault_is_retried_counted_and_named(
-    family: ToyFamily, tmp_path: Path, capsys: Any
+    family: ToyTaskSet, tmp_path: Path, capsys: Any
 ) -> None:
     family.broken.add("toy/0")
     build(recipe(), tmp_path / "b.sqlite")
@@ -123,7 +123,7 @@ def test_a_real_expert_gets_the_real_return() -> None:
     settings = validate(
         RunSettings, {"environment": {"type": "factbook", "num_train": 2}, "algorithm": {"type": "grpo"}}
     )
-    factbook = make_family(settings.environment)
+    factbook = make_task_set(settings.environment)
     factory = factbook.make()
     task = factbook.tasks("train")[0]
     play = play_expert(factbook, factory, task, settings)
@@ -135,7 +135,7 @@ def test_a_real_expert_gets_the_real_return() -> None:
 
 
 def test_an_endpoint_fills_the_buffer_and_a_second_run_asks_nothing(
-    family: ToyFamily, tmp_path: Path, capsys: Any
+    family: ToyTaskSet, tmp_path: Path, capsys: Any
 ) -> None:
     with chat_server(lambda asked: models() if asked.path.endswith("models") else solver(asked)) as server:
         build(recipe(keep_best=2), tmp_path / "b.sqlite", endpoint=server.url)
@@ -153,7 +153,7 @@ def test_an_endpoint_fills_the_buffer_and_a_second_run_asks_nothing(
 
 
 def test_a_kill_between_buffer_and_log_costs_no_duplicate(
-    family: ToyFamily, tmp_path: Path, capsys: Any
+    family: ToyTaskSet, tmp_path: Path, capsys: Any
 ) -> None:
     with chat_server(lambda asked: models() if asked.path.endswith("models") else solver(asked)) as server:
         build(recipe(), tmp_path / "b.sqlite", endpoint=server.url)
@@ -167,7 +167,7 @@ def test_a_kill_between_buffer_and_log_costs_no_duplicate(
         assert table(capsys.readouterr().out)["num_done_before"] == "9"
 
 
-def test_a_log_without_its_buffer_is_of_another_one(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_a_log_without_its_buffer_is_of_another_one(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     with chat_server(lambda asked: models() if asked.path.endswith("models") else solver(asked)) as server:
         build(recipe(), tmp_path / "b.sqlite", endpoint=server.url)
         (tmp_path / "b.sqlite").unlink()
@@ -176,7 +176,7 @@ def test_a_log_without_its_buffer_is_of_another_one(family: ToyFamily, tmp_path:
 
 
 def test_faults_of_rollouts_are_counted_named_and_played_again(
-    family: ToyFamily, tmp_path: Path, capsys: Any
+    family: ToyTaskSet, tmp_path: Path, capsys: Any
 ) -> None:
     def script(asked: Asked) -> Answer:
         if asked.path.endswith("models"):
@@ -195,7 +195,7 @@ def test_faults_of_rollouts_are_counted_named_and_played_again(
         assert (table(capsys.readouterr().out)["num_inserted"], family.num_factories_open) == ("3", 0)
 
 
-def test_nothing_is_made_for_a_wrong_address_or_count(family: ToyFamily, tmp_path: Path) -> None:
+def test_nothing_is_made_for_a_wrong_address_or_count(family: ToyTaskSet, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no http or https address"):
         build(recipe(), tmp_path / "b.sqlite", endpoint="localhost:8000")
     with pytest.raises(ConfigError, match="at least 1"):
@@ -205,7 +205,7 @@ def test_nothing_is_made_for_a_wrong_address_or_count(family: ToyFamily, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_buffer_in_the_end_is_an_error(family: ToyFamily, tmp_path: Path) -> None:
+def test_an_empty_buffer_in_the_end_is_an_error(family: ToyTaskSet, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no trajectory has entered"):
         build(recipe(min_reward=99.0), tmp_path / "b.sqlite")
     assert family.num_factories_open == 0
@@ -345,7 +345,7 @@ def test_markup_in_texts_is_shown_as_it_is(
     assert "[bold]x[/bold] [/nonsense]" in capsys.readouterr().out
 
 
-def test_the_command_line_reaches_all_four(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_line_reaches_all_four(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "r.toml"
     file.write_text(
         '[environment]\ntype = "factbook"\n[algorithm]\ntype = "rapo"\n[buffer]\nembedder = "hash"\n'

@@ -49,20 +49,20 @@ def test_a_run_that_went_back_keeps_what_it_writes_and_not_the_damaged_ones_in_f
     continue from.
     """
     make(tmp_path, "step-000000", "step-000010", "step-000020", "step-000030")
-    prune_checkpoints(tmp_path, keep=2, newest=10)
+    prune_checkpoints(tmp_path, max_checkpoints=2, newest=10)
     assert folders(tmp_path) == ["step-000000", "step-000010"]
 
 
 def test_the_newest_and_the_first_stay(tmp_path: Path) -> None:
     make(tmp_path, *(f"step-{step:06d}" for step in range(0, 60, 10)))
-    prune_checkpoints(tmp_path, keep=2, newest=50)
+    prune_checkpoints(tmp_path, max_checkpoints=2, newest=50)
     assert folders(tmp_path) == ["step-000000", "step-000040", "step-000050"]
 
 
 def test_folders_that_a_user_made_are_no_checkpoints_and_stay(tmp_path: Path) -> None:
     make(tmp_path, "step-000010", "step-000020", "step-000010-best", "step-best", "notes")
     assert [path.name for path in checkpoints_newest_first(tmp_path)] == ["step-000020", "step-000010"]
-    prune_checkpoints(tmp_path, keep=1, newest=20)
+    prune_checkpoints(tmp_path, max_checkpoints=1, newest=20)
     assert folders(tmp_path) == ["notes", "step-000010-best", "step-000020", "step-best"]
 
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_a_kill_left_half_written_goes_with_the_next_one(tmp_p
     half.mkdir()
     (half / "masters.safetensors").write_bytes(b"half")
     save_checkpoint(tmp_path / "step-000010", policy(), {"step": 10})
-    prune_checkpoints(tmp_path, keep=1, newest=10)
+    prune_checkpoints(tmp_path, max_checkpoints=1, newest=10)
     assert folders(tmp_path) == ["step-000010"]
 
 

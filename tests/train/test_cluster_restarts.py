@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 
 from outrider.errors import ClusterFault, EngineFault, NoRepair
-from outrider.train.cluster_restarts import Allowance, restarted
+from outrider.train.cluster_restarts import Allowance, run_with_restarts
 
 
 def played(
@@ -35,7 +35,7 @@ def played(
 
     try:
         allowance = Allowance(limit, clock=lambda: next(moments))
-        restarted(begin, allowance=allowance, stop=asked, note=notes.append)
+        run_with_restarts(begin, allowance=allowance, stop=asked, note=notes.append)
     except (ClusterFault, EngineFault) as fault:
         happened.append(f"raised {fault}")
     return begun, happened, notes
@@ -80,7 +80,7 @@ def test_a_set_up_that_fails_is_not_tried_again() -> None:
         raise ClusterFault("no processors")
 
     with pytest.raises(ClusterFault, match="no processors"):
-        restarted(begin, allowance=Allowance(3), stop=Event(), note=print)
+        run_with_restarts(begin, allowance=Allowance(3), stop=Event(), note=print)
     assert numbers == [0]
 
 
@@ -97,5 +97,5 @@ def test_what_is_replaced_and_what_begins_anew_have_one_count() -> None:
         return train
 
     with pytest.raises(NoRepair, match=r"after 2 repairs within an hour, cluster\.max_restarts\)$"):
-        restarted(begin, allowance=allowance, stop=Event(), note=notes.append)
+        run_with_restarts(begin, allowance=allowance, stop=Event(), note=notes.append)
     assert [line.rpartition(", ")[2] for line in notes] == ["repair 2 of 2 within an hour"]

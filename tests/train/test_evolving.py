@@ -17,9 +17,9 @@ from outrider.train.data.experts import fill_buffer
 from outrider.train.settings import BufferSettings, RunSettings
 from outrider.types import Step
 from tests.rollout.fakes import TOKENIZER
-from tests.toy import ToyFamily
+from tests.toy import ToyTaskSet
 
-FAMILY = ToyFamily(1)
+FAMILY = ToyTaskSet(1)
 SETTINGS = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": "rapo"}})
 
 

@@ -11,11 +11,11 @@ from outrider.config import validate
 from outrider.errors import ConfigError, EnvironmentFault
 from outrider.rollout.expert import play_experts
 from outrider.rollout.limits import Limits
-from outrider.train.data.experts import ask_experts, play_expert
+from outrider.train.data.experts import play_expert, request_expert_paths
 from outrider.train.settings import RunSettings
 from outrider.types import Step, Task
 from tests.rollout.fakes import TOKENIZER
-from tests.toy import ToyFamily
+from tests.toy import ToyTaskSet
 
 
 def settings(**train: float) -> RunSettings:
@@ -24,7 +24,7 @@ def settings(**train: float) -> RunSettings:
     )
 
 
-class Stubborn(ToyFamily):
+class Stubborn(ToyTaskSet):
     """Asked about task 0, it does not answer until it is closed, for the first ``num_hangs`` times."""
 
     def __init__(self, num_hangs: int) -> None:
@@ -51,7 +51,7 @@ class Stubborn(ToyFamily):
 def test_an_expert_that_hangs_is_given_up_and_asked_again(num_hangs: int, num_asked: int) -> None:
     family = Stubborn(num_hangs)
     began = time.monotonic()
-    paths, reasons = ask_experts(
+    paths, reasons = request_expert_paths(
         family, family.tasks("train"), settings(expert_timeout_s=0.3, max_retries=1), training_step=0
     )
     assert time.monotonic() - began < 30
@@ -65,18 +65,18 @@ def test_an_expert_that_hangs_is_given_up_and_asked_again(num_hangs: int, num_as
 
 
 def test_a_mistake_in_the_settings_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = ToyFamily()
+    family = ToyTaskSet()
 
     def refuse(task: Task, seed: int) -> Sequence[Step]:
         raise ConfigError("no game fits in 20 draws")
 
     monkeypatch.setattr(family, "expert", refuse)
     with pytest.raises(ConfigError, match="20 draws"):
-        ask_experts(family, family.tasks("train"), settings(), training_step=0)
+        request_expert_paths(family, family.tasks("train"), settings(), training_step=0)
 
 
 def test_a_fault_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = ToyFamily()
+    family = ToyTaskSet()
     asked: list[str] = []
 
     def broken(task: Task, seed: int) -> Sequence[Step]:
@@ -84,16 +84,18 @@ def test_a_fault_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> Non
         raise EnvironmentFault("no simulator")
 
     monkeypatch.setattr(family, "expert", broken)
-    paths, reasons = ask_experts(family, family.tasks("train")[:1], settings(max_retries=2), training_step=0)
+    paths, reasons = request_expert_paths(
+        family, family.tasks("train")[:1], settings(max_retries=2), training_step=0
+    )
     assert (paths, asked, reasons) == ({}, ["toy/0"] * 3, ["the expert of toy/0: no simulator"])
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])
 def test_experts_are_asked_about_the_episode_that_is_played(step: int) -> None:
     """B4: the toy's hidden number comes from the seed of the reset, and so does what its expert answers."""
-    family, chosen = ToyFamily(1), settings()
+    family, chosen = ToyTaskSet(1), settings()
     [task] = family.tasks("train")
-    paths, _ = ask_experts(family, [task], chosen, training_step=step)
+    paths, _ = request_expert_paths(family, [task], chosen, training_step=step)
     [trace] = play_experts(
         tasks=[task], expert=lambda task: paths[task.key], factory=family.make(), tokenizer=TOKENIZER,
         limits=Limits(), stop=family.stop, run_seed=chosen.seed, context_length=4096, training_step=step,

@@ -23,7 +23,7 @@ from outrider.environments.tool_qa.family import ToolsConfig, system_prompt
 from outrider.errors import ConfigError, DataError
 from outrider.train.data.task_checks import kind_of_tasks, num_training_tasks, repetition_lines
 from outrider.types import Task
-from outrider.watch.viewer.alarms import alarms_of
+from outrider.watch.viewer.alarms import read_alarms
 from outrider.watch.viewer.catalogue import Catalogue
 from tests.tiny import save_tiny_model
 
@@ -302,7 +302,7 @@ def test_a_run_resumes_from_another_folder_and_more_steps_are_no_alarm(
     resumed = outrider.load_run(run)
     assert resumed.metrics("train").num_rows == 2
     assert "OTHER SETTINGS: train.num_steps" in (run / "notes.jsonl").read_text()
-    assert not any("train.num_steps" in one["text"] for one in alarms_of(run))
+    assert not any("train.num_steps" in one["text"] for one in read_alarms(run))
     rollouts = resumed.rollouts()
     assert sorted(set(rollouts.column("step").to_pylist())) == [1, 2]
     assert rollouts.num_rows == resumed.rollouts(1).num_rows + resumed.rollouts(2).num_rows
@@ -354,7 +354,7 @@ def test_an_interrupted_program_keeps_finished_steps(
     from outrider.train import trainer
 
     played: list[int] = []
-    credit = trainer.credit_step
+    credit = trainer.assign_step_advantages
 
     def interrupted(*given: Any, **named: Any) -> Any:
         played.append(1)
@@ -362,7 +362,7 @@ def test_an_interrupted_program_keeps_finished_steps(
             os.kill(os.getpid(), signal.SIGINT)
         return credit(*given, **named)
 
-    monkeypatch.setattr(trainer, "credit_step", interrupted)
+    monkeypatch.setattr(trainer, "assign_step_advantages", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"continue with outrider\.train\(resume="):
         outrider.train(recipe, run=tmp_path / "run", overrides=["train.num_steps=4"])
     run = outrider.load_run(tmp_path / "run")

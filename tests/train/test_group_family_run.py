@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import load_settings
-from outrider.environments.tool_qa.family import ToolsFamily
+from outrider.environments.tool_qa.family import ToolsTaskSet
 from outrider.train import building
 from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
@@ -198,7 +198,7 @@ def test_a_step_without_a_single_group_is_said_and_survived(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def _expert(self: ToolsFamily, task: Task, seed: int) -> list[Step]:
+def _expert(self: ToolsTaskSet, task: Task, seed: int) -> list[Step]:
     thing = task.question.removeprefix("Where is the ").removesuffix("?")
     return [
         Step(text=f"<search>{thing}</search>", observation=""),
@@ -209,7 +209,7 @@ def _expert(self: ToolsFamily, task: Task, seed: int) -> list[Step]:
 def test_fine_tuning_alone_is_a_run_with_an_evaluation_after_it(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ToolsFamily, "expert", _expert)
+    monkeypatch.setattr(ToolsTaskSet, "expert", _expert)
     monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
     options = [
         "train.num_steps=0",
@@ -246,12 +246,12 @@ def test_a_cold_start_goes_on_without_the_experts_that_hang(
 ) -> None:
     release = threading.Event()
 
-    def hangs(self: ToolsFamily, task: Task, seed: int) -> list[Step]:
+    def hangs(self: ToolsTaskSet, task: Task, seed: int) -> list[Step]:
         if task.key.endswith("-1"):
             release.wait(60)
         return _expert(self, task, seed)
 
-    monkeypatch.setattr(ToolsFamily, "expert", hangs)
+    monkeypatch.setattr(ToolsTaskSet, "expert", hangs)
     monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
     options = [
         "train.num_steps=0",

@@ -12,7 +12,7 @@ from outrider.config import load_settings
 from outrider.errors import ConfigError
 from outrider.train import trainer
 from outrider.train.settings import RunSettings
-from outrider.train.state.growing import MAY_CHANGE, grown_settings
+from outrider.train.state.growing import MAY_CHANGE, extend_settings
 from outrider.train.state.run_directory import RunDirectory
 from tests.train.short_runs import begin, resume
 from tests.train.tool_run import write_tool_run
@@ -143,7 +143,7 @@ def test_f9_a_schedule_that_ends_with_the_run_and_a_run_without_training_do_not_
         run, _ = RunDirectory.create(tmp_path / str(number), settings), None
         run.release()
         with pytest.raises(ConfigError, match=says):
-            grown_settings(run.path / "config.toml", ["train.num_steps=50"])
+            extend_settings(run.path / "config.toml", ["train.num_steps=50"])
 
 
 def test_f9_a_dry_run_prints_what_it_would_be_and_writes_nothing(

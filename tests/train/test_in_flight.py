@@ -23,12 +23,18 @@ from outrider.rollout.hooks import Forgetful
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Leaf, Trace
 from outrider.train.data.task_sampling import TaskOrder
-from outrider.train.in_flight import Flight, GroupName
+from outrider.train.in_flight import AsyncRolloutQueue, GroupName
 from outrider.train.learning_settings import StageSettings
 from outrider.train.metrics.staleness import staleness_metrics
 from outrider.train.settings import RunSettings
-from outrider.train.state.flight_queue import Kept, OpenStep, PlayedGroup, read_kept, write_kept
-from outrider.train.state.queue import Played
+from outrider.train.state.flight_queue import (
+    GroupResult,
+    PendingStep,
+    QueueSnapshot,
+    read_snapshot,
+    write_snapshot,
+)
+from outrider.train.state.queue import QueuedStep
 from outrider.types import Message, Origin, Outcome, Task
 
 TASKS = [Task(key=f"t{number}", question="?", answers=("!",)) for number in range(7)]
@@ -68,7 +74,7 @@ class Plain:
 
 @dataclass
 class Running:
-    step: OpenStep
+    step: PendingStep
     number: int
     trace: Trace
     begun_with: int
@@ -84,11 +90,11 @@ class RandomPlayer:
     def __init__(self, draw: Any) -> None:
         self.draw, self.version = draw, 0
         self.running: list[Running] = []
-        self.done: dict[GroupName, PlayedGroup] = {}
+        self.done: dict[GroupName, GroupResult] = {}
         self.num_again = 0
-        self.is_given_up = False
+        self.is_cancelled = False
 
-    def begin(self, step: OpenStep, groups: Sequence[int], *, is_again: bool) -> None:
+    def begin(self, step: PendingStep, groups: Sequence[int], *, is_again: bool) -> None:
         self.num_again += len(groups) if is_again else 0
         for number in groups:
             trace = Trace(task=step.tasks[number], modes=step.modes[number])
@@ -114,16 +120,16 @@ class RandomPlayer:
             if min(one.turns) == TURNS:
                 self.running.remove(one)
                 report = RolloutReport(traces=[one.trace], num_batches=1, num_retries=0)
-                played = PlayedGroup(report=report, gathered=[1], seconds=0.5)
+                played = GroupResult(report=report, gathered=[1], seconds=0.5)
                 self.done[one.step.step, one.number] = played
 
-    def ended(self, *, waits: bool) -> Mapping[GroupName, PlayedGroup]:
+    def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
         self.pass_time(at_least=int(waits))
         done, self.done = self.done, {}
         return done
 
-    def give_up(self) -> None:
-        self.is_given_up = True
+    def cancel(self) -> None:
+        self.is_cancelled = True
 
 
 def message() -> Message:
@@ -145,18 +151,20 @@ class Run:
         self.stages = stages
         self.draw, self.staleness, self.num_steps, self.per_step = draw, staleness, num_steps, per_step
         self.step = self.version = self.cursor = 0
-        self.trained: list[Played] = []
+        self.trained: list[QueuedStep] = []
         self.hook = Counts()
         self.begin(None)
 
-    def begin(self, kept: Kept | None) -> None:
+    def begin(self, kept: QueueSnapshot | None) -> None:
         train = SimpleNamespace(tasks_per_step=self.per_step, num_steps=self.num_steps, stages=self.stages)
         self.parts: Any = SimpleNamespace(
             settings=SimpleNamespace(train=train, seed=5), algorithm=Plain((self.hook,)), train_tasks=TASKS
         )
         self.player = RandomPlayer(self.draw)
         self.player.version = self.version
-        self.flight = Flight(self.parts, self.player, step=self.step, cursor=self.cursor, kept=kept)
+        self.flight = AsyncRolloutQueue(
+            self.parts, self.player, step=self.step, cursor=self.cursor, snapshot=kept
+        )
 
     @property
     def newest(self) -> int:
@@ -173,27 +181,27 @@ class Run:
         self.step, self.cursor = self.step + 1, played.sampled.cursor
         self.flight.begin(self.newest)
         self.trained.append(played)
-        self.flight.recorded()
+        self.flight.on_step_recorded()
 
     def save(self, folder: Path) -> dict[str, Any]:
-        kept = self.flight.kept()
-        write_kept(folder, kept)
+        kept = self.flight.snapshot()
+        write_snapshot(folder, kept)
         seen = (list(self.hook.seen), self.hook.sum)
         return {"step": self.step, "version": self.version, "cursor": self.cursor, "seen": seen,
-                "groups": {(one.step, number) for one in kept.steps for number in one.ended}}  # fmt: skip
+                "groups": {(one.step, number) for one in kept.steps for number in one.results}}  # fmt: skip
 
     def kill_and_resume(self, folder: Path, saved: dict[str, Any]) -> None:
         self.step, self.version, self.cursor = saved["step"], saved["version"], saved["cursor"]
         self.hook = Counts()
         self.hook.seen, self.hook.sum = list(saved["seen"][0]), saved["seen"][1]
         del self.trained[self.step :]
-        kept = read_kept(folder)
+        kept = read_snapshot(folder)
         assert kept is not None
-        found = {(one.step, number) for one in kept.steps for number in one.ended}
+        found = {(one.step, number) for one in kept.steps for number in one.results}
         assert found == saved["groups"]
         num_open = sum(len(one.tasks) for one in kept.steps)
         self.begin(kept)
-        assert self.flight.num_begun_anew == self.player.num_again == num_open - len(found)
+        assert self.flight.num_restarted_groups == self.player.num_again == num_open - len(found)
 
 
 @settings(deadline=None, max_examples=60)
@@ -218,7 +226,7 @@ def test_nothing_is_too_old_lost_or_out_of_order(
                 run.kill_and_resume(folder, saved)
     order, cursor = TaskOrder(tasks=TASKS, tasks_per_step=per_step, seed=5), 0
     for step, played in enumerate(run.trained):
-        tasks, cursor = order.take(per_step, cursor=cursor)
+        tasks, cursor = order.draw(per_step, cursor=cursor)
         sampled = played.sampled
         assert [trace.task for trace in sampled.traces] == tasks and sampled.trained == sampled.traces
         assert sampled.cursor == cursor and (sampled.num_extra_batches, sampled.is_filtered) == (0, False)
@@ -291,40 +299,40 @@ def test_a_checkpoint_holds_groups_to_the_last_bit(tmp_path: Path) -> None:
     run.train_step()
     run.player.pass_time(at_least=SIZE * TURNS)
     run.save(tmp_path)
-    before = run.flight.kept()
-    found = read_kept(tmp_path)
+    before = run.flight.snapshot()
+    found = read_snapshot(tmp_path)
     assert found is not None and found.counts == before.counts == [{"sum": 2}]
     for one, other in zip(before.steps, found.steps, strict=True):
         assert (one.step, list(one.tasks), list(one.modes), one.cursor) == (
             other.step, list(other.tasks), list(other.modes), other.cursor)  # fmt: skip
-        assert one.ended.keys() == other.ended.keys()
-        for number, group in one.ended.items():
-            [trace], [again] = group.report.traces, other.ended[number].report.traces
+        assert one.results.keys() == other.results.keys()
+        for number, group in one.results.items():
+            [trace], [again] = group.report.traces, other.results[number].report.traces
             assert (trace.nodes, trace.leaves) == (again.nodes, again.leaves)
-    assert sum(len(one.ended) for one in found.steps) == 1
+    assert sum(len(one.results) for one in found.steps) == 1
     assert json.loads((tmp_path / "queue.jsonl").read_text().splitlines()[0])["steps"][0]["step"] == 1
 
 
 def test_an_end_gives_up_what_is_under_way() -> None:
     run = Run(first, staleness=1, num_steps=2, per_step=1)
     run.train_step()
-    run.flight.give_up()
-    assert run.player.is_given_up
+    run.flight.cancel()
+    assert run.player.is_cancelled
     run = Run(first, staleness=1, num_steps=1, per_step=1)
     run.train_step()
-    run.flight.give_up()
-    assert not run.player.is_given_up  # nothing was
+    run.flight.cancel()
+    assert not run.player.is_cancelled  # nothing was
 
 
 def test_an_algorithm_that_cannot_be_is_named() -> None:
     run = Run(first, staleness=1, num_steps=2, per_step=1)
-    keep = GroupFilter(keep=list, max_extra_batches=1)
+    keep = GroupFilter(select=list, max_extra_batches=1)
     run.parts.algorithm.choice = TaskChoice(num_groups=1, groups=keep)
     with pytest.raises(ConfigError, match="leaves groups out"):
         run.flight.begin(0)
     run.parts.algorithm.hooks = (BranchHook(BranchSettings(), vocabulary_size=9, group_size=8),)
     with pytest.raises(ConfigError, match="rollouts that branch"):
-        Flight(run.parts, run.player, step=0, cursor=0, kept=None)
+        AsyncRolloutQueue(run.parts, run.player, step=0, cursor=0, snapshot=None)
 
 
 FLIES = {"weights": "store", "batching": "stream", "in_flight": True, "max_staleness": 2}

@@ -18,7 +18,7 @@ from outrider import cli
 from outrider.commands import buffers, training, viewing
 from outrider.commands.training import stoppable
 from outrider.errors import ConfigError
-from outrider.stopping import second_signal_ends
+from outrider.stopping import exit_on_second_signal
 
 Install = Callable[[Callable[[], None]], None]
 
@@ -48,7 +48,7 @@ def test_a_wrapper_may_send_one_request_twice(capfd: pytest.CaptureFixture[str])
 
     def run(install: Install) -> None:
         install(lambda: asked.append("stop"))
-        with second_signal_ends(""):
+        with exit_on_second_signal(""):
             press()
             press()
         asked.append("went on to the end of the step")
@@ -73,7 +73,7 @@ def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     stoppable(lambda install: install(lambda: None))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    with second_signal_ends(""):
+    with exit_on_second_signal(""):
         listening = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(listening)
     assert listening != -1 and signal.set_wakeup_fd(-1) == -1
@@ -83,7 +83,7 @@ def test_outside_of_the_main_thread_nothing_is_installed() -> None:
     ran: list[str] = []
 
     def command() -> None:
-        with second_signal_ends(""):
+        with exit_on_second_signal(""):
             ran.append("without an error")
 
     thread = threading.Thread(target=command)
@@ -250,7 +250,7 @@ def test_an_interruption_is_not_lost_twice(
         return int(not threading.Event().wait(10))
 
     monkeypatch.setattr(viewing, "_report", command)
-    with second_signal_ends("r"):  # which it is not, although it comes late
+    with exit_on_second_signal("r"):  # which it is not, although it comes late
         assert cli.main(["report", "r"]) == 130
     assert capsys.readouterr().err == "outrider: interrupted\n"
 

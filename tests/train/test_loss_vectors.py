@@ -15,7 +15,7 @@ from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import validate
 from outrider.train.update.pack import PackedBatch
 from outrider.train.update.policy import OptimizerSettings, Policy, TokenScores
-from outrider.train.update.ranks import Alone
+from outrider.train.update.ranks import SingleRank
 from outrider.train.update.update import UpdateSettings, update
 from tests.algorithms.grouped import Played, trace_of
 from tests.objectives import nested
@@ -35,7 +35,7 @@ class VectorPolicy:
     """
 
     num_steps = 0
-    ranks = Alone()
+    ranks = SingleRank()
     settings = OptimizerSettings()
 
     def __init__(self, old: torch.Tensor, new: torch.Tensor, places: Sequence[tuple[int, list[int]]]) -> None:

@@ -23,7 +23,7 @@ from outrider.config import validate
 from outrider.engines.local.attention import TreePlan
 from outrider.errors import ConfigError, EngineFault
 from outrider.trace import Trace
-from outrider.train.data.off_policy_data import interleaved
+from outrider.train.data.off_policy_data import interleave
 from outrider.train.update.batch_loss import loss_inputs
 from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.pack import PackedBatch, RolloutPath
@@ -63,9 +63,9 @@ def batch_of(
     numbers = torch.arange(len(rows))
     batch = PackedBatch(
         ids_N=numbers, positions_N=numbers, plan=TreePlan(segments=()), predictors_U=numbers,
-        targets_U=numbers, token_T=numbers, credit_T=advantages, ratio_scale_T=torch.ones_like(advantages),
+        targets_U=numbers, token_T=numbers, advantages_T=advantages, ratio_scale_T=torch.ones_like(advantages),
         engine_logprobs_T=engine[mask], rollout_index_T=rows, ordinal_T=numbers, turn_T=numbers,
-        is_foreign_T=foreign[mask], version_T=-torch.ones_like(numbers),
+        is_off_policy_T=foreign[mask], version_T=-torch.ones_like(numbers),
     )  # fmt: skip
     return batch, mask, rows
 
@@ -88,7 +88,7 @@ def check_vector(
     own_T = logprobs[mask].requires_grad_()
     old_T = torch.tensor(inputs[start], dtype=torch.float64)[mask]
     surrogate = objective.token_loss(
-        loss_inputs(own_T, batch, objective.denominators(old_T, None), MetricAccumulator())
+        loss_inputs(own_T, batch, objective.old_logprobs(old_T, None), MetricAccumulator())
     )
     weights = token_weights(
         kind=objective.aggregation,
@@ -157,7 +157,9 @@ def credited_logprobs(model: LlamaForCausalLM, paths: Sequence[RolloutPath]) -> 
         scores = torch.log_softmax(model(input_ids=row, use_cache=False).logits[0], dim=-1)
         owners = [node for node in path.nodes for _ in node.token_ids]
         found.append(
-            torch.stack([scores[i - 1, row[0, i]] for i in range(1, row.shape[1]) if owners[i].takes_credit])
+            torch.stack(
+                [scores[i - 1, row[0, i]] for i in range(1, row.shape[1]) if owners[i].receives_advantages]
+            )
         )
     return found
 
@@ -169,7 +171,7 @@ def written(
     weight = 1 / sum(map(len, logprobs)) if o.aggregation == "token_mean" else 1 / (o.max_length or 1)
     total = torch.zeros((), dtype=torch.float64)
     for own, old, path in zip(logprobs, olds, paths, strict=True):
-        nodes = [node for node in path.nodes if node.takes_credit for _ in node.token_ids]
+        nodes = [node for node in path.nodes if node.receives_advantages for _ in node.token_ids]
         engine = [value for node in path.nodes for value in node.logprobs]
         for t, node in enumerate(nodes):
             assert node.credit is not None
@@ -369,7 +371,7 @@ def test_a_mini_batch_gets_its_share_of_replayed_groups() -> None:
         return [Trace(task=Task(key=f"{prefix}{i}", question="")) for i in range(count)]
 
     def keys(fresh: int, old: int) -> list[str]:
-        return [trace.task.key for trace in interleaved(named("f", fresh), named("r", old))]
+        return [trace.task.key for trace in interleave(named("f", fresh), named("r", old))]
 
     assert keys(2, 2) == ["f0", "r0", "f1", "r1"] and keys(3, 0) == ["f0", "f1", "f2"]
     assert keys(4, 2) == ["f0", "r0", "f1", "f2", "r1", "f3"]

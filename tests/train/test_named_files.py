@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from outrider.algorithms.retrospex.settings import RetrospexSettings
 from outrider.config import Settings, validate
-from outrider.train.state.same_inputs import named_files
+from outrider.train.state.same_inputs import settings_files
 
 
 class Tool(Settings):
@@ -31,9 +31,9 @@ def test_files_of_sections_and_of_lists_of_tables_are_named() -> None:
         corpus=Path("c"), first=Tool(pages=Path("a")), tools=tools, train=Questions(path=Path("tasks"))
     )
     found = {"corpus": Path("c"), "first.pages": Path("a"), "tools.1.pages": Path("b")}
-    assert dict(named_files(house)) == found
+    assert dict(settings_files(house)) == found
 
 
 def test_the_critic_of_an_engine_is_named() -> None:
     settings = validate(RetrospexSettings, {"critic": "critic.safetensors", "allow_training": True})
-    assert dict(named_files(settings)) == {"critic": Path("critic.safetensors")}
+    assert dict(settings_files(settings)) == {"critic": Path("critic.safetensors")}

@@ -22,8 +22,8 @@ from outrider.errors import EngineFault
 from outrider.trace import Leaf, Trace
 from outrider.train.data.task_sampling import SampledStep
 from outrider.train.metrics.staleness import staleness_alarms, staleness_metrics
-from outrider.train.overlap import Ahead
-from outrider.train.state.queue import QUEUE, Played, read_queue, write_queue
+from outrider.train.overlap import RolloutPrefetch
+from outrider.train.state.queue import QUEUE, QueuedStep, read_queue, write_queue
 from outrider.train.update.update import UpdateSettings, update
 from outrider.types import Message, Origin, Outcome, Task
 from tests.tiny import tiny_model
@@ -61,18 +61,18 @@ def test_nothing_is_taken_in_before_the_step_is_on_record(seed: int) -> None:
     def pause() -> None:
         time.sleep(draw.choice([0.0, 0.0, 0.002, 0.01]))
 
-    def play(ahead: Ahead) -> SampledStep:
+    def play(ahead: RolloutPrefetch) -> SampledStep:
         for number in range(rounds):
             pause()
             happened.append("sent")
-            ahead.sent()
+            ahead.mark_sent()
             pause()
             ahead.on_finished(number, rounds)
-            ahead.ended()
+            ahead.mark_done()
             happened.append("absorbed")
         return sampled()
 
-    ahead = Ahead(play, counts=[{"seen": 1}])
+    ahead = RolloutPrefetch(play, counts=[{"seen": 1}])
     ahead.wait_until_sent()
     assert happened == ["sent"]
     pause()
@@ -80,7 +80,7 @@ def test_nothing_is_taken_in_before_the_step_is_on_record(seed: int) -> None:
     ahead.wait(on_tick=lambda shown: None)
     pause()
     happened.append("recorded")
-    played = ahead.take()
+    played = ahead.collect()
     assert happened == ["sent", "updated", "recorded", "absorbed", *["sent", "absorbed"] * (rounds - 1)]
     assert (played.sampled.cursor, played.counts) == (17, [{"seen": 1}]) and played.seconds >= 0.0
 
@@ -88,15 +88,15 @@ def test_nothing_is_taken_in_before_the_step_is_on_record(seed: int) -> None:
 def test_rollouts_that_are_given_up_take_in_nothing_and_their_thread_ends() -> None:
     absorbed = []
 
-    def play(ahead: Ahead) -> SampledStep:
-        ahead.sent()
-        ahead.ended()
+    def play(ahead: RolloutPrefetch) -> SampledStep:
+        ahead.mark_sent()
+        ahead.mark_done()
         absorbed.append(True)
         return sampled()
 
-    ahead = Ahead(play, counts=[])
+    ahead = RolloutPrefetch(play, counts=[])
     ahead.wait_until_sent()
-    ahead.give_up()
+    ahead.cancel()
     until = time.monotonic() + 10
     while any(one.name == "rollouts of the next step" for one in threading.enumerate()):
         assert time.monotonic() < until
@@ -106,18 +106,18 @@ def test_rollouts_that_are_given_up_take_in_nothing_and_their_thread_ends() -> N
 
 @pytest.mark.parametrize("when", ["before it is sent", "while it plays", "while it is taken in"])
 def test_what_breaks_in_the_thread_breaks_the_step(when: str) -> None:
-    def play(ahead: Ahead) -> SampledStep:
+    def play(ahead: RolloutPrefetch) -> SampledStep:
         for place in ("before it is sent", "while it plays", "while it is taken in"):
             if place == when:
                 raise EngineFault(place)
-            (ahead.sent if place == "before it is sent" else ahead.ended)()
+            (ahead.mark_sent if place == "before it is sent" else ahead.mark_done)()
         raise AssertionError("unreachable")
 
-    ahead = Ahead(play, counts=[])
+    ahead = RolloutPrefetch(play, counts=[])
     with pytest.raises(EngineFault, match=when):
         ahead.wait_until_sent()
         ahead.wait(on_tick=lambda shown: None)
-        ahead.take()
+        ahead.collect()
 
 
 def bits(value: object) -> object:
@@ -140,7 +140,7 @@ def told(trace: Trace) -> object:
 def test_a_checkpoint_keeps_groups_to_the_last_bit(tmp_path: Path, seed: int) -> None:
     traces = [random_trace(10 * seed + number) for number in range(3)]
     traces[0].without_memory, traces[1].is_replayed, traces[2].pruned = True, True, frozenset({1, 3})
-    played = Played(sampled=sampled(*traces, trained=(traces[2],)), counts=[{"a": 3}, {}], seconds=0.1)
+    played = QueuedStep(sampled=sampled(*traces, trained=(traces[2],)), counts=[{"a": 3}, {}], seconds=0.1)
     write_queue(tmp_path, played)
     found = read_queue(tmp_path)
     assert found is not None
@@ -175,7 +175,7 @@ def test_any_float_and_any_text_comes_back(
         Leaf(node_id=node.node_id, rollout=0, outcome=Outcome.FINISHED, episode_return=end, intrinsic=end)
     )
     with tempfile.TemporaryDirectory() as folder:
-        write_queue(Path(folder), Played(sampled=sampled(trace), counts=[], seconds=0.0))
+        write_queue(Path(folder), QueuedStep(sampled=sampled(trace), counts=[], seconds=0.0))
         found = read_queue(Path(folder))
     assert found is not None and told(found.sampled.traces[0]) == told(trace)
 

@@ -13,7 +13,7 @@ from outrider.config import load_settings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.family import ToolsConfig
 from outrider.errors import CheckpointError, ConfigError, DataError
-from outrider.train.data.experts import demonstrations_of
+from outrider.train.data.experts import read_demonstrations
 from outrider.train.data.no_expert import require_experts
 from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
@@ -127,14 +127,14 @@ def test_f6_a_file_that_cannot_serve_stops_the_run_at_set_up(
 
 def test_f6_a_record_belongs_to_its_key_or_else_to_its_question(recipe: Path, tmp_path: Path) -> None:
     tasks = load_tasks(DatasetConfig(path=recipe.parent / "tasks.jsonl"))
-    by_key = demonstrations_of(str(recipe.parent / "shown.jsonl"), tasks)
+    by_key = read_demonstrations(str(recipe.parent / "shown.jsonl"), tasks)
     records = [json.loads(line) for line in (recipe.parent / "shown.jsonl").read_text().splitlines()]
     without = [{name: value for name, value in record.items() if name != "task_key"} for record in records]
     (tmp_path / "other.jsonl").write_text("".join(json.dumps(record) + "\n" for record in without))
-    by_question = demonstrations_of(str(tmp_path / "other.jsonl"), tasks)
+    by_question = read_demonstrations(str(tmp_path / "other.jsonl"), tasks)
     assert {key: by_question[key] for key in by_key} == by_key and set(by_key) == {task.key for task in tasks}
     with pytest.raises(DataError, match="holds no demonstration"):
-        demonstrations_of(str(tmp_path / "other.jsonl"), tasks[:0])
+        read_demonstrations(str(tmp_path / "other.jsonl"), tasks[:0])
 
 
 def test_f12_a_run_without_training_shows_no_stage_of_it(
@@ -207,9 +207,9 @@ def test_demonstrations_whose_calls_nobody_reads_are_told(
     tasks = [Task(key="t", question="q?", answers=("1",))]
     if told:
         with pytest.raises(DataError, match=told):
-            demonstrations_of(str(file), tasks, environment)
+            read_demonstrations(str(file), tasks, environment)
     else:
-        assert len(demonstrations_of(str(file), tasks, environment)["t"] or ()) == 2
+        assert len(read_demonstrations(str(file), tasks, environment)["t"] or ()) == 2
 
 
 def test_what_is_left_out_of_demonstrations_is_logged(
@@ -221,13 +221,13 @@ def test_what_is_left_out_of_demonstrations_is_logged(
     records = [{"messages": chat, "reward": 1} for chat in (NATIVE, other, plain)]
     file.write_text("\n".join(map(json.dumps, records)))
     tasks = [Task(key=f"t{n}", question=f"{one}?", answers=("1",)) for n, one in enumerate("qrs")]
-    demonstrations_of(
+    read_demonstrations(
         str(file), tasks, ToolsConfig.model_validate({"tools": ["python"], "protocol": "hermes"})
     )
     assert "left out of the chats: 'weight' of messages of the role assistant (2)" in caplog.text
     assert "call tools that the environment lacks: sing (1); it has python" in caplog.text
     caplog.clear()
-    demonstrations_of(str(file), tasks, tools_config("tags"))
+    read_demonstrations(str(file), tasks, tools_config("tags"))
     assert "2 of 3 demonstrations call tools natively" in caplog.text
 
 

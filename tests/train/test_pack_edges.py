@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.trace import Leaf, Share, Trace
-from outrider.train.update.pack import PackedBatch, RolloutPath, credits_by_rollout, pack
+from outrider.train.update.pack import PackedBatch, RolloutPath, advantages_by_rollout, pack
 from outrider.train.update.update import rollout_paths
 from outrider.types import Message, Origin, Outcome, Task
 
@@ -41,7 +41,7 @@ def forked(*, prompt: tuple[int, ...] = (1, 2), last: tuple[int, ...] = (6, 7)) 
 
 def rows(batch: PackedBatch) -> list[tuple[float, ...]]:
     columns = (
-        batch.token_T, batch.rollout_index_T, batch.ordinal_T, batch.turn_T, batch.credit_T,
+        batch.token_T, batch.rollout_index_T, batch.ordinal_T, batch.turn_T, batch.advantages_T,
         batch.ratio_scale_T, batch.engine_logprobs_T,
     )  # fmt: skip
     return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -63,7 +63,7 @@ def test_a_forked_group_is_packed_as_by_hand() -> None:
         (3, 1, 2, 3, 2.0, 1.1, -0.4),
         (4, 1, 3, 3, 3.0, 1.1, -0.5),
     ]
-    assert not batch.is_foreign_T.any()
+    assert not batch.is_off_policy_T.any()
 
 
 def test_a_micro_batch_ends_before_it_would_hold_too_many_tokens() -> None:
@@ -97,7 +97,7 @@ def test_demonstrations_and_replayed_rollouts_are_foreign(is_replayed: bool) -> 
     trace.is_replayed = is_replayed
     trace.nodes[3].origin, trace.nodes[3].logprobs = Origin.DEMONSTRATION, ()
     (batch,) = pack(rollout_paths([trace]), max_tokens=100)
-    assert batch.is_foreign_T.tolist() == [is_replayed] * 4 + [True] + [is_replayed] * 2
+    assert batch.is_off_policy_T.tolist() == [is_replayed] * 4 + [True] + [is_replayed] * 2
     assert batch.engine_logprobs_T.tolist() == [-0.1, -0.1, -0.2, -0.2, 0.0, -0.4, -0.5]
 
 
@@ -114,8 +114,10 @@ def test_a_first_token_has_nothing_that_predicts_it() -> None:
 def test_what_a_loss_multiplies_has_the_precision_of_the_scores() -> None:
     (batch,) = pack(rollout_paths([forked()]), max_tokens=100)
     like = batch.like(torch.zeros(7, dtype=torch.float32))
-    assert {like.credit_T.dtype, like.ratio_scale_T.dtype, like.engine_logprobs_T.dtype} == {torch.float32}
-    assert like.is_foreign_T.dtype is torch.bool and rows(like)[1:2] == [
+    assert {like.advantages_T.dtype, like.ratio_scale_T.dtype, like.engine_logprobs_T.dtype} == {
+        torch.float32
+    }
+    assert like.is_off_policy_T.dtype is torch.bool and rows(like)[1:2] == [
         pytest.approx((0, 1, 0, 1, -0.5, 1.1, -0.1))
     ]
 
@@ -130,13 +132,13 @@ def test_credit_of_a_shared_turn_must_belong_to_somebody(num_rollouts: int) -> N
         for number in range(num_rollouts)
     ]
     if num_rollouts == 1:
-        assert credits_by_rollout(node, paths) == [(paths[0], (0.5, 0.25), 1.0)]
+        assert advantages_by_rollout(node, paths) == [(paths[0], (0.5, 0.25), 1.0)]
         return
     with pytest.raises(ValueError, match=f"shared by {num_rollouts} rollouts"):
-        credits_by_rollout(node, paths)
+        advantages_by_rollout(node, paths)
     node.owner = 1
-    assert credits_by_rollout(node, paths) == [(paths[1], (0.5, 0.25), 1.0)]
-    assert credits_by_rollout(trace.nodes[0], paths) == []  # nobody trains a prompt
+    assert advantages_by_rollout(node, paths) == [(paths[1], (0.5, 0.25), 1.0)]
+    assert advantages_by_rollout(trace.nodes[0], paths) == []  # nobody trains a prompt
 
 
 def test_every_micro_batch_may_be_full() -> None:

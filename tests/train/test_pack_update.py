@@ -19,8 +19,8 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from outrider.algorithms.base import ObjectiveSettings, write_credit
-from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.algorithms.base import ObjectiveSettings, assign_advantages
+from outrider.algorithms.common.advantages import RolloutAdvantages
 from outrider.algorithms.common.loss_settings import RejectionMask
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
@@ -403,10 +403,10 @@ def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
     objective = ObjectiveSettings(**nested(options | {"kl_weight": 0.0}))
     trace, values, scales = forked_trace(seed)
     scales = scales if attribution == "soft" else [1.0] * len(scales)
-    advantages = GroupAdvantages(
+    advantages = RolloutAdvantages(
         values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None
     )
-    write_credit(trace, advantages, scales, attribution=attribution)
+    assign_advantages(trace, advantages, scales, attribution=attribution)
     paths = unshared(trace, attribution)
     if not any(value for value in values):
         return
@@ -435,14 +435,14 @@ def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
 
 def test_a_shared_node_needs_an_attribution_and_hard_needs_equal_scales() -> None:
     trace, values, _ = forked_trace(1)
-    advantages = GroupAdvantages(
+    advantages = RolloutAdvantages(
         values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None
     )
     with pytest.raises(ValueError, match="already"):
-        write_credit(trace, advantages)
+        assign_advantages(trace, advantages)
     trace, values, _ = forked_trace(1)
     with pytest.raises(ValueError, match="differently"):
-        write_credit(trace, advantages, [1.0, 1.1, 1.2, 1.3, 1.4], attribution="hard")
+        assign_advantages(trace, advantages, [1.0, 1.1, 1.2, 1.3, 1.4], attribution="hard")
 
 
 def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:
@@ -524,7 +524,7 @@ def test_siblings_that_wrote_the_same_are_computed_once_and_keep_their_credit() 
     assert batch.ids_N.tolist() == [5, 6, 7, 20, 21, 30, 31, 32, 8, 9]
     assert batch.targets_U.tolist() == [20, 21, 8, 9]
     entries = zip(
-        batch.token_T.tolist(), batch.rollout_index_T.tolist(), batch.credit_T.tolist(), strict=True
+        batch.token_T.tolist(), batch.rollout_index_T.tolist(), batch.advantages_T.tolist(), strict=True
     )
     assert sorted(entries) == [
         (0, 0, 1.0), (0, 1, 2.0), (0, 2, 3.0), (1, 0, 1.0), (1, 1, 2.0), (1, 2, 3.0), (2, 0, 1.0),

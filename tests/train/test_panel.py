@@ -7,10 +7,10 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.environments.families import make_family
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.families import make_task_set
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import DataError
-from outrider.train.building import held_out_panel
+from outrider.train.building import read_eval_tasks
 from outrider.train.settings import RunSettings
 from tests.train.tool_run import write_tool_run
 
@@ -29,7 +29,7 @@ def test_the_panel_that_a_recipe_names_is_the_one_that_it_plays(path: Path) -> N
         assert settings.evaluation.panel is not None
     if settings.evaluation.panel is not None:
         assert (
-            panel_hash(held_out_panel(make_family(settings.environment), settings.evaluation))
+            hash_tasks(read_eval_tasks(make_task_set(settings.environment), settings.evaluation))
             == settings.evaluation.panel
         )
 
@@ -37,19 +37,19 @@ def test_the_panel_that_a_recipe_names_is_the_one_that_it_plays(path: Path) -> N
 @pytest.mark.parametrize("change", ["evaluation.num_tasks=2", "evaluation.split=train"])
 def test_another_panel_is_refused_with_both_hashes_and_none_takes_any(recipe: Path, change: str) -> None:
     named = load_settings(RunSettings, file=recipe)
-    family = make_family(named.environment)
-    frozen = panel_hash(held_out_panel(family, named.evaluation))
+    family = make_task_set(named.environment)
+    frozen = hash_tasks(read_eval_tasks(family, named.evaluation))
     given = [f"evaluation.panel={frozen}"]
     assert (
-        len(held_out_panel(family, load_settings(RunSettings, file=recipe, overrides=given).evaluation)) == 3
+        len(read_eval_tasks(family, load_settings(RunSettings, file=recipe, overrides=given).evaluation)) == 3
     )
     other = load_settings(RunSettings, file=recipe, overrides=[*given, change]).evaluation
     with pytest.raises(DataError, match=rf"evaluation.panel is {frozen}, theirs is [0-9a-f]{{64}} "):
-        held_out_panel(family, other)
+        read_eval_tasks(family, other)
     free = load_settings(
         RunSettings, file=recipe, overrides=[*given, change, "evaluation.panel=none"]
     ).evaluation
-    assert held_out_panel(family, free)
+    assert read_eval_tasks(family, free)
 
 
 def test_a_refused_run_leaves_nothing_and_the_one_on_file_is_taken(

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from outrider.cli import main
 from outrider.engines.model_names import PACKAGED
 from outrider.errors import CheckpointError, ConfigError, HubError
-from outrider.train.hub.card import BASES, base_of, model_card
+from outrider.train.hub.card import BASES, find_base, model_card
 from outrider.train.hub.push import push_run
-from outrider.train.hub.shown import OMITTED, private_words, shown_settings
+from outrider.train.hub.shown import OMITTED, private_words, public_settings
 from outrider.train.settings import RunSettings
 from outrider.watch.run_directory import read_run
 from tests.hub_server import Hub, Repository, hub_server
@@ -150,7 +150,7 @@ def test_settings_of_rendering_are_told() -> None:
     empty = read_run(Path("/nowhere"))
     names = ("enable_thinking", "date_string", "owner", "auth", "name", "budget", "x=1); print(1")
     template = "".join(f"{{{{ {name} }}}}" for name in names)
-    card = model_card(REPO, settings, empty, step=3, base=base_of("acme/base"), template=template)
+    card = model_card(REPO, settings, empty, step=3, base=find_base("acme/base"), template=template)
     data = ModelCard(card).data
     assert (
         data["base_model"] == "acme/base"
@@ -170,11 +170,11 @@ def test_settings_of_rendering_are_told() -> None:
 
 def test_packaged_models_are_known_and_folders_say_their_licence(tmp_path: Path) -> None:
     assert BASES.keys() == PACKAGED.keys()
-    assert base_of("smollm2-135m-instruct").license == "apache-2.0"
+    assert find_base("smollm2-135m-instruct").license == "apache-2.0"
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
-    assert (base_of(str(tmp_path)).name, base_of(str(tmp_path)).license) == ("", "mit")
+    assert (find_base(str(tmp_path)).name, find_base(str(tmp_path)).license) == ("", "mit")
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
-    assert base_of(str(tmp_path)).license == ""
+    assert find_base(str(tmp_path)).license == ""
 
 
 def with_values(**kwargs: Any) -> RunSettings:
@@ -191,7 +191,7 @@ def with_values(**kwargs: Any) -> RunSettings:
 )
 def test_no_text_that_may_name_a_place_is_shown(text: str, place: str) -> None:
     for value in (place, text + place, [place], {"a": place}, {place: 1}):
-        assert place not in shown_settings(with_values(one=value))
+        assert place not in public_settings(with_values(one=value))
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,11 @@ def test_no_text_that_may_name_a_place_is_shown(text: str, place: str) -> None:
     ["api_key", "hub_token", "password", "api_key_variable", "auth", "API_KEY", "apiKey", "X-Auth", "apikey"],
 )
 def test_no_secret_is_shown(name: str) -> None:
-    shown = shown_settings(with_values(**{name: "abcdef"}))
+    shown = public_settings(with_values(**{name: "abcdef"}))
     assert "abcdef" not in shown and OMITTED in shown
-    assert "Zk3J9vQ0xY7pL2mN8bT4cR6wA" not in shown_settings(with_values(one="Zk3J9vQ0xY7pL2mN8bT4cR6wA"))
-    assert getpass.getuser() not in shown_settings(with_values(one=getpass.getuser()))
-    assert 'one = "is_slippery"' in shown_settings(with_values(one="is_slippery", max_tokens=3))
+    assert "Zk3J9vQ0xY7pL2mN8bT4cR6wA" not in public_settings(with_values(one="Zk3J9vQ0xY7pL2mN8bT4cR6wA"))
+    assert getpass.getuser() not in public_settings(with_values(one=getpass.getuser()))
+    assert 'one = "is_slippery"' in public_settings(with_values(one="is_slippery", max_tokens=3))
 
 
 def test_nothing_that_is_given_to_a_program_is_shown() -> None:
@@ -215,7 +215,7 @@ def test_nothing_that_is_given_to_a_program_is_shown() -> None:
             "algorithm": {"type": "grpo"},
         }
     )
-    shown = shown_settings(settings)
+    shown = public_settings(settings)
     assert "abcdef" not in shown and OMITTED in shown and 'name = "one"' in shown
 
 

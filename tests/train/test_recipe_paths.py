@@ -12,9 +12,9 @@ import pytest
 from outrider import api
 from outrider.cli import main
 from outrider.config_paths import require_paths
-from outrider.environments.families import make_family
+from outrider.environments.families import make_task_set
 from outrider.errors import DataError
-from outrider.plugins.imports import searched
+from outrider.plugins.imports import search_folders
 from outrider.train.settings import RunSettings
 
 RECIPE = """
@@ -58,7 +58,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answers(settings: RunSettings) -> list[str]:
-    return [task.answers[0] for task in make_family(settings.environment).tasks("train")]
+    return [task.answers[0] for task in make_task_set(settings.environment).tasks("train")]
 
 
 def test_a_path_is_relative_to_the_recipe_and_absolute_in_the_settings(recipe: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_path_is_relative_to_the_recipe_and_absolute_in_the_settings(recipe: P
     assert environment.train.path == recipe.parent / "data/train.jsonl"
     assert environment.corpus == recipe.parent / "data/passages.jsonl"
     assert answers(settings) == ["recipe"]
-    require_paths(settings, searched())
+    require_paths(settings, search_folders())
 
 
 def test_a_path_may_be_relative_to_the_current_folder(recipe: Path) -> None:
@@ -140,14 +140,14 @@ def test_a_missing_data_set_names_setting_path_and_folders(recipe: Path, kind: s
     )
     settings = api.run_settings(recipe, overrides=[override])
     with pytest.raises(DataError, match=r"^environment\.train\.path: trian\.jsonl: no such file") as e:
-        make_family(settings.environment).tasks("train")
+        make_task_set(settings.environment).tasks("train")
     assert str(recipe.parent) in str(e.value) and str(Path.cwd()) in str(e.value)
 
 
 def test_what_a_run_does_not_read_need_not_exist(recipe: Path) -> None:
     """A buffer without retrieval, a split that nobody plays."""
     overrides = ["buffer.path=gone.sqlite", "environment.valid.path=gone.jsonl"]
-    require_paths(api.run_settings(recipe, overrides=overrides), searched())
+    require_paths(api.run_settings(recipe, overrides=overrides), search_folders())
 
 
 def test_a_home_folder_and_folders_that_are_made(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

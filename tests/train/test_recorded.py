@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.algorithms.common.loss_settings import ClipLoss, SamplerCorrection, in_todays_keys
+from outrider.algorithms.common.loss_settings import ClipLoss, SamplerCorrection, migrate_keys
 from outrider.api import run_settings
 from outrider.config import Settings, to_toml
 from outrider.errors import CheckpointError, ConfigError
 from outrider.train.settings import RunSettings
-from outrider.train.state.recorded import flat_in_todays_keys, recorded_settings
-from outrider.train.state.same_settings import _plain, flat_settings, other_settings
+from outrider.train.state.recorded import migrate_flat_keys, recorded_settings
+from outrider.train.state.same_settings import _plain, check_settings, flat_settings
 
 OLD = """
 [environment]
@@ -68,17 +68,17 @@ def test_a_checkpoint_of_before_knows_the_settings_of_today(old: Path) -> None:
         "algorithm.sampler_level": "token",
         "algorithm.sampler_floor": None, "algorithm.sampler_outside": "truncate", "algorithm.ratio_cap": None,
     }  # fmt: skip
-    assert flat_in_todays_keys(began) == flat_settings(now)
-    assert other_settings(began, now) == []
+    assert migrate_flat_keys(began) == flat_settings(now)
+    assert check_settings(began, now) == []
     with pytest.raises(CheckpointError, match=r"algorithm\.loss\.clip_low is 0\.1, was 0\.2"):
-        other_settings(began | {"algorithm.clip_low": 0.2}, now)
+        check_settings(began | {"algorithm.clip_low": 0.2}, now)
 
 
 def test_todays_spelling_is_left_as_it_is(old: Path) -> None:
     today = recorded_settings(old).model_dump(mode="json")
-    assert in_todays_keys(today) == today
+    assert migrate_keys(today) == today
     flat = flat_settings(RunSettings.model_validate(today))
-    assert flat_in_todays_keys(flat) == flat
+    assert migrate_flat_keys(flat) == flat
     old.write_text(to_toml(today))
     assert recorded_settings(old).model_dump(mode="json") == today
 

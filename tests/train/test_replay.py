@@ -20,13 +20,13 @@ from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
 from outrider.train import replay
-from outrider.train.metrics.trace_records import rows_of
+from outrider.train.metrics.trace_records import trace_rows
 from outrider.train.replay import replay_step
 from outrider.train.settings import RunSettings
 from outrider.types import Message, Origin, Outcome
 from outrider.watch.traces import TraceReader, TraceRow, TraceWriter
 from tests.tiny import tiny_tokenizer
-from tests.toy import ToyEnvironment, ToyFamily
+from tests.toy import ToyEnvironment, ToyTaskSet
 
 TOKENIZER = tiny_tokenizer()
 STEP = 3
@@ -91,7 +91,7 @@ def settings_of(mode: str | None) -> RunSettings:
 
 
 def record(
-    run: Path, family: ToyFamily, mode: str | None = None, *, hook: type[Shows] = Shows
+    run: Path, family: ToyTaskSet, mode: str | None = None, *, hook: type[Shows] = Shows
 ) -> list[Trace]:
     """Rollouts of the real loop, written as the trainer writes them."""
     settings = settings_of(mode)
@@ -108,14 +108,14 @@ def record(
     report = scheduler.run(family.tasks("train"), modes=("x",) * 7, training_step=STEP - 1)
     run.mkdir()
     (run / "config.toml").write_text(to_toml(settings.model_dump(mode="json")))
-    TraceWriter(run / "traces").write(STEP, rows_of(report.traces, step=STEP, tokenizer=TOKENIZER).nodes)
+    TraceWriter(run / "traces").write(STEP, trace_rows(report.traces, step=STEP, tokenizer=TOKENIZER).nodes)
     return report.traces
 
 
 @pytest.fixture
-def family(monkeypatch: pytest.MonkeyPatch) -> ToyFamily:
-    toy = ToyFamily(2)
-    monkeypatch.setattr(replay, "make_family", lambda config: toy)
+def family(monkeypatch: pytest.MonkeyPatch) -> ToyTaskSet:
+    toy = ToyTaskSet(2)
+    monkeypatch.setattr(replay, "make_task_set", lambda config: toy)
     monkeypatch.setenv("COLUMNS", "200")
     return toy
 
@@ -131,7 +131,7 @@ def cells(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("mode", [None, "context", "execute"])
 @pytest.mark.parametrize("role", ["inline", "user"])
 def test_the_same_environment_gives_the_same(
-    family: ToyFamily, tmp_path: Path, capsys: Any, mode: str | None, role: str
+    family: ToyTaskSet, tmp_path: Path, capsys: Any, mode: str | None, role: str
 ) -> None:
     family.role = role
     traces = record(tmp_path / "run", family, mode)
@@ -153,7 +153,7 @@ def test_the_same_environment_gives_the_same(
 
 
 def test_what_was_tried_without_a_word_of_it_is_tried_again(
-    family: ToyFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: ToyTaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B1: a refused action is in no text, but it may have cost a move, so the environment hears it in its
     place.
@@ -185,7 +185,9 @@ def test_what_was_tried_without_a_word_of_it_is_tried_again(
     )
 
 
-def test_another_observation_is_named_where_it_begins(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_another_observation_is_named_where_it_begins(
+    family: ToyTaskSet, tmp_path: Path, capsys: Any
+) -> None:
     record(tmp_path / "run", family)
     family.words = "it was"
     assert replay_step(tmp_path / "run", STEP) == 1
@@ -194,7 +196,7 @@ def test_another_observation_is_named_where_it_begins(family: ToyFamily, tmp_pat
     assert all("it is" in row[4] and "it was" in row[5] for row in rows)
 
 
-def test_another_return_is_named(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_another_return_is_named(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     record(tmp_path / "run", family)
     family.bonus = 1e-12
     assert replay_step(tmp_path / "run", STEP) == 1
@@ -203,7 +205,7 @@ def test_another_return_is_named(family: ToyFamily, tmp_path: Path, capsys: Any)
     assert ["toy/0", "0", "", "return", "2.0", "2.000000000001"] in rows
 
 
-def test_a_changed_executed_step_is_named(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_a_changed_executed_step_is_named(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     record(tmp_path / "run", family, "execute")
     change(
         tmp_path / "run",
@@ -219,7 +221,7 @@ def test_a_changed_executed_step_is_named(family: ToyFamily, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("outcome", [Outcome.TRUNCATED_TURNS, Outcome.FINISHED])
-def test_another_outcome_is_named(family: ToyFamily, tmp_path: Path, capsys: Any, outcome: Outcome) -> None:
+def test_another_outcome_is_named(family: ToyTaskSet, tmp_path: Path, capsys: Any, outcome: Outcome) -> None:
     record(tmp_path / "run", family)
     change(tmp_path / "run", lambda row: dataclasses.replace(row, outcome=outcome) if row.outcome else row)
     assert replay_step(tmp_path / "run", STEP) == 1
@@ -229,7 +231,7 @@ def test_another_outcome_is_named(family: ToyFamily, tmp_path: Path, capsys: Any
 
 
 def test_a_changed_turn_that_ends_the_episode_early_is_named(
-    family: ToyFamily, tmp_path: Path, capsys: Any
+    family: ToyTaskSet, tmp_path: Path, capsys: Any
 ) -> None:
     record(tmp_path / "run", family)
     first = {}
@@ -245,7 +247,7 @@ def test_a_changed_turn_that_ends_the_episode_early_is_named(
     assert [row[1:] for row in rows] == [["3", "0", "end", "the episode went on", "the episode ended"]] * 2
 
 
-def test_another_start_is_named(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_another_start_is_named(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     """The seed of the start is that of the loop: with another run seed the prompt differs (it holds the seed
     modulo 7).
     """
@@ -260,7 +262,7 @@ def test_another_start_is_named(family: ToyFamily, tmp_path: Path, capsys: Any) 
     }
 
 
-def test_a_fault_of_the_replay_is_a_difference(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_a_fault_of_the_replay_is_a_difference(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     record(tmp_path / "run", family)
     family.broken.add("toy/1")
     assert replay_step(tmp_path / "run", STEP) == 1
@@ -270,7 +272,7 @@ def test_a_fault_of_the_replay_is_a_difference(family: ToyFamily, tmp_path: Path
     }
 
 
-def test_what_is_missing_is_one_line(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_what_is_missing_is_one_line(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     record(tmp_path / "run", family)
     assert main(["replay", str(tmp_path / "none"), "--step", "3"]) == 1
     assert main(["replay", str(tmp_path / "run"), "--step", "4"]) == 1
@@ -281,7 +283,7 @@ def test_what_is_missing_is_one_line(family: ToyFamily, tmp_path: Path, capsys: 
     assert len(errors) == 2 and "no run directory" in errors[0] and "missing" in errors[1]
 
 
-def test_markup_in_texts_is_shown_as_it_is(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_markup_in_texts_is_shown_as_it_is(family: ToyTaskSet, tmp_path: Path, capsys: Any) -> None:
     record(tmp_path / "run", family)
     family.words = "[/red] it is"
     assert replay_step(tmp_path / "run", STEP) == 1

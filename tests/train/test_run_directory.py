@@ -105,7 +105,7 @@ def test_a_failed_set_up_takes_back_what_it_wrote_and_nothing_else(tmp_path: Pat
     (run.path / "notes").write_text("mine")
     (run.path / "buffer.sqlite-wal").touch()
     (run.path / "traces").symlink_to(elsewhere)
-    run.discard()
+    run.roll_back()
     run.release()
     assert [one.name for one in run.path.iterdir()] == ["notes"] and (elsewhere / "kept").exists()
 

@@ -14,7 +14,7 @@ from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
-from outrider.train.state.same_settings import flat_settings, other_settings
+from outrider.train.state.same_settings import check_settings, flat_settings
 from tests.memory.builders import make_trajectory
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
@@ -118,15 +118,15 @@ def test_e4_a_schedule_that_ends_with_the_run_has_its_length(whole: Path) -> Non
         RunSettings, file=whole / "config.toml", overrides=[*overrides, "train.num_steps=9"]
     )
     with pytest.raises(CheckpointError, match=r"train\.num_steps is 9, was 2"):
-        other_settings(flat_settings(settings), longer)
+        check_settings(flat_settings(settings), longer)
 
 
 def test_e4_settings_are_plain_and_a_key_of_another_version_is_not_compared(whole: Path) -> None:
     settings = load_settings(RunSettings, file=whole / "config.toml")
     flat = json.loads(json.dumps(flat_settings(settings)))
-    assert other_settings(flat, settings) == [] and str(whole.parent) not in json.dumps(flat)
+    assert check_settings(flat, settings) == [] and str(whole.parent) not in json.dumps(flat)
     del flat["update.max_tokens"]
-    assert other_settings({**flat, "update.of_tomorrow": 1}, settings) == []
+    assert check_settings({**flat, "update.of_tomorrow": 1}, settings) == []
 
 
 def change_template(data: Path) -> None:

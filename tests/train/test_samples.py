@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.algorithms.base import write_credit
+from outrider.algorithms.base import assign_advantages
 from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.common.token_loss import TokenLossInputs
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.config import validate
-from outrider.engines.local.unpacked import paths_of
-from outrider.trace import Leaf, Node, Trace, samples_of
+from outrider.engines.local.unpacked import segment_paths
+from outrider.trace import Leaf, Node, Trace, split_contexts
 from outrider.train.update.metric_accumulator import MetricAccumulator
-from outrider.train.update.pack import credits_by_rollout, pack
+from outrider.train.update.pack import advantages_by_rollout, pack
 from outrider.train.update.update import rollout_paths
 from outrider.types import Message, Origin, Outcome, Task
 
@@ -65,9 +65,12 @@ def test_a_context_that_began_anew_is_what_the_engine_sees_and_a_path_is_the_who
     assert trace.token_ids(leaf.node_id) == (1, 9, 9, 7, 7)
     path = trace.path(leaf.node_id)
     assert [node.token_ids for node in path] == [(1, 2), (6,), (1, 9, 9), (7, 7)]
-    assert [[n.token_ids for n in part] for part in samples_of(path)] == [[(1, 2), (6,)], [(1, 9, 9), (7, 7)]]
+    assert [[n.token_ids for n in part] for part in split_contexts(path)] == [
+        [(1, 2), (6,)],
+        [(1, 9, 9), (7, 7)],
+    ]
     alone = trace.path(trace.leaves[0].node_id or 0)
-    assert samples_of(alone) == [alone]
+    assert split_contexts(alone) == [alone]
 
 
 def test_a_rollout_is_packed_once_for_every_context() -> None:
@@ -114,14 +117,16 @@ def test_every_trained_token_is_computed_behind_the_context_that_it_was_sampled_
 ) -> None:
     trace = grown(Random(seed))
     returns = [leaf.episode_return for leaf, _ in trace.rollouts()]
-    write_credit(trace, group_normalized_advantages_per_rollout(returns=returns), attribution=attribution)
+    assign_advantages(
+        trace, group_normalized_advantages_per_rollout(returns=returns), attribution=attribution
+    )
     paths = rollout_paths([trace])
     expected: dict[tuple[int, int], tuple[tuple[int, ...], int, float]] = {}
     for path in paths:
         ordinal = 0
         for node in path.nodes:
             context = trace.token_ids(node.node_id)[: -len(node.token_ids)]
-            for _, credit, _ in credits_by_rollout(node, [path]):
+            for _, credit, _ in advantages_by_rollout(node, [path]):
                 for i, token in enumerate(node.token_ids):
                     before = context + node.token_ids[:i]
                     expected[path.rollout_index, ordinal] = (before, token, credit[i])
@@ -132,14 +137,14 @@ def test_every_trained_token_is_computed_behind_the_context_that_it_was_sampled_
             ids = batch.ids_N.tolist()
             seen = {
                 place: tuple(ids[one] for one in sequence[: number + 1])
-                for sequence in paths_of(batch.plan)
+                for sequence in segment_paths(batch.plan)
                 for number, place in enumerate(sequence)
             }
             for entry, token in enumerate(batch.token_T.tolist()):
                 key = (int(batch.rollout_index_T[entry]), int(batch.ordinal_T[entry]))
                 assert key not in found
                 before, target = seen[int(batch.predictors_U[token])], int(batch.targets_U[token])
-                found[key] = (before, target, float(batch.credit_T[entry]))
+                found[key] = (before, target, float(batch.advantages_T[entry]))
         assert found == expected
 
 
@@ -177,7 +182,7 @@ def estimate(logits: np.ndarray, returns: np.ndarray, *, restarts: bool, **given
     for paths in product(every, repeat=GROUP):
         chance = np.prod([policy[0, top] * policy[1 + top, below] for top, below in paths])
         trace = group(paths, returns, restarts=restarts)
-        method.credit(trace)
+        method.assign_advantages(trace)
         [batch] = pack(rollout_paths([trace]), max_tokens=10**6)
         rows = [
             1 + paths[rollout][0] if ordinal else 0
@@ -185,9 +190,9 @@ def estimate(logits: np.ndarray, returns: np.ndarray, *, restarts: bool, **given
         ]
         logprobs = torch.log_softmax(theta, dim=1)[rows, batch.targets_U[batch.token_T]]
         losses = method.objective.token_loss(TokenLossInputs(
-            logprobs_T=logprobs, denominators=method.objective.denominators(logprobs.detach(), None),
-            advantages_T=batch.credit_T, ratio_scale_T=batch.ratio_scale_T,
-            engine_logprobs_T=batch.engine_logprobs_T, is_foreign_T=batch.is_foreign_T,
+            logprobs_T=logprobs, old_logprobs=method.objective.old_logprobs(logprobs.detach(), None),
+            advantages_T=batch.advantages_T, ratio_scale_T=batch.ratio_scale_T,
+            engine_logprobs_T=batch.engine_logprobs_T, is_off_policy_T=batch.is_off_policy_T,
             rollout_T=batch.rollout_index_T, turn_T=batch.turn_T, measures=MetricAccumulator(),
         )).losses  # fmt: skip
         total = total + float(chance) * losses.sum() / GROUP

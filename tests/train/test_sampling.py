@@ -36,7 +36,7 @@ def test_without_dynamic_sampling_a_step_s_tasks_follow_from_its_number(
 ) -> None:
     """Whole steps of a fresh permutation an epoch; what does not fill a step is left out of that epoch."""
     size = min(size, num_tasks)
-    tasks, cursor = order(num_tasks, size, seed).take(size, cursor=step * size)
+    tasks, cursor = order(num_tasks, size, seed).draw(size, cursor=step * size)
     epoch, position = divmod(step, num_tasks // size)
     expected = stream(seed, "task order", epoch).permutation(num_tasks)[
         position * size : (position + 1) * size
@@ -56,11 +56,11 @@ def test_the_cursor_continues_and_no_task_comes_twice_in_a_step(
     played = {f"t{i}" for i in seen}
     cursor = 0
     for num in takes:
-        tasks, after = tasks_of.take(num, cursor=cursor, seen=played)
+        tasks, after = tasks_of.draw(num, cursor=cursor, seen=played)
         assert len({task.key for task in tasks} - played) == len(tasks) <= num and after >= cursor
         left = {task.key for task in tasks_of.tasks} - played
         assert len(tasks) == min(num, len(left))  # fewer come only where none is left
-        again, _ = tasks_of.take(num, cursor=cursor, seen=played)
+        again, _ = tasks_of.draw(num, cursor=cursor, seen=played)
         assert again == tasks
         played |= {task.key for task in tasks}
         cursor = after

@@ -15,14 +15,14 @@ from outrider import api
 from outrider.algorithms.algorithm import Algorithm, TaskChoice
 from outrider.algorithms.empo2.algorithm import Empo2Settings
 from outrider.config import load_settings, validate
-from outrider.environments.families import make_family
+from outrider.environments.families import make_task_set
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run
 from outrider.smoke.shrink import smoke_overrides
-from outrider.smoke.stand_ins import NO_SERVER, stand_ins
+from outrider.smoke.stand_ins import NO_SERVER, smoke_assets
 from outrider.trace import Trace
-from outrider.train.data.stages import groups_on, require_tasks, stage_lines, tasks_of
+from outrider.train.data.stages import count_groups, require_tasks, stage_lines, stage_tasks
 from outrider.train.data.task_sampling import TaskOrder, play_step
 from outrider.train.learning_settings import StageSettings
 from outrider.train.settings import RunSettings, TrainSettings
@@ -94,7 +94,7 @@ def test_every_stage_plays_its_own_tasks_from_the_beginning_of_its_own_order(
         own = every[letter]
         order, cursor = TaskOrder(tasks=own, tasks_per_step=size, seed=seed, stage=number), 0
         for step in range(begin, begin + length):
-            expected, cursor = order.take(size, cursor=cursor)
+            expected, cursor = order.draw(size, cursor=cursor)
             assert steps[step] == [task.key for task in expected]
             assert len(set(steps[step])) == min(size, len(own))
             assert algorithm.asked[step] == [task.key for task in own]
@@ -124,7 +124,7 @@ def test_a_run_that_was_killed_at_a_border_goes_on_to_the_same_bits(recipe: Path
     steps = records(run)
     assert [one["stage/number"] for one in steps] == [1, 1, 2, 2]
     assert [one["group/num"] for one in steps] == [2, 2, 1, 1]
-    keys = {step: set(Run.of(run).traces(step)["task_key"].to_pylist()) for step in (1, 2, 3, 4)}
+    keys = {step: set(Run.from_path(run).traces(step)["task_key"].to_pylist()) for step in (1, 2, 3, 4)}
     assert keys[1] | keys[2] == {f"tasks-{n}" for n in range(4)} and keys[3] == keys[4] == {"tasks-4"}
     for newest in (1, 2, 3):
         killed = recipe.parent / f"killed-{newest}"
@@ -171,12 +171,15 @@ def test_groups_are_counted_by_the_tasks_that_they_come_from() -> None:
     tasks = [
         Task(key=f"{letter}/{n}", question="") for letter, num in (("a", 3), ("b", 9)) for n in range(num)
     ]
-    assert groups_on(TrainSettings(num_steps=5, tasks_per_step=4), tasks) == [(20, 12)]
+    assert count_groups(TrainSettings(num_steps=5, tasks_per_step=4), tasks) == [(20, 12)]
     stages = tuple(StageSettings(tasks=(f"{one}/*",), num_steps=n) for one, n in (("a", 1), ("b", 2)))
     chosen = TrainSettings(num_steps=5, tasks_per_step=4, stages=(*stages, StageSettings(tasks=("a/*",))))
-    assert groups_on(chosen, tasks) == [(3 * 3, 3), (8, 9)]  # three steps of three groups on a, in two stages
+    assert count_groups(chosen, tasks) == [
+        (3 * 3, 3),
+        (8, 9),
+    ]  # three steps of three groups on a, in two stages
     empo2 = validate(Empo2Settings, {})
-    said = [empo2.warnings(num_groups=groups, num_tasks=num) for groups, num in groups_on(chosen, tasks)]
+    said = [empo2.warnings(num_groups=groups, num_tasks=num) for groups, num in count_groups(chosen, tasks)]
     assert [len(one) for one in said] == [0, 1] and "8 groups play none of the 9 tasks twice" in said[1][0]
 
 
@@ -184,7 +187,7 @@ def test_a_pattern_that_fits_nothing_is_told_and_so_is_a_small_stage(recipe: Pat
     tasks = [Task(key=f"tasks-{n}", question="") for n in range(6)]
     wanted = load_settings(RunSettings, file=recipe, overrides=[GRPO, STAGES]).train
     require_tasks(wanted, tasks)
-    assert len(tasks_of(wanted.stages[0], tasks)) == 4
+    assert len(stage_tasks(wanted.stages[0], tasks)) == 4
     first, second = stage_lines(wanted, tasks)
     assert first == "stage 1 of 2: steps 1 to 2 on 4 tasks (tasks-[0-3])"
     assert second.startswith("stage 2 of 2: steps 3 to 10 on 1 tasks (tasks-4); a step has 1 groups there")
@@ -198,11 +201,11 @@ def test_a_smoke_run_has_the_tasks_of_every_stage(num_steps: int) -> None:
     stages = 'train.stages=[{tasks=["house/*/train/[0-3]/*"],num_steps=1},{tasks=["house/*/train/[4-7]/*"]}]'
     overrides = [stages, f"train.num_steps={num_steps}", "environment.num_train=8"]
     chosen = load_settings(RunSettings, file=HOUSES, overrides=overrides)
-    smaller = smoke_overrides(chosen, stand_ins(), server=NO_SERVER)
+    smaller = smoke_overrides(chosen, smoke_assets(), server=NO_SERVER)
     shrunk = load_settings(RunSettings, file=HOUSES, overrides=[*overrides, *smaller])
     assert shrunk.train.num_steps == num_steps
     if num_steps:
-        require_tasks(shrunk.train, make_family(shrunk.environment).tasks("train"))
+        require_tasks(shrunk.train, make_task_set(shrunk.environment).tasks("train"))
     else:
         assert shrunk.environment.model_dump()["num_train"] == 2
 
@@ -211,7 +214,7 @@ def test_a_smoke_run_on_a_stand_in_has_stages_of_all_its_tasks(recipe: Path, tmp
     gone = recipe.read_text().replace('path = "', f'path = "{tmp_path}/gone/')
     (moved := tmp_path / "recipe.toml").write_text(gone)
     chosen = load_settings(RunSettings, file=moved, overrides=[GRPO, STAGES])
-    smaller = smoke_overrides(chosen, stand_ins(), server=NO_SERVER)
+    smaller = smoke_overrides(chosen, smoke_assets(), server=NO_SERVER)
     shrunk = load_settings(RunSettings, file=moved, overrides=[GRPO, STAGES, *smaller])
     assert [one.tasks for one in shrunk.train.stages] == [("*",), ("*",)]
     assert [one.num_steps for one in shrunk.train.stages] == [1, None] and shrunk.train.num_steps == 2

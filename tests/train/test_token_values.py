@@ -10,10 +10,10 @@ from transformers import LlamaForCausalLM
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.engines.local.model import LanguageModel
 from outrider.trace import Leaf, Node, Share, Trace
-from outrider.train.metrics.trace_records import rows_of
+from outrider.train.metrics.trace_records import trace_rows
 from outrider.train.update.policy import OptimizerSettings, Policy
 from outrider.train.update.token_record import values_by_node
-from outrider.train.update.update import UpdateSettings, mini_batches_of, update
+from outrider.train.update.update import UpdateSettings, split_mini_batches, update
 from outrider.types import Message, Origin, Outcome, Task
 from tests.tiny import tiny_model
 
@@ -105,10 +105,10 @@ def test_every_tokens_log_prob_is_that_of_its_own_context(max_tokens: int, num_m
     report = update(
         policy, traces, objective=ObjectiveSettings(), settings=settings, reference=None, first=False
     )
-    values = values_by_node(mini_batches_of(traces, num_mini_batches), report.tokens)
+    values = values_by_node(split_mini_batches(traces, num_mini_batches), report.tokens)
     rows = {
         (row.task_key, row.node_id): row
-        for row in rows_of(traces, step=1, tokenizer=Letters(), values=values).nodes
+        for row in trace_rows(traces, step=1, tokenizer=Letters(), values=values).nodes
     }
     trained = 0
     for trace in traces:
@@ -130,7 +130,7 @@ def test_every_tokens_log_prob_is_that_of_its_own_context(max_tokens: int, num_m
 
 def test_what_a_lost_rollout_shares_has_the_values_of_one_that_was_trained() -> None:
     [shared] = [node for node in forked().nodes if node.shares is not None]
-    rows = rows_of([forked()], step=1, tokenizer=Letters())
+    rows = trace_rows([forked()], step=1, tokenizer=Letters())
     row = rows.nodes[shared.node_id]
     assert (row.rollout, row.advantages) == (1, (0.5, 0.5))
     assert [one.forked_from for one in rows.rollouts] == [

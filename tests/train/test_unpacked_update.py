@@ -16,9 +16,9 @@ from torch import Tensor
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.engines.base import Request
 from outrider.engines.local.attention import Segment, TreePlan
-from outrider.engines.local.choice import engine_for
+from outrider.engines.local.choice import make_engine
 from outrider.engines.local.model import LanguageModel, load_model
-from outrider.engines.local.unpacked import Unpacked, passes_of, paths_of
+from outrider.engines.local.unpacked import Unpacked, segment_paths, split_into_sequences
 from outrider.errors import ModelError
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings, UpdateSettings
 from outrider.train.update.pack import pack
@@ -65,7 +65,7 @@ def test_scores_and_gradients_are_those_of_the_packed_path(
         logprobs, entropies = [], []
         for batch in pack(paths, max_tokens=max_tokens):
             scores = policy.score(batch)
-            weights = batch.like(scores.logprobs_T).credit_T * torch.arange(1, len(batch.token_T) + 1)
+            weights = batch.like(scores.logprobs_T).advantages_T * torch.arange(1, len(batch.token_T) + 1)
             (scores.logprobs_T * weights).sum().backward()
             logprobs.append(scores.logprobs_T.detach())
             entropies.append(scores.entropies_T)
@@ -109,20 +109,20 @@ def test_a_shared_token_is_scored_in_one_sequence_and_nothing_is_computed_that_n
             Segment(length=1, ancestors=(0, 2)), Segment(length=1, ancestors=(0, 2)),
         )
     )  # fmt: skip
-    assert paths_of(plan) == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 5, 6, 7, 9]]
-    found = list(passes_of(plan, [1, 2, 2, 7, 7], WHY))
+    assert segment_paths(plan) == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 5, 6, 7, 9]]
+    found = list(split_into_sequences(plan, [1, 2, 2, 7, 7], WHY))
     assert [one.tokens for one in found] == [(0, 1, 2), (0, 1, 2, 5, 6, 7)]
-    assert [one.places for one in found] == [(1, 2, 2), (5, 5)]
+    assert [one.indices for one in found] == [(1, 2, 2), (5, 5)]
     assert [one.scored for one in found] == [(0, 1, 2), (3, 4)]
     # With other factors behind 4 tokens a sequence is read twice.
-    turning = list(passes_of(plan, [1, 3, 4, 9], replace(WHY, turns=(4,))))
+    turning = list(split_into_sequences(plan, [1, 3, 4, 9], replace(WHY, turns=(4,))))
     assert [len(one.tokens) for one in turning] == [4, 5, 7]
     assert [one.scored for one in turning] == [(0, 1), (2,), (3,)]
 
 
 def test_an_idle_pass_has_a_gradient_of_zeros() -> None:
     policy = Policy(unpacked_twin(), OptimizerSettings())
-    policy.idle().backward()
+    policy.dummy_forward().backward()
     gradients = [one.grad for one in policy.masters.values()]
     assert any(one is not None for one in gradients)
     assert all(one is None or not one.any() for one in gradients)
@@ -144,10 +144,10 @@ def test_adapters_train_and_generate_on_the_unpacked_path(lfm2: Path) -> None:
     assert all("lora" in name for name in policy.masters)
     [batch] = pack(rollout_paths([random_trace(3, faults=False)]), max_tokens=10_000)
     before = policy.score(batch).logprobs_T
-    (before * batch.credit_T.float()).sum().backward()
+    (before * batch.advantages_T.float()).sum().backward()
     assert policy.step() > 0
     assert not torch.equal(before, policy.score(batch).logprobs_T)
-    engine = engine_for(policy.language_model)
+    engine = make_engine(policy.language_model)
     (one,) = engine.generate([Request(request_id="a", token_ids=(5, 6, 7), max_tokens=9, seed=1)])
     ids = torch.tensor([(5, 6, 7, *one.token_ids)])
     with torch.no_grad():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
-from outrider.algorithms.common.loss_kinds import student_mask
+from outrider.algorithms.common.loss_kinds import without_tips_mask
 from outrider.algorithms.common.loss_settings import ClipLoss, GppoLoss, RejectionMask, SamplerCorrection
 from outrider.algorithms.luffy import LuffySettings
 from outrider.errors import EngineFault
@@ -17,7 +17,7 @@ from outrider.trace import Trace
 from outrider.train.learning_settings import OptimizerSettings
 from outrider.train.update.pack import PackedBatch
 from outrider.train.update.policy import Policy, Scorer, TokenScores
-from outrider.train.update.ranks import Alone
+from outrider.train.update.ranks import SingleRank
 from outrider.train.update.update import UpdateReport, UpdateSettings, update
 from outrider.types import Message, Origin
 from tests.algorithms.grouped import Played, trace_of
@@ -35,7 +35,7 @@ class TablePolicy:
     """Scores tokens from a table: one for every optimiser step, and one for the rendering with tips."""
 
     settings = OptimizerSettings()
-    ranks = Alone()
+    ranks = SingleRank()
 
     def __init__(
         self,
@@ -326,7 +326,9 @@ def test_rollouts_without_credit_are_computed_where_a_term_trains_them(
 def test_a_least_probability_of_zero_masks_nothing(kind: Literal["token", "turn", "none"]) -> None:
     low, is_off = torch.tensor([-1000.0, -math.inf]), torch.ones(2, dtype=torch.bool)
     objective = OffPolicyObjective(student_mask=kind, min_probability=0.0)
-    mask = student_mask(objective, logprobs_T=low, acting_T=low, is_off_T=is_off, turn_T=torch.tensor([0, 1]))
+    mask = without_tips_mask(
+        objective, logprobs_T=low, with_tips_T=low, is_without_tips_T=is_off, turn_T=torch.tensor([0, 1])
+    )
     assert mask.tolist() == [1.0, 1.0]
 
 

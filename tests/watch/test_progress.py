@@ -155,7 +155,7 @@ def test_each_step_has_one_line_of_stable_columns_within_80() -> None:
     clock = Clock()
     progress, stream = plain(clock)
     left = Span(3500.0, 7000.0)
-    progress.stage("train", 1000, left_by=lambda: left)
+    progress.stage("train", 1000, time_left=lambda: left)
     for step, reward in enumerate((-0.25, 0.5, 123.4), start=1):
         for rollouts in range(8):  # they come within a second
             progress.advance(step - 1, generated=rollouts * 1000, rollouts=f"{rollouts}/64")
@@ -186,7 +186,7 @@ def test_no_report_is_wider_than_80_columns(
 def test_the_display_has_a_line_for_each_of_its_parts_at_any_width(width: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     progress = RichProgress(console=console, clock=Clock())
-    progress.stage("evaluation before a cold start", 12345, left_by=lambda: Span(3500.0, 7000.0))
+    progress.stage("evaluation before a cold start", 12345, time_left=lambda: Span(3500.0, 7000.0))
     progress.advance(1, **{f"a long field {number}": 1.0 for number in range(9)})
     other = Console(file=io.StringIO(), width=width, color_system=None)
     with other.capture() as capture:

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.watch.progress import NullProgress
 from outrider.watch.recorded_progress import LIVE, NOTES, RecordedProgress
-from outrider.watch.viewer.alarms import alarms_of
+from outrider.watch.viewer.alarms import read_alarms
 
 
 class Told(NullProgress):
@@ -50,7 +50,7 @@ def test_notes_have_the_step_that_they_name(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / NOTES).read_text().splitlines()]
     assert [line["step"] for line in lines] == [None, 7, 4, 3]
     assert [line["text"] for line in lines] == inner.notes
-    assert [one["step"] for one in alarms_of(tmp_path)] == [None, 7, 4]
+    assert [one["step"] for one in read_alarms(tmp_path)] == [None, 7, 4]
 
 
 def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.watch.progress import PlainProgress
-from outrider.watch.run_pace import Ahead, RunPace, Work
+from outrider.watch.run_pace import RemainingWork, RunPace, Work
 from outrider.watch.span import Span
 from tests.watch.test_progress import Clock
 
@@ -30,7 +30,7 @@ def told(pace: RunPace) -> Span:
 def test_f5_steps_evaluations_and_checkpoints_count_at_their_own_pace() -> None:
     clock = Clock()
     pace = RunPace(clock)
-    pace.ahead = Ahead(step=5, evaluation=2, checkpoint=3)
+    pace.remaining = RemainingWork(step=5, evaluation=2, checkpoint=3)
     spend(pace, clock, "evaluation", 90.0)
     spend(pace, clock, "checkpoint", 3.0)
     assert pace.left is None  # no step was measured
@@ -43,11 +43,11 @@ def test_f5_nothing_is_told_while_an_evaluation_that_comes_was_never_measured() 
     clock = Clock()
     pace = RunPace(clock)
     steps(pace, clock, 10.0, 10.0, 10.0)
-    pace.ahead = Ahead(step=5, evaluation=1)
+    pace.remaining = RemainingWork(step=5, evaluation=1)
     assert pace.left is None
-    pace.ahead = Ahead(step=5, checkpoint=2)
-    assert told(pace).low < 50.0 < told(pace).high and told(pace).shown is not None
-    pace.ahead = Ahead()
+    pace.remaining = RemainingWork(step=5, checkpoint=2)
+    assert told(pace).low < 50.0 < told(pace).high and told(pace).text is not None
+    pace.remaining = RemainingWork()
     assert pace.left == Span(0.0, 0.0)
 
 
@@ -55,15 +55,15 @@ def test_f5_it_runs_down_within_a_step_and_grows_when_the_step_is_late() -> None
     clock = Clock()
     pace = RunPace(clock)
     steps(pace, clock, *[10.0] * 10)
-    pace.ahead = Ahead(step=50)
+    pace.remaining = RemainingWork(step=50)
     whole = told(pace)
     with pace.timed("step"):
         clock.now += 6.0
         assert (told(pace).low, told(pace).high) == pytest.approx((whole.low - 6.0, whole.high - 6.0))
         clock.now += 194.0
         assert told(pace).high > 2 * whole.high
-        pace.ahead = Ahead(step=1)
-        assert told(pace).shown is None  # the last one is late: nothing is known about it
+        pace.remaining = RemainingWork(step=1)
+        assert told(pace).text is None  # the last one is late: nothing is known about it
 
 
 def test_steps_that_grow_get_no_estimate_instead_of_one_that_is_too_small() -> None:
@@ -72,8 +72,8 @@ def test_steps_that_grow_get_no_estimate_instead_of_one_that_is_too_small() -> N
     pace = RunPace(clock)
     for done, seconds in enumerate((16.0, 26.0, 35.0), start=1):
         steps(pace, clock, seconds)
-        pace.ahead = Ahead(step=4 - done)
-        assert told(pace).shown is None
+        pace.remaining = RemainingWork(step=4 - done)
+        assert told(pace).text is None
 
 
 def test_f5_work_that_is_given_up_has_no_pace() -> None:
@@ -82,7 +82,7 @@ def test_f5_work_that_is_given_up_has_no_pace() -> None:
     with pytest.raises(KeyboardInterrupt), pace.timed("step"):
         clock.now += 1.0
         raise KeyboardInterrupt
-    pace.ahead = Ahead(step=1)
+    pace.remaining = RemainingWork(step=1)
     assert pace.left is None and pace.seconds("step") is None
 
 
@@ -100,7 +100,7 @@ def test_f5_a_resumed_run_knows_its_evaluations_and_checkpoints_and_measures_its
     clock = Clock()
     pace = RunPace(clock)
     pace.recall(metrics)
-    pace.ahead = Ahead(step=5, evaluation=1, checkpoint=1)
+    pace.remaining = RemainingWork(step=5, evaluation=1, checkpoint=1)
     assert pace.left is None
     steps(pace, clock, 10.0, 10.0, 10.0)
     assert told(pace).low < 5 * 10 + 9 + 2 < told(pace).high
@@ -115,10 +115,10 @@ def test_f5_the_display_tells_the_evaluation_at_the_end_and_never_nothing() -> N
     for _ in range(3):
         spend(pace, clock, "evaluation", 120.0)
     for done in range(5):
-        pace.ahead = Ahead(step=5 - done, evaluation=1)
-        progress.stage("train", 5, done=done, left_by=lambda: pace.left)
+        pace.remaining = RemainingWork(step=5 - done, evaluation=1)
+        progress.stage("train", 5, done=done, time_left=lambda: pace.left)
         spend(pace, clock, "step", 10.0)
-        pace.ahead = Ahead(step=4 - done, evaluation=1)
+        pace.remaining = RemainingWork(step=4 - done, evaluation=1)
         progress.advance(done + 1)
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("train ")]
     assert [line.partition("left ")[2].strip() for line in lines] == [
@@ -128,6 +128,6 @@ def test_f5_the_display_tells_the_evaluation_at_the_end_and_never_nothing() -> N
         "1:50-2:30",
         "1:41-2:19",
     ]
-    pace.ahead = Ahead()
+    pace.remaining = RemainingWork()
     progress.advance(5)
     assert "left" not in stream.getvalue().splitlines()[-1]

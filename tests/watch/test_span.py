@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.watch.span import Span, ahead_of, duration
+from outrider.watch.span import Span, duration, predict_total
 
 LATELY, FEWEST = 10, 3
 
@@ -17,16 +17,16 @@ def estimates(durations: list[float]) -> Iterator[tuple[Span, float]]:
     """After every step: what is told, and what it took."""
     for done in range(FEWEST, len(durations)):
         taken = durations[max(0, done - LATELY) : done]
-        yield ahead_of(taken, len(durations) - done), sum(durations[done:])
+        yield predict_total(taken, len(durations) - done), sum(durations[done:])
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=10), st.integers(1, 1000))
 def test_what_is_shown_is_narrow_and_more_than_nothing(taken: list[float], num: int) -> None:
-    span = ahead_of(taken, num)
+    span = predict_total(taken, num)
     mean = num * sum(taken) / len(taken)
     assert 0.0 <= span.low <= mean * (1 + 1e-9) and span.high >= mean * (1 - 1e-9)
-    if span.shown is not None:
-        assert span.high <= 2 * max(span.low, 1.0) and span.shown != "0:00" and len(span.shown) <= 11
+    if span.text is not None:
+        assert span.high <= 2 * max(span.low, 1.0) and span.text != "0:00" and len(span.text) <= 11
 
 
 @given(st.floats(0.1, 1e4), st.lists(st.floats(1.0, 3.0), min_size=4, max_size=60))
@@ -64,7 +64,7 @@ def test_of_simulated_runs_the_shown_bounds_hold_within_a_quarter(
     for _ in range(40):
         for span, actual in estimates([simulated(draw, step) for step in range(30)]):
             num += 1
-            if span.shown is not None:
+            if span.text is not None:
                 shown += 1
                 near += span.low / 1.25 <= actual <= 1.25 * span.high
     assert shown >= shown_at_least * num and near >= near_at_least * shown
@@ -72,14 +72,14 @@ def test_of_simulated_runs_the_shown_bounds_hold_within_a_quarter(
 
 def test_steps_that_vary_without_a_pattern_have_no_estimate() -> None:
     draw = random.Random(0)
-    told = [span.shown for span, _ in estimates([draw.choice((1.0, 60.0)) for _ in range(8)])]
+    told = [span.text for span, _ in estimates([draw.choice((1.0, 60.0)) for _ in range(8)])]
     assert set(told) == {None}
 
 
 def test_one_number_where_it_says_as_much() -> None:
-    assert Span(100.0, 110.0).shown == "1:45"
-    assert Span(100.0, 180.0).shown == "1:40-3:00"
-    assert Span(100.0, 201.0).shown is None
+    assert Span(100.0, 110.0).text == "1:45"
+    assert Span(100.0, 180.0).text == "1:40-3:00"
+    assert Span(100.0, 201.0).text is None
     assert [duration(one) for one in (0.4, 61.0, 3599.4, 3600.0, 6010.0)] == [
         "0:00",
         "1:01",

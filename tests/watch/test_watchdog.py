@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.types import Message, Task
 from outrider.watch.progress import NullProgress, PlainProgress
 from outrider.watch.watchdog import WatchedProgress
@@ -37,22 +37,22 @@ def clock() -> Clock:
 
 
 def watched(
-    clock: Clock, display: Told, whereabouts: Whereabouts, *, after_s: float = 60.0
+    clock: Clock, display: Told, whereabouts: RolloutStatus, *, after_s: float = 60.0
 ) -> WatchedProgress:
-    return WatchedProgress(display, whereabouts=whereabouts, after_s=after_s, clock=clock)
+    return WatchedProgress(display, rollout_status=whereabouts, after_s=after_s, clock=clock)
 
 
 def test_the_line_names_stage_calls_rollouts_and_times(clock: Clock) -> None:
-    display, whereabouts = Told(), Whereabouts(clock=clock)
+    display, whereabouts = Told(), RolloutStatus(clock=clock)
     with closing(watched(clock, display, whereabouts)) as watchdog:
         watchdog.stage("train", 40)
         watchdog.advance(3)
-        whereabouts.at("task 7/1", "an environment's step")
+        whereabouts.set("task 7/1", "an environment's step")
         clock.now += 2.0
         for rollout in range(3):
-            whereabouts.at(f"task 8/{rollout}", "the wait for a batch")
-        whereabouts.at("task 9/0", "an environment's step")
-        whereabouts.ended("task 9/0")
+            whereabouts.set(f"task 8/{rollout}", "the wait for a batch")
+        whereabouts.set("task 9/0", "an environment's step")
+        whereabouts.remove("task 9/0")
         clock.now += 59.0
         watchdog.look()
         assert display.notes == []
@@ -69,7 +69,7 @@ def test_the_line_names_stage_calls_rollouts_and_times(clock: Clock) -> None:
 
 @pytest.mark.parametrize("sign", ["a report", "a stage", "a note", "a rollout that goes on"])
 def test_any_sign_of_progress_keeps_it_silent_and_silence_brings_it_again(clock: Clock, sign: str) -> None:
-    display, whereabouts = Told(), Whereabouts(clock=clock)
+    display, whereabouts = Told(), RolloutStatus(clock=clock)
     with closing(watched(clock, display, whereabouts)) as watchdog:
         for _ in range(5):
             clock.now += 40.0
@@ -80,7 +80,7 @@ def test_any_sign_of_progress_keeps_it_silent_and_silence_brings_it_again(clock:
             elif sign == "a note":
                 watchdog.note("seen")
             else:
-                whereabouts.at("task 0/0", "an environment's step")
+                whereabouts.set("task 0/0", "an environment's step")
             watchdog.look()
         assert not any("NO PROGRESS" in line for line in display.notes)
         for _ in range(5):
@@ -93,7 +93,7 @@ def test_any_sign_of_progress_keeps_it_silent_and_silence_brings_it_again(clock:
 def test_everything_is_handed_on() -> None:
     stream = io.StringIO()
     display = WatchedProgress(
-        PlainProgress(stream=stream, interval=0.0), whereabouts=Whereabouts(), after_s=0.0
+        PlainProgress(stream=stream, interval=0.0), rollout_status=RolloutStatus(), after_s=0.0
     )
     display.stage("train", 4, done=2)
     display.advance(3, reward=0.5)
@@ -109,33 +109,33 @@ def test_everything_is_handed_on() -> None:
 
 def test_a_step_that_hangs_is_named_while_it_hangs_and_the_result_is_the_same() -> None:
     """With real threads: the environment answers once the line is there."""
-    display, whereabouts = Told(), Whereabouts()
+    display, whereabouts = Told(), RolloutStatus()
 
     class Slow(Fake):
         def step(self, message: Message) -> StepResult:
             assert display.has_one.wait(20)
             return super().step(message)
 
-    def play(environment: type[Fake], given: Whereabouts | None) -> Sequence[object]:
+    def play(environment: type[Fake], given: RolloutStatus | None) -> Sequence[object]:
         def make(task: Task, number: int) -> Fake:
             kind = environment if task.key == "task 1" else Fake
             return kind(on_step=lambda n, t: END)
 
         runs = scheduler(scripted(lambda request, context: "a."), Factory(make))
-        runs.whereabouts = given or Whereabouts()
+        runs.rollout_status = given or RolloutStatus()
         return facts(runs.run(tasks(2), modes=("m",), training_step=0))
 
-    with closing(WatchedProgress(display, whereabouts=whereabouts, after_s=0.1)) as watchdog:
+    with closing(WatchedProgress(display, rollout_status=whereabouts, after_s=0.1)) as watchdog:
         watchdog.stage("evaluate", 2)
         held = play(Slow, whereabouts)
     assert "in evaluate 0/2; rollouts: 1 in an environment's step (longest: task 1/0, " in display.notes[0]
     assert "the main thread is in outrider.rollout.event_loop.run_to_end, line " in display.notes[0]
-    assert held == play(Fake, None) and whereabouts.told() == []
+    assert held == play(Fake, None) and whereabouts.snapshot() == []
 
 
 def test_no_thread_stays_behind() -> None:
     before = set(threading.enumerate())  # those of other tests may end at any time
-    with closing(WatchedProgress(NullProgress(), whereabouts=Whereabouts(), after_s=0.01)):
+    with closing(WatchedProgress(NullProgress(), rollout_status=RolloutStatus(), after_s=0.01)):
         [watching] = set(threading.enumerate()) - before
     watching.join(10)
     assert not watching.is_alive()

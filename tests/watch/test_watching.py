@@ -16,7 +16,7 @@ from outrider.file_lock import FileLock
 from outrider.watch.progress import NullProgress
 from outrider.watch.recorded_progress import LIVE, NOTES, RecordedProgress
 from outrider.watch.run_summary import summary_lines
-from outrider.watch.watching import look
+from outrider.watch.watching import read_snapshot
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e"
 
@@ -58,7 +58,7 @@ def test_a_running_run_shows_stage_steps_and_what_it_told(
 
 def test_a_run_that_is_silent_says_since_when(run: Path) -> None:
     with running(run):
-        seen = look(run, now=time.time() + 600)
+        seen = read_snapshot(run, now=time.time() + 600)
     assert seen.status == "running" and "last heard of 10:00 ago" in seen.lines
 
 
@@ -67,11 +67,11 @@ def test_a_run_that_ended_that_was_stopped_and_whose_process_is_gone(
 ) -> None:
     with running(run):
         pass  # and its lock is free, without a word: a kill
-    assert look(run).status == "gone"
+    assert read_snapshot(run).status == "gone"
     assert "its process is gone" in (lines := once(run, capsys))[0] and "train --resume" in lines[0]
     with running(run) as shown:
         shown.close()
-    assert look(run).status == "stopped" and "train --resume" in once(run, capsys)[0]
+    assert read_snapshot(run).status == "stopped" and "train --resume" in once(run, capsys)[0]
     wants(run, 12)
     lines = once(run, capsys)
     assert lines[0] == f"{run}: finished"

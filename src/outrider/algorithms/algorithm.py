@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from numpy.typing import NDArray
 
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings
 from outrider.memory.changes import MemoryChange
 from outrider.metrics import Metric
 from outrider.rollout.hooks import Hook
@@ -28,7 +28,7 @@ class GroupFilter:
     After ``max_extra_batches`` further rounds the step trains on the groups that it has.
     """
 
-    keep: Callable[[Sequence[Trace]], list[Trace]]
+    select: Callable[[Sequence[Trace]], list[Trace]]
     max_extra_batches: int
 
 
@@ -59,7 +59,7 @@ class StepPlay(Protocol):
     limits.
     """
 
-    def ask_experts(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
+    def request_expert_paths(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
         """Steps by task key (None: there is no expert), and why experts could not be asked."""
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
@@ -99,13 +99,13 @@ class Algorithm:
         """Rollouts that join the played ``traces`` in place, and groups that are trained on beside them."""
         return Augmentation()
 
-    def credit(self, trace: Trace) -> GroupCredit:
-        """Write ``credit`` and ``ratio_scale`` on the trainable nodes of every rollout that has a return."""
-        raise NotImplementedError(f"{type(self).__name__} has neither credit nor advantages")
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
+        """Write ``assign_advantages`` and ``ratio_scale`` on the trainable nodes of every rollout that has a return."""
+        raise NotImplementedError(f"{type(self).__name__} has neither assign_advantages nor advantages")
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
-        """:meth:`credit` of all groups of a step, one entry a trace; for statistics that span them."""
-        return [self.credit(trace) for trace in traces]
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+        """:meth:`assign_advantages` of all groups of a step, one entry a trace; for statistics that span them."""
+        return [self.assign_advantages(trace) for trace in traces]
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """The loss of every trained token: by default what the objective says."""

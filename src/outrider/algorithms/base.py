@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.common.advantages import (
     Float64Array,
-    GroupAdvantages,
+    RolloutAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
@@ -30,7 +30,7 @@ from outrider.trace import Share, Trace
 if TYPE_CHECKING:  # settings are read without torch, and losses are imported where one is computed
     from torch import Tensor
 
-    from outrider.algorithms.common.token_loss import Denominators, TokenLoss, TokenLossInputs
+    from outrider.algorithms.common.token_loss import OldLogprobs, TokenLoss, TokenLossInputs
     from outrider.algorithms.empo2.hook import MemorySettings
     from outrider.train.settings import RunSettings
 
@@ -77,10 +77,10 @@ class ObjectiveSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _spelling(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            require_new_spelling(given)
-        return given
+    def _reject_old_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            require_new_spelling(data)
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> "ObjectiveSettings":
@@ -110,7 +110,7 @@ class ObjectiveSettings(Settings):
         return False
 
     @property
-    def asks_experts(self) -> bool:
+    def needs_experts(self) -> bool:
         """Whether the environment's experts are asked in every step."""
         return False
 
@@ -143,7 +143,7 @@ class ObjectiveSettings(Settings):
         """Names what ``num_groups`` groups on ``num_tasks`` training tasks can never do, a line each."""
         return []
 
-    def require_possible(self, run: "RunSettings") -> None:
+    def validate_run(self, run: "RunSettings") -> None:
         """Raises ValueError, with dotted keys, where the rest of the run does not go with these settings."""
 
     @property
@@ -151,23 +151,23 @@ class ObjectiveSettings(Settings):
         """Whether advantages count a KL to the reference, which is then measured before them."""
         return False
 
-    def denominators(self, start_T: "Tensor", acting_T: "Tensor | None") -> "Denominators":
+    def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
         """Denominators of the importance ratio: the policy's log-probs when the update began, ``start_T``.
 
-        ``acting_T`` are those in the context that the rollouts acted in, NaN where it is the same one; None:
+        ``with_tips_T`` are those in the context that the rollouts acted in, NaN where it is the same one; None:
         everywhere.
         """
-        from outrider.algorithms.common.token_loss import Denominators
+        from outrider.algorithms.common.token_loss import OldLogprobs
 
-        return Denominators(old_T=start_T, trainer_T=start_T)
+        return OldLogprobs(old_T=start_T, trainer_T=start_T)
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """The loss of every trained token, before the sampler correction and the weights of the
         aggregation.
         """
-        from outrider.algorithms.common.loss_kinds import named_loss
+        from outrider.algorithms.common.loss_kinds import configured_loss
 
-        return named_loss(inputs, self)
+        return configured_loss(inputs, self)
 
 
 class OffPolicyObjective(ObjectiveSettings):
@@ -196,37 +196,39 @@ class OffPolicyObjective(ObjectiveSettings):
             )
         return self
 
-    def denominators(self, start_T: "Tensor", acting_T: "Tensor | None") -> "Denominators":
+    def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
         """By ``old_context``, for the rollouts whose tips are left out."""
-        from outrider.algorithms.common.loss_kinds import without_tips
+        from outrider.algorithms.common.loss_kinds import old_logprobs_without_tips
 
         return (
-            super().denominators(start_T, acting_T)
-            if acting_T is None
-            else without_tips(start_T, acting_T, self)
+            super().old_logprobs(start_T, with_tips_T)
+            if with_tips_T is None
+            else old_logprobs_without_tips(start_T, with_tips_T, self)
         )
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """The named loss, of the tokens that the student's mask keeps."""
-        from outrider.algorithms.common.loss_kinds import measured_student_mask
+        from outrider.algorithms.common.loss_kinds import measure_without_tips_mask
 
-        found, is_off_T = super().token_loss(inputs), inputs.denominators.is_off_T
+        loss, is_without_tips_T = super().token_loss(inputs), inputs.old_logprobs.is_without_tips_T
         return (
-            found
-            if is_off_T is None
-            else replace(found, losses=found.losses * measured_student_mask(inputs, self, is_off_T))
+            loss
+            if is_without_tips_T is None
+            else replace(
+                loss, losses=loss.losses * measure_without_tips_mask(inputs, self, is_without_tips_T)
+            )
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCredit:
+class GroupAdvantages:
     """Advantages per rollout of one group, and the algorithm's own measurements."""
 
-    advantages: GroupAdvantages
+    advantages: RolloutAdvantages
     measurements: dict[str, list[float]]
 
 
-def credited_returns(trace: Trace) -> list[float | None]:
+def total_returns(trace: Trace) -> list[float | None]:
     """The environments' returns plus the algorithm's own intrinsic rewards; None for a fault, which is in no
     statistic.
     """
@@ -236,20 +238,22 @@ def credited_returns(trace: Trace) -> list[float | None]:
     ]
 
 
-def with_values(advantages: GroupAdvantages, values: Float64Array) -> GroupAdvantages:
+def with_values(advantages: RolloutAdvantages, values: Float64Array) -> RolloutAdvantages:
     """The same rollouts with other advantages ``values`` [N], such as those of a baseline of one's own.
 
     Rollouts without a return keep 0. ``has_signal`` follows the new values: it is False if all of them are 0.
     """
-    kept = np.where(advantages.assigned, values, 0.0)
-    has_signal = bool(kept.any())
+    assigned_values = np.where(advantages.assigned, values, 0.0)
+    has_signal = bool(assigned_values.any())
     reason = None if has_signal else advantages.reason or "no_spread"
-    return GroupAdvantages(values=kept, assigned=advantages.assigned, has_signal=has_signal, reason=reason)
+    return RolloutAdvantages(
+        values=assigned_values, assigned=advantages.assigned, has_signal=has_signal, reason=reason
+    )
 
 
 def group_advantages(
     returns: Sequence[float | None] | Float64Array, kind: AdvantageKind, *, std_ddof: Literal[0, 1] = 1
-) -> GroupAdvantages:
+) -> RolloutAdvantages:
     """The advantages of one group; ``std_ddof`` is that of ``group_normalized``."""
     if kind == "leave_one_out":
         return leave_one_out_advantages_per_rollout(returns=returns)
@@ -258,14 +262,14 @@ def group_advantages(
     )
 
 
-def outcome_advantages(trace: Trace, kind: AdvantageKind) -> GroupAdvantages:
-    """The group's advantages from :func:`credited_returns`."""
-    return group_advantages(credited_returns(trace), kind)
+def outcome_advantages(trace: Trace, kind: AdvantageKind) -> RolloutAdvantages:
+    """The group's advantages from :func:`total_returns`."""
+    return group_advantages(total_returns(trace), kind)
 
 
-def write_credit(
+def assign_advantages(
     trace: Trace,
-    advantages: GroupAdvantages,
+    advantages: RolloutAdvantages,
     ratio_scales: Sequence[float] | None = None,
     *,
     attribution: Attribution | None = None,
@@ -285,7 +289,7 @@ def write_credit(
     ):
         leaf.advantage = value if has_return else None
         for node in path if has_return else ():
-            if node.takes_credit:
+            if node.receives_advantages:
                 users.setdefault(node.node_id, []).append((leaf.rollout, value, scale))
     for node_id, shared in users.items():
         node = trace.nodes[node_id]
@@ -296,11 +300,11 @@ def write_credit(
                 rollout: Share((value,) * len(node.token_ids), scale) for rollout, value, scale in shared
             }
             continue
-        rollouts, credits_, node_scales = zip(*shared, strict=True)
+        rollouts, node_advantages, node_scales = zip(*shared, strict=True)
         if len(set(node_scales)) > 1:
             raise ValueError(
                 f"hard attribution: the rollouts of node {node_id} scale their ratios differently"
             )
-        node.credit = (sum(credits_) / len(credits_),) * len(node.token_ids)
+        node.credit = (sum(node_advantages) / len(node_advantages),) * len(node.token_ids)
         node.ratio_scale = node_scales[0]
         node.owner = rollouts[0] if len(shared) > 1 else None

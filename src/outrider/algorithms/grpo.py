@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import model_validator
 
-from outrider.algorithms.base import GroupCredit, credited_returns, group_advantages, write_credit
-from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.algorithms.base import GroupAdvantages, assign_advantages, group_advantages, total_returns
+from outrider.algorithms.common.advantages import RolloutAdvantages
 from outrider.algorithms.common.batch_advantages import (
     batch_scaled_advantages_per_rollout,
     leave_one_out_batch_normalized_advantages_per_rollout,
@@ -43,11 +43,11 @@ class GrpoSettings(GroupSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        return with_preset(GRPO_PRESETS, given, default="grpo")
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(GRPO_PRESETS, data, default="grpo")
 
     @model_validator(mode="after")
-    def _possible(self) -> "GrpoSettings":
+    def _validate(self) -> "GrpoSettings":
         if self.advantage_std == "population" and self.advantage != "group_normalized":
             raise ValueError(f"advantage_std = population has no meaning with advantage = {self.advantage}")
         if self.advantage_std == "batch" and self.advantage == "group_centered":
@@ -60,22 +60,24 @@ class Grpo(OnPolicyBatch[GrpoSettings]):
 
     Settings = GrpoSettings
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Advantages of the shaped returns on every policy token."""
         measured = self._shaped(traces)
-        found = self._advantages([credited_returns(trace) for trace in traces])
-        for trace, advantages in zip(traces, found, strict=True):
-            write_credit(trace, advantages)
+        results = self._advantages([total_returns(trace) for trace in traces])
+        for trace, advantages in zip(traces, results, strict=True):
+            assign_advantages(trace, advantages)
         return [
-            GroupCredit(advantages=one, measurements=values)
-            for one, values in zip(found, measured, strict=True)
+            GroupAdvantages(advantages=result, measurements=values)
+            for result, values in zip(results, measured, strict=True)
         ]
 
-    def _advantages(self, returns: Sequence[Sequence[float | None]]) -> list[GroupAdvantages]:
+    def _advantages(self, returns: Sequence[Sequence[float | None]]) -> list[RolloutAdvantages]:
         chosen = self.settings
         own = [
-            group_advantages(one, chosen.advantage, std_ddof=0 if chosen.advantage_std == "population" else 1)
-            for one in returns
+            group_advantages(
+                group, chosen.advantage, std_ddof=0 if chosen.advantage_std == "population" else 1
+            )
+            for group in returns
         ]
         if chosen.advantage_std != "batch":
             return own
@@ -86,12 +88,12 @@ class Grpo(OnPolicyBatch[GrpoSettings]):
             else batch_scaled_advantages_per_rollout
         )
         values = over_batch(
-            returns=[value for one in returns for value in one],
-            groups=[number for number, one in enumerate(returns) for _ in one],
+            returns=[value for group in returns for value in group],
+            groups=[number for number, group in enumerate(returns) for _ in group],
         )
-        bounds = np.cumsum([len(one) for one in returns])[:-1]
+        bounds = np.cumsum([len(group) for group in returns])[:-1]
         return (
-            [replace(one, values=part) for one, part in zip(own, np.split(values, bounds), strict=True)]
+            [replace(group, values=part) for group, part in zip(own, np.split(values, bounds), strict=True)]
             if own
             else []
         )

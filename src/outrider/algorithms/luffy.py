@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from outrider.algorithms.algorithm import Augmentation, ExpertPaths, StepPlay
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages
 from outrider.algorithms.common.batch_advantages import mixed_group_advantages_per_rollout
 from outrider.algorithms.common.group_settings import with_preset
 from outrider.algorithms.common.loss_settings import plain_clip
@@ -60,11 +60,11 @@ class LuffySettings(ObjectiveSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        return with_preset(PRESETS, given, default="luffy-paper")
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(PRESETS, data, default="luffy-paper")
 
     @model_validator(mode="after")
-    def _possible(self) -> "LuffySettings":
+    def _validate(self) -> "LuffySettings":
         plain_clip(self.loss, method="luffy")
         if self.advantage == "leave_one_out":
             raise ValueError("advantage = leave_one_out is not defined for a group with a demonstration")
@@ -73,7 +73,7 @@ class LuffySettings(ObjectiveSettings):
         return self
 
     @property
-    def asks_experts(self) -> bool:
+    def needs_experts(self) -> bool:
         """Whether the environment's experts demonstrate."""
         return self.num_demonstrations > 0 and self.demonstrations is None
 
@@ -82,17 +82,19 @@ class LuffySettings(ObjectiveSettings):
         from outrider.algorithms.common.objectives import luffy_per_token
 
         clip = plain_clip(self.loss, method="luffy")
-        shown_T, measures = inputs.is_foreign_T, inputs.measures
-        if num := int(shown_T.sum()):
+        is_demonstration_T, measures = inputs.is_off_policy_T, inputs.measures
+        if num := int(is_demonstration_T.sum()):
             measures.add(
-                "luffy/probability_mean", float(inputs.logprobs_T.detach()[shown_T].exp().mean()), num
+                "luffy/probability_mean",
+                float(inputs.logprobs_T.detach()[is_demonstration_T].exp().mean()),
+                num,
             )
             measures.add_sum("luffy/num_tokens", float(num))
         return luffy_per_token(
             logprobs=inputs.logprobs_T,
             old_logprobs=inputs.old_T,
             advantages=inputs.advantages_T,
-            is_demonstration=shown_T,
+            is_demonstration=is_demonstration_T,
             shaping=self.shaping,
             clip_low=clip.clip_low if self.clip_own else 1.0,
             clip_high=clip.clip_high if self.clip_own else math.inf,
@@ -115,9 +117,9 @@ class Luffy(OnPolicyGroup):
     @classmethod
     def build(cls, settings: LuffySettings, context: AlgorithmContext) -> "Luffy":
         """For a run."""
-        named = settings.demonstrations if settings.num_demonstrations and context.train_tasks else None
+        path = settings.demonstrations if settings.num_demonstrations and context.train_tasks else None
         return cls(
-            settings, paths={} if named is None else context.read_demonstrations(named, context.train_tasks)
+            settings, paths={} if path is None else context.read_demonstrations(path, context.train_tasks)
         )
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
@@ -130,20 +132,20 @@ class Luffy(OnPolicyGroup):
         paths: ExpertPaths = self.paths  # of a file, read when the run began
         reasons: list[str] = []
         # in every step anew: a task that comes back is reset with another seed
-        if self.settings.asks_experts:
-            paths, reasons = play.ask_experts([trace.task for trace in traces])
-        shown = [trace for trace in traces if paths.get(trace.task.key)]
-        played = play.play_experts([trace.task for trace in shown], paths)
-        for trace, one in zip(shown, played, strict=True):
-            join_demonstration(trace, one)
-        lost = [*reasons, *lost_reasons(played)]
+        if self.settings.needs_experts:
+            paths, reasons = play.request_expert_paths([trace.task for trace in traces])
+        demonstrated = [trace for trace in traces if paths.get(trace.task.key)]
+        demonstrations = play.play_experts([trace.task for trace in demonstrated], paths)
+        for trace, demonstration in zip(demonstrated, demonstrations, strict=True):
+            join_demonstration(trace, demonstration)
+        lost = [*reasons, *lost_reasons(demonstrations)]
         metrics = {
-            "luffy/num_groups_without": float(len(traces) - len(shown)),
+            "luffy/num_groups_without": float(len(traces) - len(demonstrated)),
             "luffy/num_faults": float(len(lost)),
         }
         return Augmentation(metrics=metrics, lost=lost)
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """Statistics over the group with or without its demonstration, on every token of policy and
         demonstrator.
         """
@@ -154,20 +156,22 @@ class Luffy(OnPolicyGroup):
             statistics=self.settings.statistics,
             normalize_std=self.settings.advantage == "group_normalized",
         )
-        write_credit(trace, advantages)
+        assign_advantages(trace, advantages)
         for node in trace.nodes:
             if node.origin is Origin.DEMONSTRATION and node.message is not None and not node.message.content:
                 node.credit = None  # its script was over: nobody demonstrated an empty turn
-        shown = [leaf for leaf in leaves if leaf.is_demonstration and leaf.episode_return is not None]
-        return GroupCredit(
+        demonstrations = [
+            leaf for leaf in leaves if leaf.is_demonstration and leaf.episode_return is not None
+        ]
+        return GroupAdvantages(
             advantages=advantages,
             measurements={
                 "luffy/return_demonstration": [
-                    leaf.episode_return for leaf in shown if leaf.episode_return is not None
+                    leaf.episode_return for leaf in demonstrations if leaf.episode_return is not None
                 ],
-                "luffy/fraction_solved": [float(leaf.success) for leaf in shown],
+                "luffy/fraction_solved": [float(leaf.success) for leaf in demonstrations],
                 "luffy/advantage_demonstration": [
-                    leaf.advantage for leaf in shown if leaf.advantage is not None
+                    leaf.advantage for leaf in demonstrations if leaf.advantage is not None
                 ],
             },
         )

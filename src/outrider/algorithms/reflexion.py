@@ -7,7 +7,7 @@ No weights change. A baseline of EMPO² that runs in the same loop: a hook, play
 
 from collections.abc import Sequence
 
-from outrider.algorithms.empo2.hook import cleaned, last_words
+from outrider.algorithms.empo2.hook import clean_reflection, last_words
 from outrider.environments.base import EpisodeResult
 from outrider.rollout.hooks import EpisodeState, Splice
 from outrider.trace import Trace
@@ -50,6 +50,6 @@ class ReflexionHook:
     def after_group(self, trace: Trace) -> None:
         """Keep what the failed ones wrote."""
         for leaf, _ in trace.rollouts():
-            plan = cleaned(leaf.reflection)
+            plan = clean_reflection(leaf.reflection)
             if leaf.episode_return is not None and not leaf.success and plan:
                 self.plans.setdefault((trace.task.key, leaf.rollout), []).append(plan)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import AdvantageKind, GroupCredit
-from outrider.algorithms.common.advantages import Float64Array, GroupAdvantages, NoSignalReason
+from outrider.algorithms.base import AdvantageKind, GroupAdvantages
+from outrider.algorithms.common.advantages import Float64Array, NoSignalReason, RolloutAdvantages
 from outrider.algorithms.common.batch_advantages import (
     Variance,
     reinforce_plus_plus_advantages_per_token,
@@ -47,11 +47,11 @@ class ReinforcePlusPlusSettings(GroupSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        return with_preset(REINFORCE_PLUS_PLUS_PRESETS, given, default="reinforce++")
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(REINFORCE_PLUS_PLUS_PRESETS, data, default="reinforce++")
 
     @model_validator(mode="after")
-    def _possible(self) -> "ReinforcePlusPlusSettings":
+    def _validate(self) -> "ReinforcePlusPlusSettings":
         if self.advantage != "group_centered":
             raise ValueError(
                 "REINFORCE++ whitens over the batch: leave advantage out "
@@ -68,7 +68,7 @@ class ReinforcePlusPlusSettings(GroupSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Played:
+class _ScoredRollout:
     """A rollout with a return: its group's number in the batch and its policy nodes."""
 
     group: int
@@ -86,39 +86,41 @@ class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
 
     Settings = ReinforcePlusPlusSettings
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Whitened advantages on every policy token; ``advantages`` holds their mean over each rollout.
 
         Raises ValueError for a node that several rollouts share: it would need the credit of each.
         """
-        played = [
-            _Played(group=number, leaf=leaf, nodes=[node for node in path if node.trainable])
+        scored = [
+            _ScoredRollout(group=number, leaf=leaf, nodes=[node for node in path if node.trainable])
             for number, trace in enumerate(traces)
             for leaf, path in trace.scored_rollouts()
         ]
-        _require_uncredited([node for one in played for node in one.nodes])
+        _require_unassigned([node for entry in scored for node in entry.nodes])
         measured = self._shaped(traces, sum_kl=False)
-        owners = [rollout for rollout, one in enumerate(played) for node in one.nodes for _ in node.token_ids]
-        values = iter(self._values(played, owners).tolist())
-        for one in played:
-            _write(one, values)
+        owners = [
+            rollout for rollout, entry in enumerate(scored) for node in entry.nodes for _ in node.token_ids
+        ]
+        values = iter(self._values(scored, owners).tolist())
+        for entry in scored:
+            _assign(entry, values)
         return [
-            GroupCredit(advantages=_summary(trace), measurements=own)
+            GroupAdvantages(advantages=_summary(trace), measurements=own)
             for trace, own in zip(traces, measured, strict=True)
         ]
 
-    def _values(self, played: Sequence[_Played], owners: Sequence[int]) -> Float64Array:
+    def _values(self, scored: Sequence[_ScoredRollout], owners: Sequence[int]) -> Float64Array:
         chosen = self.settings
-        returns = [one.shaped_return for one in played]
+        returns = [entry.shaped_return for entry in scored]
         if chosen.group_baseline:
-            groups = [one.group for one in played]
+            groups = [entry.group for entry in scored]
             return reinforce_plus_plus_baseline_advantages_per_token(
                 returns=returns, groups=groups, rollout_index=owners, variance=chosen.variance
             )
         kl = None
         if chosen.reward_kl_weight > 0:
             kl = np.array(
-                [value for one in played for node in one.nodes for value in measured_kl(node)],
+                [value for entry in scored for node in entry.nodes for value in measured_kl(node)],
                 dtype=np.float64,
             )
         return reinforce_plus_plus_advantages_per_token(
@@ -131,7 +133,7 @@ class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
         )
 
 
-def _require_uncredited(nodes: Sequence[Node]) -> None:
+def _require_unassigned(nodes: Sequence[Node]) -> None:
     seen: set[int] = set()
     for node in nodes:
         if node.credit is not None or node.shares is not None or id(node) in seen:
@@ -139,21 +141,21 @@ def _require_uncredited(nodes: Sequence[Node]) -> None:
         seen.add(id(node))
 
 
-def _write(played: _Played, values: Iterator[float]) -> None:
-    credits_: list[float] = []
-    for node in played.nodes:
+def _assign(entry: _ScoredRollout, values: Iterator[float]) -> None:
+    token_advantages: list[float] = []
+    for node in entry.nodes:
         node.credit = tuple(next(values) for _ in node.token_ids)
-        credits_.extend(node.credit)
-    played.leaf.advantage = fmean(credits_) if credits_ else 0.0
+        token_advantages.extend(node.credit)
+    entry.leaf.advantage = fmean(token_advantages) if token_advantages else 0.0
 
 
-def _summary(trace: Trace) -> GroupAdvantages:
+def _summary(trace: Trace) -> RolloutAdvantages:
     """A group has a signal as soon as one of its tokens has."""
     rollouts = list(trace.rollouts())
     assigned = np.array([leaf.episode_return is not None for leaf, _ in rollouts])
     has_signal = any(value != 0.0 for _, path in rollouts for node in path for value in node.credit or ())
     reason: NoSignalReason | None = "no_spread" if assigned.any() else "unscorable"
-    return GroupAdvantages(
+    return RolloutAdvantages(
         values=np.array([leaf.advantage or 0.0 for leaf, _ in rollouts]),
         assigned=assigned,
         has_signal=has_signal,

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import AdvantageKind, GroupCredit, ObjectiveSettings
-from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings
+from outrider.algorithms.common.advantages import RolloutAdvantages
 from outrider.algorithms.common.loss_settings import LossSettings, ReinforceLoss, SamplerCorrection
 from outrider.algorithms.common.on_policy import OnPolicyGroup
 from outrider.trace import Leaf, Node, Trace
@@ -37,7 +37,7 @@ class RejectionSettings(ObjectiveSettings):
     deduplicate: bool = True
 
     @model_validator(mode="after")
-    def _possible(self) -> "RejectionSettings":
+    def _validate(self) -> "RejectionSettings":
         if self.advantage != "group_centered":
             raise ValueError("rejection sampling has advantages of 0 and 1: leave advantage out")
         if self.aggregation != "token_mean":
@@ -62,7 +62,7 @@ class Rejection(OnPolicyGroup):
         super().__init__(settings, num_rollouts=settings.group_size)
         self.settings = settings
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """1 on every policy token of a kept rollout; the advantage of the others is 0, and their tokens are
         not trained on.
 
@@ -70,39 +70,39 @@ class Rejection(OnPolicyGroup):
         """
         rollouts = list(trace.rollouts())
         scored = [leaf for leaf, _ in rollouts if leaf.episode_return is not None]
-        passed = [(leaf, path) for leaf, path in rollouts if self._passes(leaf)]
-        kept = {leaf.rollout for leaf, _ in self._kept(passed)}
+        accepted = [(leaf, path) for leaf, path in rollouts if self._is_accepted(leaf)]
+        selected = {leaf.rollout for leaf, _ in self._select(accepted)}
         for leaf, path in rollouts:
-            leaf.advantage = None if leaf.episode_return is None else float(leaf.rollout in kept)
-            for node in path if leaf.rollout in kept else ():
+            leaf.advantage = None if leaf.episode_return is None else float(leaf.rollout in selected)
+            for node in path if leaf.rollout in selected else ():
                 if node.trainable and node.credit is not None:
                     raise ValueError(f"node {node.node_id} already has credit")
                 if node.trainable:
                     node.credit = (1.0,) * len(node.token_ids)
-        advantages = GroupAdvantages(
+        advantages = RolloutAdvantages(
             values=np.array([leaf.advantage or 0.0 for leaf, _ in rollouts]),
             assigned=np.array([leaf.episode_return is not None for leaf, _ in rollouts]),
-            has_signal=bool(kept),
-            reason=None if kept else "rejected" if scored else "unscorable",
+            has_signal=bool(selected),
+            reason=None if selected else "rejected" if scored else "unscorable",
         )
         measured = {
-            "rejection/passed_fraction": [float(self._passes(leaf)) for leaf in scored],
-            "rejection/kept_fraction": [float(leaf.rollout in kept) for leaf in scored],
-            "rejection/task_fraction": [float(bool(kept))] if scored else [],
+            "rejection/passed_fraction": [float(self._is_accepted(leaf)) for leaf in scored],
+            "rejection/kept_fraction": [float(leaf.rollout in selected) for leaf in scored],
+            "rejection/task_fraction": [float(bool(selected))] if scored else [],
         }
-        return GroupCredit(advantages=advantages, measurements=measured)
+        return GroupAdvantages(advantages=advantages, measurements=measured)
 
-    def _passes(self, leaf: Leaf) -> bool:
+    def _is_accepted(self, leaf: Leaf) -> bool:
         return leaf.episode_return is not None and leaf.episode_return >= self.settings.threshold
 
-    def _kept(self, passed: Sequence[tuple[Leaf, list[Node]]]) -> Sequence[tuple[Leaf, list[Node]]]:
+    def _select(self, accepted: Sequence[tuple[Leaf, list[Node]]]) -> Sequence[tuple[Leaf, list[Node]]]:
         chosen = self.settings
         if chosen.keep == "best":  # before equal texts are put together: of those the better one counts
             # stable: the first of equal ones
-            return sorted(passed, key=lambda one: -(one[0].episode_return or 0.0))[:1]
+            return sorted(accepted, key=lambda rollout: -(rollout[0].episode_return or 0.0))[:1]
         if chosen.deduplicate:
             first: dict[tuple[tuple[int, ...], ...], tuple[Leaf, list[Node]]] = {}
-            for leaf, path in passed:
+            for leaf, path in accepted:
                 first.setdefault(tuple(node.token_ids for node in path if node.trainable), (leaf, path))
-            passed = list(first.values())
-        return passed[: 1 if chosen.keep == "first" else chosen.max_kept]
+            accepted = list(first.values())
+        return accepted[: 1 if chosen.keep == "first" else chosen.max_kept]

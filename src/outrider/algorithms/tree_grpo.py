@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from outrider.algorithms.arpo.hook import require_countable
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages
 from outrider.algorithms.common.batch_advantages import TreeCombination, tree_advantages_per_leaf
 from outrider.algorithms.common.group_settings import with_preset
 from outrider.algorithms.common.loss_settings import needs_whole_rollouts
@@ -49,17 +49,17 @@ class TreeGrpoSettings(ObjectiveSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        merged = with_preset(PRESETS, given, default="tree-grpo")
+    def _preset(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        merged = with_preset(PRESETS, data, default="tree-grpo")
         shape = [merged.get("num_trees", 2), merged.get("num_expansions", 2), merged.get("num_rounds", 1)]
         if all(isinstance(number, int) for number in shape):
             merged.setdefault("group_size", shape[0] * (1 + shape[1] * shape[2]))
         return merged
 
     @model_validator(mode="after")
-    def _possible(self) -> "TreeGrpoSettings":
+    def _validate(self) -> "TreeGrpoSettings":
         if self.group_size != self.num_trees * self.tree_size:
             raise ValueError(
                 f"group_size follows from the trees, {self.num_trees * self.tree_size} here: leave it out"
@@ -101,11 +101,11 @@ class TreeGrpo(OnPolicyGroup):
             num_trees=settings.num_trees,
             num_expansions=settings.num_expansions,
             num_rounds=settings.num_rounds,
-            num_kept=settings.num_kept or settings.tree_size,
+            num_trained_leaves=settings.num_kept or settings.tree_size,
         )
         super().__init__(settings, num_rollouts=settings.group_size, hooks=(self.expansion,))
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """The leaf's advantage on every token of its path, counted once per leaf. Pruned leaves are in no
         statistic.
         """
@@ -116,25 +116,27 @@ class TreeGrpo(OnPolicyGroup):
             trees=trees,
             combination=self.settings.combination,
         )
-        write_credit(trace, advantages, attribution="soft")
+        assign_advantages(trace, advantages, attribution="soft")
         scored = list(trace.scored_rollouts())
-        kept = [one for one in scored if one[0].rollout not in trace.pruned]
-        return GroupCredit(
-            advantages=advantages, measurements=_measure(kept, scored, self.expansion.tree_size)
+        retained = [rollout for rollout in scored if rollout[0].rollout not in trace.pruned]
+        return GroupAdvantages(
+            advantages=advantages, measurements=_measure(retained, scored, self.expansion.tree_size)
         )
 
 
 def _measure(
-    rollouts: Sequence[tuple[Leaf, list[Node]]], played: Sequence[tuple[Leaf, list[Node]]], tree_size: int
+    rollouts: Sequence[tuple[Leaf, list[Node]]], scored: Sequence[tuple[Leaf, list[Node]]], tree_size: int
 ) -> dict[str, list[float]]:
-    """How much the kept ``rollouts`` share, with all that were ``played`` in front of them; the trainer
+    """How much the kept ``rollouts`` share, with all that were ``scored`` in front of them; the trainer
     averages over the step.
     """
     depths: list[float] = []
     for leaf, path in rollouts:
         tree = leaf.rollout // tree_size
         others = [
-            other for one, other in played if one.rollout // tree_size == tree and one.rollout < leaf.rollout
+            other
+            for other_leaf, other in scored
+            if other_leaf.rollout // tree_size == tree and other_leaf.rollout < leaf.rollout
         ]
         seen = {node.node_id for other in others for node in other}
         if leaf.rollout % tree_size:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.commands.parts import Commands
-from outrider.commands.smoking import add_smoke, file_or_stand_in, smoke
+from outrider.commands.smoking import add_smoke, resolve_trajectories, smoke
 from outrider.config_paths import require_paths
 from outrider.errors import ConfigError
-from outrider.plugins.imports import searched
+from outrider.plugins.imports import search_folders
 
 if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
@@ -65,14 +65,14 @@ def _build(parsed: argparse.Namespace) -> int:
 
     if parsed.endpoint is None and parsed.endpoint_model != "default":
         raise ConfigError("--endpoint-model goes with --endpoint URL")
-    endpoint, num_trajectories, given = parsed.endpoint, parsed.num_trajectories, parsed.overrides
+    endpoint, num_trajectories, overrides = parsed.endpoint, parsed.num_trajectories, parsed.overrides
 
-    def settings_of(them: Sequence[str]) -> "RunSettings":
-        return api.run_settings(parsed.recipe, overrides=them)
+    def make_settings(values: Sequence[str]) -> "RunSettings":
+        return api.run_settings(parsed.recipe, overrides=values)
 
-    with smoke(settings_of, given, is_on=parsed.smoke, shows=False) as more, ExitStack() as served:
-        settings = settings_of([*given, *more])
-        require_paths(settings, searched())
+    with smoke(make_settings, overrides, enabled=parsed.smoke, dry_run=False) as more, ExitStack() as served:
+        settings = make_settings([*overrides, *more])
+        require_paths(settings, search_folders())
         if parsed.smoke:
             from outrider.smoke.stand_ins import server
 
@@ -93,7 +93,7 @@ def _import(parsed: argparse.Namespace) -> int:
     from outrider.train.data.buffer_commands import import_trajectories
 
     return import_trajectories(
-        file_or_stand_in(parsed.file) if parsed.smoke else parsed.file,
+        resolve_trajectories(parsed.file) if parsed.smoke else parsed.file,
         out=parsed.out,
         embedder="hash" if parsed.smoke else parsed.embedder,
         keep_best=parsed.keep_best,

@@ -36,16 +36,20 @@ _PACKAGES: Final = ("ray", "torch", "transformers", "outrider")
 
 def examine_cluster(*, ray_address: str, folder: Path) -> int:
     """Print a line a part; 1 where something does not work, else 0. ``folder`` is where runs will be."""
-    tried = _Tried(ray_address, folder)
+    cluster_checks = _ClusterChecks(ray_address, folder)
     restart = "the same packages on every machine"
     checks = [
-        ("ray", tried.ray, "pip install 'outrider[cluster]'; start Ray on the machines first"),
-        ("nodes", tried.nodes, restart),
-        ("shared folder", tried.shared_folder, "runs and models belong on storage that all machines see"),
-        ("shared memory", tried.shared_memory, "a larger /dev/shm: Ray's object store is there"),
-        ("object store", tried.object_store, "see the network between the machines"),
-        ("gradient of 2 ranks", tried.gradient, restart),
-        ("weights and log-probs of 2 engines", tried.engines, restart),
+        ("ray", cluster_checks.ray, "pip install 'outrider[cluster]'; start Ray on the machines first"),
+        ("nodes", cluster_checks.nodes, restart),
+        (
+            "shared folder",
+            cluster_checks.shared_folder,
+            "runs and models belong on storage that all machines see",
+        ),
+        ("shared memory", cluster_checks.shared_memory, "a larger /dev/shm: Ray's object store is there"),
+        ("object store", cluster_checks.object_store, "see the network between the machines"),
+        ("gradient of 2 ranks", cluster_checks.gradient, restart),
+        ("weights and log-probs of 2 engines", cluster_checks.engines, restart),
     ]
     try:
         return report(
@@ -53,45 +57,45 @@ def examine_cluster(*, ray_address: str, folder: Path) -> int:
             title="outrider doctor --cluster",
         )
     finally:
-        tried.close()
+        cluster_checks.close()
 
 
-class _Tried:
+class _ClusterChecks:
     """The checks; the first ones share a Ray, the last two start what a run starts."""
 
     def __init__(self, ray_address: str, folder: Path) -> None:
         self._address, self._folder = ray_address, folder
         self._session: Session | None = None
-        self._found: list[Mapping[str, Any]] = []
+        self._node_reports: list[Mapping[str, Any]] = []
 
     def ray(self) -> str:
         """Start or join it, and look at every node."""
         settings = _settings(Path(), self._address)
         self._session = Session(settings.cluster)
         ray = self._session.ray
-        mark = self._folder / f".outrider-doctor-{uuid.uuid4().hex}"
+        marker = self._folder / f".outrider-doctor-{uuid.uuid4().hex}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(mark.name)
+        marker.write_text(marker.name)
         try:
             carrier = ObjectStore(ray)
             blob = carrier.put(random.Random(0).randbytes(_BLOB_BYTES))
-            looks = [
-                ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(_look).remote(
-                    str(mark.resolve()), carrier, [blob]
+            reports = [
+                ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(_inspect_node).remote(
+                    str(marker.resolve()), carrier, [blob]
                 )
                 for node in ray.nodes()
                 if node["Alive"]
             ]
-            self._found = ray.get(looks, timeout=settings.cluster.placement_timeout_s)
+            self._node_reports = ray.get(reports, timeout=settings.cluster.placement_timeout_s)
         finally:
-            mark.unlink()
+            marker.unlink()
         cpus = ray.cluster_resources().get("CPU", 0)
-        return f"{ray.__version__}, {len(self._found)} node(s), {cpus:g} processors for actors"
+        return f"{ray.__version__}, {len(self._node_reports)} node(s), {cpus:g} processors for actors"
 
     def _nodes(self) -> list[Mapping[str, Any]]:
-        if not self._found:
+        if not self._node_reports:
             raise ClusterFault("Ray was not reached")
-        return self._found
+        return self._node_reports
 
     def nodes(self) -> str:
         """Whether all have the packages of this process."""
@@ -122,50 +126,52 @@ class _Tried:
     def gradient(self) -> str:
         """The norm of a gradient by two ranks and by one process."""
         self.close()
-        with tempfile.TemporaryDirectory() as place:
-            save_model(Path(place))
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(Path(folder))
             norms = []
             for num_trainers in (1, 2):
-                settings = _settings(Path(place), self._address, num_trainers=num_trainers)
+                settings = _settings(Path(folder), self._address, num_trainers=num_trainers)
                 start = local_learner if num_trainers == 1 else sharded_learner
                 learner = start(settings, initial=False)
                 try:
                     groups = [_group(number) for number in range(4)]
-                    told = learner.update(groups, _Page(settings), on_batch=lambda num_tokens: None)
-                    norms.append(told.metrics["grad/norm"])
+                    result = learner.update(
+                        groups, _MinimalAlgorithm(settings), on_batch=lambda num_tokens: None
+                    )
+                    norms.append(result.metrics["grad/norm"])
                 finally:
                     learner.close()
-        off = abs(norms[1] / norms[0] - 1.0)
-        if not off < _TOLERANCE:
+        deviation = abs(norms[1] / norms[0] - 1.0)
+        if not deviation < _TOLERANCE:
             raise ClusterFault(f"its norm is {norms[1]:.6g}, and {norms[0]:.6g} in one process")
-        return f"norm {norms[0]:.6g}, off by {off:.0e} from one process"
+        return f"norm {norms[0]:.6g}, off by {deviation:.0e} from one process"
 
     def engines(self) -> str:
         """A transfer with its checksum, and tokens of each engine against the trainer's log-probs."""
-        with tempfile.TemporaryDirectory() as place:
-            save_model(Path(place))
-            settings = _settings(Path(place), self._address, num_engines=2, weights="store")
-            began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(Path(folder))
+            settings = _settings(Path(folder), self._address, num_engines=2, weights="store")
+            start_time = time.perf_counter()
             parts = build(
-                settings, buffer_path=Path(place) / "buffer.sqlite", resumed=False,
-                on_tokens=lambda num_tokens: None, note=lambda line: None, spread=remote_rollouts,
+                settings, buffer_path=Path(folder) / "buffer.sqlite", resumed=False,
+                on_tokens=lambda num_tokens: None, note=lambda line: None, start_remote=remote_rollouts,
             )  # fmt: skip
             try:
-                assert parts.elsewhere is not None
-                started_s = time.perf_counter() - began
+                assert parts.remote is not None
+                started_s = time.perf_counter() - start_time
                 parts.engine.load(1)
-                told = parts.learner.update(
+                result = parts.learner.update(
                     [], parts.algorithm, on_batch=lambda num_tokens: None, version=1,
                     probes=probes(parts.engine, _group(0), num=2),
                 )  # fmt: skip
             finally:
-                if parts.elsewhere is not None:
-                    parts.elsewhere.close()
+                if parts.remote is not None:
+                    parts.remote.close()
                 parts.factory.close()
-        gap = told.metrics["gap/logprob_max"]
-        if not gap < 1e-3:
-            raise ClusterFault(f"an engine's log-probs are {gap:.2g} nats off the trainer's")
-        return f"started in {started_s:.1f} s, {gap:.0e} nats off at most"
+        mismatch = result.metrics["gap/logprob_max"]
+        if not mismatch < 1e-3:
+            raise ClusterFault(f"an engine's log-probs are {mismatch:.2g} nats off the trainer's")
+        return f"started in {started_s:.1f} s, {mismatch:.0e} nats off at most"
 
     def close(self) -> None:
         """End the Ray that was started here; may be called twice."""
@@ -174,21 +180,21 @@ class _Tried:
             self._session = None
 
 
-class _Page(Algorithm):
+class _MinimalAlgorithm(Algorithm):
     """What an update asks an algorithm for."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.objective = settings.algorithm
 
 
-def _look(mark: str, carrier: Carrier, blobs: Sequence[Any]) -> dict[str, Any]:
+def _inspect_node(marker: str, carrier: Carrier, blobs: Sequence[Any]) -> dict[str, Any]:
     """On a node: what is there, and how long an object takes. In a list, so that Ray does not fetch it
     before.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     assert all(len(carrier.get(blob)) == _BLOB_BYTES for blob in blobs)
-    seconds = time.perf_counter() - began
-    path = Path(mark)
+    seconds = time.perf_counter() - start_time
+    path = Path(marker)
     return {
         "host": socket.gethostname(),
         "versions": _versions(),
@@ -224,19 +230,19 @@ def _settings(model: Path, ray_address: str, **cluster: Any) -> RunSettings:
 
 def _group(number: int) -> Trace:
     """Two rollouts with one prompt, tokens drawn by the number, one better than the other."""
-    draw = random.Random(number)
+    rng = random.Random(number)
     trace = Trace(task=Task(key=f"doctor/{number}", question=""), modes=("plain",) * 2)
     message = Message(role="user", content="")
 
     def ids(size: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(3, 90) for _ in range(size))
+        return tuple(rng.randrange(3, 90) for _ in range(size))
 
     root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=ids(9), message=message)
     for rollout, value in enumerate((1.0, -1.0)):
-        own = ids(5 + number)
+        response_ids = ids(5 + number)
         node = trace.append(
-            parent=root.node_id, origin=Origin.POLICY, token_ids=own, message=message,
-            logprobs=(-4.5,) * len(own), entropies=(1.0,) * len(own), credit=(value,) * len(own),
+            parent=root.node_id, origin=Origin.POLICY, token_ids=response_ids, message=message,
+            logprobs=(-4.5,) * len(response_ids), entropies=(1.0,) * len(response_ids), credit=(value,) * len(response_ids),
         )  # fmt: skip
         trace.finish(
             Leaf(node_id=node.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value)

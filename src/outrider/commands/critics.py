@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.commands.parts import Commands
-from outrider.commands.smoking import add_smoke, file_or_stand_in
+from outrider.commands.smoking import add_smoke, resolve_trajectories
 from outrider.config import load_settings
 from outrider.errors import ConfigError
 
@@ -46,5 +46,5 @@ def _critic(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"{parsed.out.parent} is no folder: name a file in one with --out")
     from outrider.evals.critic_training import train_critic
 
-    sources = [file_or_stand_in(one) for one in parsed.sources] if parsed.smoke else parsed.sources
+    sources = [resolve_trajectories(source) for source in parsed.sources] if parsed.smoke else parsed.sources
     return train_critic(sources, out=parsed.out, settings=settings, held_out=parsed.held_out)

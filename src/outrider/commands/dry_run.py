@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.config import Settings
-from outrider.plugins.record import require_named
-from outrider.printing import say
-from outrider.resolved import given_by, leaves
-from outrider.resolved import show as as_toml
+from outrider.plugins.record import validate_references
+from outrider.printing import print_lines
+from outrider.resolved import format_toml as as_toml
+from outrider.resolved import key_sources, leaves
 
 
-def show(
+def print_settings(
     settings: Settings,
     recipe: Path | None,
     overrides: Sequence[str],
@@ -22,19 +22,19 @@ def show(
     ``smoke`` are the overrides of ``--smoke``, for whose stand-ins nothing is looked up. Raises ConfigError
     if something that the settings name is missing or cannot be used.
     """
-    require_named(settings)
-    checked = [] if smoke else _checked(settings)
+    validate_references(settings)
+    check_lines = [] if smoke else _check_lines(settings)
     from outrider.train.state.same_settings import UNSEEN
 
-    given = given_by(recipe, overrides) | dict.fromkeys(given_by(None, smoke), "smoke")
-    shown = as_toml(leaves(settings, given=given, unseen=UNSEEN, others=others))
-    say(*shown.split("\n"))
-    if checked:
-        say("", *(f"# {line}".rstrip() for line in checked))
+    origins = key_sources(recipe, overrides) | dict.fromkeys(key_sources(None, smoke), "smoke")
+    text = as_toml(leaves(settings, sources=origins, unseen=UNSEEN, others=others))
+    print_lines(*text.split("\n"))
+    if check_lines:
+        print_lines("", *(f"# {line}".rstrip() for line in check_lines))
     return 0
 
 
-def _checked(settings: Settings) -> list[str]:
+def _check_lines(settings: Settings) -> list[str]:
     """Of a training, or an evaluation on a recipe's tasks: what is there."""
     from outrider.commands.run_checks import check_run
     from outrider.train.settings import RunSettings

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from outrider.commands.dry_run import show
+from outrider.commands.dry_run import print_settings
 from outrider.commands.parts import Commands, overrides, positive
 from outrider.commands.smoking import add_smoke, smoke
 from outrider.config import load_settings
@@ -71,16 +71,16 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     is_without_recipe = parsed.tasks is not None or parsed.regrade is not None
     if is_without_recipe and "=" in (parsed.recipe or ""):  # the first override stands in the recipe's place
         parsed.recipe, parsed.overrides = None, [parsed.recipe, *parsed.overrides]
-    given = [name for name in _ONLY_WITH_TASKS if vars(parsed)[name] is not None]
+    task_options = [name for name in _ONLY_WITH_TASKS if vars(parsed)[name] is not None]
     if parsed.smoke and is_without_recipe:
         raise ConfigError("--smoke goes with a recipe; --limit N shortens --tasks")
     if parsed.regrade is not None:
         return _regrade(parsed)
     if parsed.tasks is not None:
         return _evaluate_tasks(parsed)
-    if given:
+    if task_options:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')} goes with --tasks NAME; a recipe has settings of its own"
+            f"--{task_options[0].replace('_', '-')} goes with --tasks NAME; a recipe has settings of its own"
         )
     if parsed.recipe is None:
         raise ConfigError("give a recipe, or --tasks NAME")
@@ -88,23 +88,25 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _evaluate_tasks(parsed: argparse.Namespace) -> int:
-    from outrider.evals.benchmark.settings import PanelSettings, environment_names, is_environment
-    from outrider.evals.benchmark.task_sets import find_task_set
+    from outrider.evals.benchmark.settings import EvalTasksSettings, environment_names, is_environment
+    from outrider.evals.benchmark.task_sets import find_benchmark
 
     if parsed.recipe is not None or parsed.adapt is not None:
         raise ConfigError("--tasks goes with neither a recipe nor --adapt")
-    settings = load_settings(PanelSettings, file=None, overrides=[*parsed.overrides, *_short(parsed)])
+    settings = load_settings(
+        EvalTasksSettings, file=None, overrides=[*parsed.overrides, *_flag_overrides(parsed)]
+    )
     if not is_environment(settings.tasks):
-        find_task_set(settings.tasks, others=environment_names())
+        find_benchmark(settings.tasks, others=environment_names())
     if parsed.dry_run:
-        return show(settings, None, [*parsed.overrides, *_short(parsed)])
+        return print_settings(settings, None, [*parsed.overrides, *_flag_overrides(parsed)])
     from outrider import api
 
     parsed.interrupted = "; the same command continues"
     return api.evaluate_tasks(settings, run=parsed.run, progress=parsed.progress)
 
 
-def _short(parsed: argparse.Namespace) -> list[str]:
+def _flag_overrides(parsed: argparse.Namespace) -> list[str]:
     return [
         f"{key}={vars(parsed)[name]}" for name, key in _TASK_FLAGS.items() if vars(parsed)[name] is not None
     ]
@@ -117,7 +119,7 @@ def _regrade(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             "--regrade RUN goes with neither a recipe nor --run, --adapt or --dry-run: it plays nothing"
         )
-    return regrade_replies(parsed.regrade, [*parsed.overrides, *_short(parsed)])
+    return regrade_replies(parsed.regrade, [*parsed.overrides, *_flag_overrides(parsed)])
 
 
 def _evaluate_recipe(parsed: argparse.Namespace) -> int:
@@ -125,27 +127,33 @@ def _evaluate_recipe(parsed: argparse.Namespace) -> int:
 
     if parsed.method != "tips" and parsed.adapt is None:
         raise ConfigError("--method goes with --adapt K")
-    given = overrides(parsed)
+    recipe_overrides = overrides(parsed)
     options = {"checkpoint": parsed.checkpoint, "num_trials": parsed.adapt, "method": parsed.method}
     with smoke(
-        lambda them: api.evaluation_settings(parsed.recipe, overrides=them, **options),
-        given,
-        is_on=parsed.smoke,
-        shows=parsed.dry_run,
+        lambda values: api.evaluation_settings(parsed.recipe, overrides=values, **options),
+        recipe_overrides,
+        enabled=parsed.smoke,
+        dry_run=parsed.dry_run,
     ) as more:
         if parsed.smoke:  # what the options set is among them
             options = {"checkpoint": None, "num_trials": None, "method": "tips"}
-            more = [*_by_options(parsed), *more]
+            more = [*_option_overrides(parsed), *more]
         if parsed.dry_run:
-            settings = api.evaluation_settings(parsed.recipe, overrides=[*given, *more], **options)
-            return show(settings, Path(parsed.recipe), given, others="command", smoke=more)
+            settings = api.evaluation_settings(parsed.recipe, overrides=[*recipe_overrides, *more], **options)
+            return print_settings(
+                settings, Path(parsed.recipe), recipe_overrides, others="command", smoke=more
+            )
         api.evaluate(
-            parsed.recipe, run=parsed.run, progress=parsed.progress, overrides=[*given, *more], **options
+            parsed.recipe,
+            run=parsed.run,
+            progress=parsed.progress,
+            overrides=[*recipe_overrides, *more],
+            **options,
         )
     return 0
 
 
-def _by_options(parsed: argparse.Namespace) -> list[str]:
+def _option_overrides(parsed: argparse.Namespace) -> list[str]:
     """What options are short for, so that ``--smoke`` stands above it."""
     trials = (
         []

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outrider.environments.base import EnvironmentFactory, tools_of
+from outrider.environments.base import EnvironmentFactory, prompt_tools
 from outrider.errors import EnvironmentFault, ModelError, OutriderError
-from outrider.plugins.imports import told_of
+from outrider.plugins.imports import describe_exception
 from outrider.seeding import reset_seed
 from outrider.types import Message, Task, ToolSchema
 
@@ -43,24 +43,26 @@ def first_prompt(factory: EnvironmentFactory, task: Task, *, run_seed: int, step
         environment = factory(task)
         try:
             messages = tuple(environment.reset(reset_seed(run_seed, step, task.key)))
-            tools = tuple(tools_of(environment))
+            tools = tuple(prompt_tools(environment))
         finally:
             environment.close()
-        if wrong := [one for one in messages if not isinstance(one, Message)]:
+        if wrong := [message for message in messages if not isinstance(message, Message)]:
             raise TypeError(f"reset returned a {type(wrong[0]).__name__} among the messages")
     except OutriderError:
         raise
     except Exception as error:  # somebody else's code
-        raise EnvironmentFault(f"the environment cannot start task {task.key!r}{told_of(error)}") from error
+        raise EnvironmentFault(
+            f"the environment cannot start task {task.key!r}{describe_exception(error)}"
+        ) from error
     return FirstPrompt(task=task, messages=messages, tools=tools)
 
 
-def renderer_of(settings: "RunSettings", folder: str) -> "ChatRenderer":
+def load_renderer(settings: "RunSettings", folder: str) -> "ChatRenderer":
     """The renderer with the tokenizer of a model folder or Hugging Face id. Raises ModelError."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from outrider.train.rendering import checked_renderer
+    from outrider.train.rendering import make_checked_renderer
 
     disable_progress_bar()
     try:
@@ -71,7 +73,7 @@ def renderer_of(settings: "RunSettings", folder: str) -> "ChatRenderer":
     if tokenizer.chat_template is None:
         raise ModelError(f"model {settings.model.name!r} has no chat template; use an instruct model")
     note = logging.getLogger(__name__).info
-    return checked_renderer(tokenizer, settings.model, settings.environment, note=note)
+    return make_checked_renderer(tokenizer, settings.model, settings.environment, note=note)
 
 
 def rendered_ids(prompt: FirstPrompt, renderer: "ChatRenderer") -> tuple[int, ...]:
@@ -81,6 +83,6 @@ def rendered_ids(prompt: FirstPrompt, renderer: "ChatRenderer") -> tuple[int, ..
 
 def rendered_text(ids: Sequence[int], renderer: "ChatRenderer") -> str:
     """These ids as text, with the template's markers."""
-    from outrider.tokens import text_of
+    from outrider.tokens import decode_text
 
-    return text_of(renderer.tokenizer, ids, skip_special_tokens=False)
+    return decode_text(renderer.tokenizer, ids, skip_special_tokens=False)

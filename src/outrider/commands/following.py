@@ -7,12 +7,12 @@ from typing import Final
 from rich.live import Live
 from rich.text import Text
 
-from outrider.printing import one_line, say
+from outrider.printing import one_line, print_lines
 from outrider.terminal import Terminal
 from outrider.watch.run_summary import summary_lines
-from outrider.watch.watching import Seen, look
+from outrider.watch.watching import RunSnapshot, read_snapshot
 
-_EVERY_S: Final = 1.0
+_POLL_INTERVAL_S: Final = 1.0
 
 
 def follow(run: Path, *, once: bool) -> int:
@@ -22,33 +22,33 @@ def follow(run: Path, *, once: bool) -> int:
     Ctrl-C ends this and nothing of the run.
     """
     try:
-        seen = look(run)
-        if not once and seen.status == "running":
-            seen = _followed(run, seen)
+        state = read_snapshot(run)
+        if not once and state.status == "running":
+            state = _follow_until_end(run, state)
     except KeyboardInterrupt:
-        say("outrider: no longer watching, which the run does not notice", to_stderr=True)
+        print_lines("outrider: no longer watching, which the run does not notice", to_stderr=True)
         return 0
-    say(*seen.lines)
-    if seen.status != "running":
-        say(*summary_lines(run))
+    print_lines(*state.lines)
+    if state.status != "running":
+        print_lines(*summary_lines(run))
     return 0
 
 
-def _followed(run: Path, seen: Seen) -> Seen:
+def _follow_until_end(run: Path, state: RunSnapshot) -> RunSnapshot:
     """The run when it no longer runs."""
     console = Terminal()
     if not console.is_terminal or console.is_dumb_terminal:
-        while seen.status == "running":
-            say(*seen.lines)
-            before = seen.told
-            while seen.told == before:
-                time.sleep(_EVERY_S)
-                seen = look(run)
-        return seen
+        while state.status == "running":
+            print_lines(*state.lines)
+            previous = state.state_key
+            while state.state_key == previous:
+                time.sleep(_POLL_INTERVAL_S)
+                state = read_snapshot(run)
+        return state
     with Live(console=console, transient=True, auto_refresh=False) as live:
-        while seen.status == "running":
-            drawn = Text("\n".join(map(one_line, seen.lines)), no_wrap=True, overflow="ellipsis")
-            live.update(drawn, refresh=True)
-            time.sleep(_EVERY_S)
-            seen = look(run)
-    return seen
+        while state.status == "running":
+            text = Text("\n".join(map(one_line, state.lines)), no_wrap=True, overflow="ellipsis")
+            live.update(text, refresh=True)
+            time.sleep(_POLL_INTERVAL_S)
+            state = read_snapshot(run)
+    return state

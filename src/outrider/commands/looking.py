@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outrider.commands.parts import Commands, positive
 from outrider.errors import ConfigError
-from outrider.printing import say
+from outrider.printing import print_lines
 
 
 def add(commands: Commands) -> None:
@@ -63,21 +63,21 @@ def _replay(parsed: argparse.Namespace) -> int:
 
 def _inspect_log(parsed: argparse.Namespace) -> int:
     from outrider.evals.benchmark.store import RESULTS
-    from outrider.evals.inspect_log.of_run import evaluation_of_run
-    from outrider.evals.inspect_log.of_tasks import evaluation_of_tasks
+    from outrider.evals.inspect_log.of_run import load_run_evaluation
+    from outrider.evals.inspect_log.of_tasks import load_tasks_evaluation
     from outrider.evals.inspect_log.writing import write_log
 
     if not (parsed.run / RESULTS).is_file():
-        evaluation = evaluation_of_run(parsed.run, parsed.evaluation)
+        evaluation = load_run_evaluation(parsed.run, parsed.evaluation)
     elif parsed.evaluation is None:
-        evaluation = evaluation_of_tasks(parsed.run)
+        evaluation = load_tasks_evaluation(parsed.run)
     else:
         raise ConfigError("--evaluation is for run directories: an evaluation of tasks is one")
     write_log(evaluation, parsed.out)
-    num = len(evaluation.rollouts)
-    say(
+    num_rollouts = len(evaluation.rollouts)
+    print_lines(
         *evaluation.notes,
-        f"{parsed.out}: {num} rollouts; open it with inspect view --log-dir {parsed.out.parent}",
+        f"{parsed.out}: {num_rollouts} rollouts; open it with inspect view --log-dir {parsed.out.parent}",
     )
     return 0
 

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 from outrider.commands.parts import Commands
 from outrider.errors import ConfigError
-from outrider.printing import say
+from outrider.printing import print_lines
 
 
 def add(commands: Commands) -> None:
@@ -32,9 +32,9 @@ def add(commands: Commands) -> None:
     verify.add_argument(
         "overrides", nargs="*", metavar="key=PATH", help="files that its recipes name and it does not hold"
     )
-    which = verify.add_mutually_exclusive_group()
-    which.add_argument("--replay", metavar="ROW", help="the row to play again (default: the cheapest)")
-    which.add_argument(
+    replay_group = verify.add_mutually_exclusive_group()
+    replay_group.add_argument("--replay", metavar="ROW", help="the row to play again (default: the cheapest)")
+    replay_group.add_argument(
         "--no-replay", action="store_true", help="play nothing again; needs neither torch nor a model"
     )
     verify.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder that keeps what is played")
@@ -46,24 +46,24 @@ def _pack(parsed: argparse.Namespace) -> int:
     from outrider.evals.pack.make import make_pack
 
     manifest = make_pack(parsed.runs, parsed.out, commands=parsed.commands, weights=parsed.weights)
-    say(f"{parsed.out}: {len(manifest.files)} files; check it with: outrider verify {parsed.out}")
+    print_lines(f"{parsed.out}: {len(manifest.files)} files; check it with: outrider verify {parsed.out}")
     return 0
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from outrider.evals.pack.verify import show, verify
+    from outrider.evals.pack.verify import print_checks, verify
     from outrider.terminal import Terminal
 
     if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
         raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
-    given = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
-    verified = verify(parsed.pack, given=given)
-    show(parsed.pack, verified, Terminal())
+    local_paths = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
+    verified = verify(parsed.pack, local_paths=local_paths)
+    print_checks(parsed.pack, verified, Terminal())
     if parsed.no_replay:
         return 0
     from outrider.evals.pack.replay import replay_row
 
     with TemporaryDirectory() as folder:
-        chosen = {"folder": parsed.run or Path(folder), "given": given, "progress": parsed.progress}
-        say(*replay_row(parsed.pack, verified, parsed.replay, **chosen).split("\n"))
+        options = {"folder": parsed.run or Path(folder), "given": local_paths, "progress": parsed.progress}
+        print_lines(*replay_row(parsed.pack, verified, parsed.replay, **options).split("\n"))
     return 0

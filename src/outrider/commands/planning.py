@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from outrider.commands.parts import Commands, overrides, positive
 from outrider.errors import ConfigError
-from outrider.printing import say
+from outrider.printing import print_lines
 
 if TYPE_CHECKING:
-    from outrider.planning.plan import Asked, Plan
+    from outrider.planning.plan import Plan, PlanOptions
 
 _DEVICES = ("cpu", "A100", "H100", "H200")
 
@@ -56,34 +56,36 @@ def _plan(parsed: argparse.Namespace) -> int:
     from outrider.planning.plan import make_plan
     from outrider.planning.table import as_json, lines
 
-    given = overrides(parsed)
-    settings = api.run_settings(parsed.recipe, overrides=given)
-    plan = make_plan(settings, asked_of(parsed, recipe_device=settings.model.device))
-    refused = None if plan.asked.device.is_cpu else _refused(parsed.recipe, given, plan)
+    recipe_overrides = overrides(parsed)
+    settings = api.run_settings(parsed.recipe, overrides=recipe_overrides)
+    plan = make_plan(settings, plan_options(parsed, recipe_device=settings.model.device))
+    refusal = None if plan.options.device.is_cpu else _layout_error(parsed.recipe, recipe_overrides, plan)
     if parsed.json:
-        say(json.dumps({**as_json(plan), "refused": refused}))
+        print_lines(json.dumps({**as_json(plan), "refused": refusal}))
     else:
-        say(*lines(plan), *([f"not yet: this version refuses that layout: {refused}"] if refused else []))
+        print_lines(
+            *lines(plan), *([f"not yet: this version refuses that layout: {refusal}"] if refusal else [])
+        )
     return 0 if plan.fit.fits else 1
 
 
-def asked_of(parsed: argparse.Namespace, *, recipe_device: str) -> "Asked":
+def plan_options(parsed: argparse.Namespace, *, recipe_device: str) -> "PlanOptions":
     """The command line's numbers in bytes and operations per second.
 
     Without a device on the command line a recipe for the CPU is planned for this machine, unless options of
     GPUs are there.
     """
     from outrider.planning.devices import DEVICES, GB, this_cpu
-    from outrider.planning.plan import Asked
+    from outrider.planning.plan import PlanOptions
 
-    for_gpus = parsed.gpus or parsed.placement or parsed.tensor_parallel or recipe_device != "cpu"
-    name = parsed.device or ("H100" if for_gpus else "cpu")
+    uses_gpus = parsed.gpus or parsed.placement or parsed.tensor_parallel or recipe_device != "cpu"
+    name = parsed.device or ("H100" if uses_gpus else "cpu")
     device = this_cpu() if name == "cpu" else DEVICES[name]
     if parsed.gpu_memory:
         device = replace(device, memory=parsed.gpu_memory * GB)
     if parsed.peak:
         device = replace(device, name="the given", peak=parsed.peak * 1e12)
-    return Asked(
+    return PlanOptions(
         device=device,
         gpus_per_node=parsed.gpus_per_node,
         gpus=parsed.gpus,
@@ -94,13 +96,13 @@ def asked_of(parsed: argparse.Namespace, *, recipe_device: str) -> "Asked":
     )
 
 
-def _refused(recipe: Path, given: list[str], plan: "Plan") -> str | None:
+def _layout_error(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> str | None:
     """Why a recipe with the layout, or with the smallest one that fits, is none today; None where it is."""
     from outrider import api
 
     layout = plan.fit.layout if plan.fit.fits or not plan.fewest else plan.fewest[0].layout
     try:
-        api.run_settings(recipe, overrides=[*given, *layout.overrides])
+        api.run_settings(recipe, overrides=[*recipe_overrides, *layout.overrides])
     except ConfigError as error:
         return str(error)
     return None

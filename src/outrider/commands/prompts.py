@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from outrider.commands.parts import Commands, overrides
 from outrider.errors import ConfigError, OutriderError
 from outrider.near import did_you_mean
-from outrider.printing import say
+from outrider.printing import print_lines
 
 if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
@@ -50,21 +50,21 @@ def _prompt(parsed: argparse.Namespace) -> int:
 
 
 def _print_prompt(parsed: argparse.Namespace) -> int:
-    from outrider.commands.first_prompt import first_prompt, rendered_ids, rendered_text, renderer_of
+    from outrider.commands.first_prompt import first_prompt, load_renderer, rendered_ids, rendered_text
     from outrider.config_paths import require_paths
     from outrider.engines.model_names import require_known_model
-    from outrider.environments.families import make_family, split_tasks
-    from outrider.plugins.imports import searched
+    from outrider.environments.families import make_task_set, split_tasks
+    from outrider.plugins.imports import search_folders
 
     settings = _settings(parsed.recipe, overrides(parsed))
     for name in ("environment", "engine"):
-        require_paths(getattr(settings, name), searched(), prefix=f"{name}.")
+        require_paths(getattr(settings, name), search_folders(), prefix=f"{name}.")
     require_known_model(settings.model.name)
     split = parsed.split or settings.evaluation.split
-    family = make_family(settings.environment)
+    family = make_task_set(settings.environment)
     try:
         tasks = split_tasks(family, split)
-        task = _chosen(tasks, parsed.task, split)
+        task = _find_task(tasks, parsed.task, split)
         factory = family.make()
         try:
             step = -1 if split == settings.evaluation.split else 0
@@ -73,33 +73,33 @@ def _print_prompt(parsed: argparse.Namespace) -> int:
             factory.close()
     finally:
         family.close()
-    say(f"task {task.key} (split {split}, {len(tasks)} tasks)", *prompt.lines())
+    print_lines(f"task {task.key} (split {split}, {len(tasks)} tasks)", *prompt.lines())
     from outrider.engines.local.model import resolve_model
 
-    renderer = renderer_of(settings, resolve_model(settings.model.name))
+    renderer = load_renderer(settings, resolve_model(settings.model.name))
     ids = rendered_ids(prompt, renderer)
-    say("", f"as the chat template of {settings.model.name} renders it: {len(ids)} ids", "")
-    say(*rendered_text(ids, renderer).split("\n"))
+    print_lines("", f"as the chat template of {settings.model.name} renders it: {len(ids)} ids", "")
+    print_lines(*rendered_text(ids, renderer).split("\n"))
     if parsed.ids:
-        say("", " ".join(map(str, ids)))
+        print_lines("", " ".join(map(str, ids)))
     return 0
 
 
-def _settings(recipe: Path, given: Sequence[str]) -> "RunSettings":
+def _settings(recipe: Path, recipe_overrides: Sequence[str]) -> "RunSettings":
     from outrider import api
     from outrider.train.state.recorded import RECORD
 
-    return api.run_settings(recipe / RECORD if recipe.is_dir() else recipe, overrides=given)
+    return api.run_settings(recipe / RECORD if recipe.is_dir() else recipe, overrides=recipe_overrides)
 
 
-def _chosen(tasks: "Sequence[Task]", wanted: str, split: str) -> "Task":
+def _find_task(tasks: "Sequence[Task]", task_id: str, split: str) -> "Task":
     """Raises ConfigError if no task has the number or the key."""
-    by_key = {task.key: task for task in tasks}
-    if wanted in by_key:
-        return by_key[wanted]
-    if wanted.isdecimal() and int(wanted) < len(tasks):
-        return tasks[int(wanted)]
-    if wanted.isdecimal():
-        raise ConfigError(f"--task {wanted}: the split {split} has {len(tasks)} tasks, counted from 0")
-    near = did_you_mean(wanted, by_key)
-    raise ConfigError(f"--task {wanted}: no task of the split {split} has this key{near}")
+    tasks_by_key = {task.key: task for task in tasks}
+    if task_id in tasks_by_key:
+        return tasks_by_key[task_id]
+    if task_id.isdecimal() and int(task_id) < len(tasks):
+        return tasks[int(task_id)]
+    if task_id.isdecimal():
+        raise ConfigError(f"--task {task_id}: the split {split} has {len(tasks)} tasks, counted from 0")
+    suggestion = did_you_mean(task_id, tasks_by_key)
+    raise ConfigError(f"--task {task_id}: no task of the split {split} has this key{suggestion}")

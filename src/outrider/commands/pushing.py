@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outrider.commands.parts import Commands
 from outrider.errors import ConfigError
-from outrider.printing import say
+from outrider.printing import print_lines
 
 
 def add(commands: Commands) -> None:
@@ -33,30 +33,30 @@ def add(commands: Commands) -> None:
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    from outrider.train.export import checkpoint_of, export_run
+    from outrider.train.export import export_run, find_checkpoint
 
-    checkpoint = export_run(parsed.run, parsed.out, checkpoint=checkpoint_of(parsed.run, parsed.checkpoint))
-    say(f"{parsed.out}: the weights of {checkpoint}")
+    checkpoint = export_run(parsed.run, parsed.out, checkpoint=find_checkpoint(parsed.run, parsed.checkpoint))
+    print_lines(f"{parsed.out}: the weights of {checkpoint}")
     return 0
 
 
 def _push(parsed: argparse.Namespace) -> int:
     if (parsed.run is None) == (parsed.dataset is None):
         raise ConfigError("push either a run or --dataset PATH")
-    how = {"private": parsed.private, "dry_run": parsed.dry_run}
+    options = {"private": parsed.private, "dry_run": parsed.dry_run}
     if parsed.dataset is not None:
         from outrider.train.hub.dataset import push_dataset
 
         if parsed.checkpoint is not None:
             raise ConfigError("--checkpoint is of a run; a data set has none")
-        pushed = push_dataset(parsed.dataset, parsed.repo, **how)
+        result = push_dataset(parsed.dataset, parsed.repo, **options)
     else:
         from outrider.train.hub.push import push_run
 
-        pushed = push_run(parsed.run, parsed.repo, step=parsed.checkpoint, **how)
+        result = push_run(parsed.run, parsed.repo, step=parsed.checkpoint, **options)
     if parsed.dry_run:
-        say(*pushed.card.rstrip().splitlines())
-    for name, size in pushed.files:
-        say(f"{name}: {size:,} bytes")
-    say(f"pushed to {pushed.url}" if pushed.url else f"nothing was sent to {parsed.repo}")
+        print_lines(*result.card.rstrip().splitlines())
+    for name, size in result.files:
+        print_lines(f"{name}: {size:,} bytes")
+    print_lines(f"pushed to {result.url}" if result.url else f"nothing was sent to {parsed.repo}")
     return 0

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.printing import say
+from outrider.printing import print_lines
 
 if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
@@ -23,21 +23,25 @@ def add_smoke(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def smoke(
-    settings_of: Callable[[Sequence[str]], "RunSettings"], given: Sequence[str], *, is_on: bool, shows: bool
+    make_settings: Callable[[Sequence[str]], "RunSettings"],
+    overrides: Sequence[str],
+    *,
+    enabled: bool,
+    dry_run: bool,
 ) -> Iterator[list[str]]:
-    """What ``--smoke`` sets above the overrides ``given``: nothing where it is not on. Where a command only
-    ``shows`` its settings, nothing is written and no server runs.
+    """What ``--smoke`` sets above the overrides ``overrides``: nothing where it is not on. Where a command only
+    ``dry_run`` its settings, nothing is written and no server runs.
     """
-    if not is_on:
+    if not enabled:
         yield []
         return
     from outrider.smoke import stand_ins
-    from outrider.smoke.shrink import left_out, smoke_overrides
+    from outrider.smoke.shrink import describe_omissions, smoke_overrides
 
-    settings, names = settings_of(given), stand_ins.stand_ins()
-    if told := left_out(settings):
-        say(told, to_stderr=True)
-    if shows:
+    settings, names = make_settings(overrides), stand_ins.smoke_assets()
+    if omissions := describe_omissions(settings):
+        print_lines(omissions, to_stderr=True)
+    if dry_run:
         yield smoke_overrides(settings, names, server=stand_ins.NO_SERVER)
         return
     stand_ins.write(names)
@@ -45,9 +49,9 @@ def smoke(
         yield smoke_overrides(settings, names, server=url)
 
 
-def file_or_stand_in(file: Path) -> Path:
+def resolve_trajectories(file: Path) -> Path:
     """A file of trajectories, or under ``--smoke`` the chats that stand in for one that is not there."""
     from outrider.smoke import stand_ins
 
-    stand_ins.write(names := stand_ins.stand_ins())
+    stand_ins.write(names := stand_ins.smoke_assets())
     return file if file.exists() else names.trajectories

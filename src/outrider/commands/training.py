@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 
-from outrider.commands.dry_run import show
+from outrider.commands.dry_run import print_settings
 from outrider.commands.parts import Commands, overrides
 from outrider.commands.smoking import add_smoke, smoke
 from outrider.errors import ConfigError
-from outrider.stopping import first_signal_asks
+from outrider.stopping import stop_on_first_signal
 
 
 def add(commands: Commands) -> None:
@@ -39,37 +39,37 @@ def _train(parsed: argparse.Namespace) -> int:
     # no recipe, but the first override in its place
     if parsed.resume is not None and "=" in str(parsed.recipe or ""):
         parsed.recipe, parsed.overrides = None, [str(parsed.recipe), *parsed.overrides]
-    new = (parsed.run, parsed.model, parsed.ray_address)
-    if parsed.resume is not None and parsed.recipe is None and any(new):
+    new_run_options = (parsed.run, parsed.model, parsed.ray_address)
+    if parsed.resume is not None and parsed.recipe is None and any(new_run_options):
         raise ConfigError("a resumed run keeps its model, its directory and the address of its Ray")
     if parsed.changed_plugins and parsed.resume is None:
         raise ConfigError("--changed-plugins goes with --resume RUN")
     if parsed.dry_run and parsed.resume is not None and parsed.recipe is None:
-        from outrider.train.state.growing import grown_settings
+        from outrider.train.state.growing import extend_settings
 
-        grown = grown_settings(parsed.resume / "config.toml", parsed.overrides)
-        return show(grown, None, parsed.overrides, others="run")
+        resumed_settings = extend_settings(parsed.resume / "config.toml", parsed.overrides)
+        return print_settings(resumed_settings, None, parsed.overrides, others="run")
     if parsed.smoke and parsed.resume is not None:
         raise ConfigError("--smoke goes with a recipe; a smoke run goes on without it")
-    given = overrides(parsed)
+    recipe_overrides = overrides(parsed)
     if parsed.ray_address is not None:
-        given.append(f"cluster.ray_address={parsed.ray_address}")
-    only_shows = parsed.dry_run and parsed.recipe is not None and parsed.resume is None
+        recipe_overrides.append(f"cluster.ray_address={parsed.ray_address}")
+    is_dry_run = parsed.dry_run and parsed.recipe is not None and parsed.resume is None
     with smoke(
-        lambda them: api.run_settings(parsed.recipe, overrides=them),
-        given,
-        is_on=parsed.smoke and parsed.recipe is not None,
-        shows=only_shows,
+        lambda values: api.run_settings(parsed.recipe, overrides=values),
+        recipe_overrides,
+        enabled=parsed.smoke and parsed.recipe is not None,
+        dry_run=is_dry_run,
     ) as more:
-        if only_shows:
-            settings = api.run_settings(parsed.recipe, overrides=[*given, *more])
-            return show(settings, parsed.recipe, given, smoke=more)
+        if is_dry_run:
+            settings = api.run_settings(parsed.recipe, overrides=[*recipe_overrides, *more])
+            return print_settings(settings, parsed.recipe, recipe_overrides, smoke=more)
         return stoppable(
             lambda stop: api.train(
                 parsed.recipe,
                 run=parsed.run,
                 resume=parsed.resume,
-                overrides=[*given, *more],
+                overrides=[*recipe_overrides, *more],
                 progress=parsed.progress,
                 changed_plugins=parsed.changed_plugins,
                 on_start=stop,
@@ -80,11 +80,9 @@ def _train(parsed: argparse.Namespace) -> int:
 def stoppable(run: Callable[[Callable[[Callable[[], bool]], None]], object]) -> int:
     """The first SIGTERM or Ctrl-C asks the trainer to write a checkpoint of what is finished and leave. Exit
     status as of ``main``."""
-    with ExitStack() as installed:
+    with ExitStack() as stack:
         interruptions: list[Event] = []
         run(
-            lambda request_stop: interruptions.append(
-                installed.enter_context(first_signal_asks(request_stop))
-            )
+            lambda request_stop: interruptions.append(stack.enter_context(stop_on_first_signal(request_stop)))
         )
-    return 130 if any(one.is_set() for one in interruptions) else 0
+    return 130 if any(event.is_set() for event in interruptions) else 0

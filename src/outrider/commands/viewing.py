@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outrider.commands.parts import Commands
 from outrider.errors import ConfigError
-from outrider.printing import say
+from outrider.printing import print_lines
 
 
 def add(commands: Commands) -> None:
@@ -41,8 +41,8 @@ def _view(parsed: argparse.Namespace) -> int:
     if parsed.bundle is not None:
         from outrider.watch.viewer.bundle import write_bundle
 
-        write_bundle(catalogue, parsed.bundle, compare=_compared, note=say)
-        say(str(parsed.bundle / "index.html"))
+        write_bundle(catalogue, parsed.bundle, compare=_comparison_page, note=print_lines)
+        print_lines(str(parsed.bundle / "index.html"))
         return 0
     try:
         from outrider.watch.viewer.serve import serve
@@ -50,7 +50,14 @@ def _view(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             f"outrider view needs {error.name}: pip install 'outrider[view]'; outrider report RUN does not"
         ) from error
-    serve(catalogue, compare=_compared, host=parsed.host, port=parsed.port, opens=parsed.open, say=say)
+    serve(
+        catalogue,
+        compare=_comparison_page,
+        host=parsed.host,
+        port=parsed.port,
+        opens=parsed.open,
+        log=print_lines,
+    )
     return 0
 
 
@@ -58,10 +65,10 @@ def _watch(parsed: argparse.Namespace) -> int:
     from outrider.commands.following import follow
     from outrider.runs import Run
 
-    return follow(Run.of(parsed.run).path, once=parsed.once)
+    return follow(Run.from_path(parsed.run).path, once=parsed.once)
 
 
-def _compared(runs: Sequence[Path]) -> str:
+def _comparison_page(runs: Sequence[Path]) -> str:
     """The page of ``outrider compare``."""
     from outrider.evals.compare.compare import compare
     from outrider.evals.compare.page import html_page
@@ -73,16 +80,16 @@ def _report(parsed: argparse.Namespace) -> int:
     from outrider.watch.report import write_report
 
     require_run(parsed.run)
-    say(str(write_report(parsed.run)))
+    print_lines(str(write_report(parsed.run)))
     return 0
 
 
 def require_run(folder: Path) -> None:
     """Raises DataError for a folder that is no run directory."""
     from outrider.errors import DataError
-    from outrider.watch.run_directory import told_of_tasks
+    from outrider.watch.run_directory import task_evaluation_message
 
-    if refusal := told_of_tasks(folder):
+    if refusal := task_evaluation_message(folder):
         raise DataError(refusal)
     if not any((folder / name).is_file() for name in ("config.toml", "metrics.jsonl")):
         raise DataError(f"{folder} is no run directory: it has no config.toml")

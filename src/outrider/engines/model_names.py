@@ -31,7 +31,7 @@ class PackagedModel:
     @property
     def pieces(self) -> list[Path]:
         """The file, or its pieces in order; of what is not installed none."""
-        return [piece for package in self.packages for piece in _held(package, self.file)]
+        return [piece for package in self.packages for piece in _package_files(package, self.file)]
 
     @property
     def is_installed(self) -> bool:
@@ -50,7 +50,7 @@ class PackagedModel:
         return joined
 
 
-def _held(package: str, pattern: str) -> list[Path]:
+def _package_files(package: str, pattern: str) -> list[Path]:
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec is not None else None
     # Sorted: the order of the file system must not choose the model.
@@ -125,7 +125,7 @@ def find_model(name: str) -> tuple[str, str | None]:
         return name, name
     from huggingface_hub import try_to_load_from_cache
 
-    found = [try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")]
-    if all(isinstance(one, str) for one in found):
-        return f"{name}, in the cache of Hugging Face", str(Path(str(found[0])).parent)
+    cached = [try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")]
+    if all(isinstance(path, str) for path in cached):
+        return f"{name}, in the cache of Hugging Face", str(Path(str(cached[0])).parent)
     return f"{name}, not on this machine: the run downloads it from Hugging Face", None

@@ -16,9 +16,9 @@ class Local:
     @classmethod
     def build(cls, settings: LocalSettings, context: EngineContext) -> Engine:
         """With the trainer's own weights, on the path that its model was loaded on."""
-        from outrider.engines.local.choice import engine_for
+        from outrider.engines.local.choice import make_engine
 
-        return engine_for(
+        return make_engine(
             context.language_model,
             context_length=context.context_length,
             max_rows=settings.max_rows,

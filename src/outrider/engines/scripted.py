@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.errors import EngineFault, ModelError
-from outrider.tokens import ChatRenderer, Tokenizer, text_of
+from outrider.tokens import ChatRenderer, Tokenizer, decode_text
 
 
 class ScriptedEngine:
@@ -33,10 +33,12 @@ class ScriptedEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Replay the script for each request."""
-        return [self._one(request) for request in requests]
+        return [self._replay(request) for request in requests]
 
-    def _one(self, request: Request) -> Generation:
-        text = self._script(request, text_of(self.tokenizer, request.token_ids, skip_special_tokens=False))
+    def _replay(self, request: Request) -> Generation:
+        text = self._script(
+            request, decode_text(self.tokenizer, request.token_ids, skip_special_tokens=False)
+        )
         ends = [text.index(stop) + len(stop) for stop in request.stop if stop in text]
         reason = FinishReason.STOP if ends else FinishReason.EOS
         try:

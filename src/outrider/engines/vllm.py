@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engines.base import Generation, Request, VllmSettings
-from outrider.engines.vllm_requests import Requests, loading, options, prompt, repack_head, told
+from outrider.engines.vllm_requests import Requests, format_error, loading, options, prompt, repack_head
 from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
 
@@ -53,7 +53,7 @@ class VllmEngine:
         )
         self._on_tokens = on_tokens
         self._stale = False
-        self._num_asked = 0
+        self._num_requests = 0
         export(folder)
         self._llm = _load(folder, context_length, precision, device, settings)
 
@@ -81,7 +81,7 @@ class VllmEngine:
         except EngineFault:
             raise
         except Exception as error:  # vLLM raises whatever its executor met
-            raise EngineFault(f"vLLM: {told(error)}") from error
+            raise EngineFault(f"vLLM: {format_error(error)}") from error
 
     def _reload(self) -> None:
         self._export(self._folder)
@@ -94,8 +94,10 @@ class VllmEngine:
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
         """vLLM's own continuous batching, one step at a time, so that progress is shown."""
         engine = self._llm.llm_engine
-        numbers = {str(self._num_asked + index): index for index in range(len(requests))}  # never used twice
-        self._num_asked += len(requests)
+        numbers = {
+            str(self._num_requests + index): index for index in range(len(requests))
+        }  # never used twice
+        self._num_requests += len(requests)
         try:
             return self._steps(engine, requests, numbers)
         except BaseException:
@@ -112,17 +114,19 @@ class VllmEngine:
             params = SamplingParams(**self._requests.sampling(request))
             engine.add_request(name, prompt(request, version=self.weight_version), params)
         latest: dict[int, Any] = {}
-        ended: set[int] = set()
+        finished: set[int] = set()
         while engine.has_unfinished_requests():
-            num_before = sum(len(one.token_ids) for one in latest.values())
+            num_before = sum(len(latest_output.token_ids) for latest_output in latest.values())
             for output in engine.step():
                 index = numbers[output.request_id]
                 latest[index] = output.outputs[0]
                 if output.finished:
-                    ended.add(index)
+                    finished.add(index)
             if self._on_tokens is not None:
-                self._on_tokens(sum(len(one.token_ids) for one in latest.values()) - num_before)
-        missing = [request.request_id for index, request in enumerate(requests) if index not in ended]
+                self._on_tokens(
+                    sum(len(latest_output.token_ids) for latest_output in latest.values()) - num_before
+                )
+        missing = [request.request_id for index, request in enumerate(requests) if index not in finished]
         if missing:
             raise EngineFault(f"vLLM returned nothing for {', '.join(missing[:3])}")
         return [
@@ -139,10 +143,10 @@ def _load(folder: Path, context_length: int, precision: str, device: str, settin
             f"CUDA_VISIBLE_DEVICES, not with {device!r}"
         )
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the weights are exchanged in process
-    given = options(
+    arguments = options(
         settings, model=str(folder), context_length=context_length, precision=precision, device=device
     )
     with loading():
         from vllm import LLM
 
-        return LLM(**given)
+        return LLM(**arguments)

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from outrider.engines.base import Generation, Request, VllmSettings
-from outrider.engines.vllm_requests import Requests, loading, options, prompt, told
+from outrider.engines.vllm_requests import Requests, format_error, loading, options, prompt
 from outrider.engines.vllm_transfer import ENDS_WITH_PARENT, register
 from outrider.errors import EngineFault
 
@@ -42,7 +42,7 @@ class AsyncVllm:
         self._requests = requests
         self._numbers = count()
         self._is_asleep = False
-        given = options(
+        arguments = options(
             settings,
             model=model,
             context_length=requests.context_length,
@@ -58,7 +58,7 @@ class AsyncVllm:
             os.environ[ENDS_WITH_PARENT] = "1"
             self.llm: Any = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
-                    **given,
+                    **arguments,
                     tensor_parallel_size=num_gpus,
                     distributed_executor_backend="mp" if num_gpus > 1 else None,
                     weight_transfer_config=WeightTransferConfig(backend=backend),
@@ -86,7 +86,7 @@ class AsyncVllm:
             async for output in self.llm.generate(prompt(request, version=version), params, name):
                 latest = output
         except Exception as error:  # vLLM raises whatever its executor met
-            raise EngineFault(f"vLLM: {told(error)}") from error
+            raise EngineFault(f"vLLM: {format_error(error)}") from error
         if latest is None or not latest.finished:
             raise EngineFault(f"vLLM returned nothing for {request.request_id}")
         versions = {span.version for span in latest.outputs[0].weight_versions or ()}
@@ -141,9 +141,9 @@ class AsyncVllm:
             if not await self.llm.reset_prefix_cache():
                 raise EngineFault("vLLM kept its prefix cache after new weights")
             await self.llm.resume_generation()
-            held = await self.llm.get_weight_version()
-        if held != str(version):
-            raise EngineFault(f"vLLM has weights of version {held}, and was sent {version}")
+            loaded_version = await self.llm.get_weight_version()
+        if loaded_version != str(version):
+            raise EngineFault(f"vLLM has weights of version {loaded_version}, and was sent {version}")
 
     async def sleep(self) -> None:
         """Give the GPU's memory back: the next weights come whole, so these are not kept either (level 2)."""
@@ -158,17 +158,17 @@ class AsyncVllm:
 
 
 @contextmanager
-def _faults(what: str) -> Iterator[None]:
+def _faults(problem: str) -> Iterator[None]:
     """What vLLM raises, as an EngineFault."""
     try:
         yield
     except EngineFault:
         raise
     except Exception as error:
-        raise EngineFault(f"vLLM {what}: {told(error)}") from error
+        raise EngineFault(f"vLLM {problem}: {format_error(error)}") from error
 
 
-async def all_of(engine: AsyncVllm, requests: Iterable[Request], version: int) -> list[Generation]:
+async def stream_all(engine: AsyncVllm, requests: Iterable[Request], version: int) -> list[Generation]:
     """A batch: all requests at once. Raises the first fault; the others are ended then."""
     tasks = [asyncio.ensure_future(engine.stream(request, version)) for request in requests]
     try:

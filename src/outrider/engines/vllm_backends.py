@@ -74,13 +74,13 @@ class _Checked:
 
     def start_weight_update(self) -> None:
         """A sum of nothing."""
-        self._found = WeightSum()
+        self._sum = WeightSum()
         self._is_confirmed = False
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
         """Raises ValueError for a sum of other weights."""
-        model, self.model = self.model, Checking(self.model, self._found)
+        model, self.model = self.model, Checking(self.model, self._sum)
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
         finally:

@@ -98,7 +98,7 @@ def entropy_bound(logprobs: Mapping[int, float], *, top_k: int) -> float:
     return known - rest * min(largest, math.log(rest))
 
 
-def told(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """vLLM's own words in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -119,7 +119,7 @@ def options(
     """The arguments with which vLLM is started; on a CPU some are read from the environment, which is set.
     Raises ModelError for a share of a GPU that cannot be.
     """
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": model,
         "dtype": precision,
         "max_model_len": context_length,
@@ -136,10 +136,13 @@ def options(
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # A prompt in two pieces ends vLLM 0.32 on a CPU when its request has a seed ("CPU Generator does not
         # use offset").
-        return given | {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, context_length)}
+        return arguments | {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(4096, context_length),
+        }
     if (share := settings.memory or 0.3) > 1:
         raise ModelError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
-    return given | {"gpu_memory_utilization": share}
+    return arguments | {"gpu_memory_utilization": share}
 
 
 def require_vllm() -> None:
@@ -149,8 +152,8 @@ def require_vllm() -> None:
     except ImportError as error:
         raise ModelError(f"engine.type = vllm needs vLLM {VLLM}: {_INSTALL}") from error
     version = str(getattr(vllm, "__version__", ""))
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and found.group() != VLLM:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is not None and match.group() != VLLM:
         raise ModelError(
             f"vLLM {version} is installed, and Outrider needs {VLLM}, whose interfaces for new weights it "
             f"uses: {_INSTALL}"

@@ -31,31 +31,31 @@ class WeightSum:
         return torch.zeros(1, dtype=torch.int64) if self._total is None else self._total.reshape(1)
 
 
-def summed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def append_sum(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """All weights as they are, and behind them their sum."""
-    found = WeightSum()
+    weight_sum = WeightSum()
     for name, tensor in weights:
-        found.add(tensor)
+        weight_sum.add(tensor)
         yield name, tensor
-    yield NAME, found.total
+    yield NAME, weight_sum.total
 
 
 class Checking:
     """In the place of a model that loads weights: holds what passes against the sum at its end."""
 
-    def __init__(self, model: Any, found: WeightSum) -> None:
-        self._model, self._found = model, found
+    def __init__(self, model: Any, weight_sum: WeightSum) -> None:
+        self._model, self._sum = model, weight_sum
         self.is_confirmed = False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ValueError for a sum of other weights."""
-        passed = []
+        loaded = []
         for name, tensor in weights:
             if name != NAME:
-                self._found.add(tensor)
-                passed.append((name, tensor))
-            elif int(tensor) != int(self._found.total):
+                self._sum.add(tensor)
+                loaded.append((name, tensor))
+            elif int(tensor) != int(self._sum.total):
                 raise ValueError("the weights did not arrive as they were sent")
             else:
                 self.is_confirmed = True
-        self._model.load_weights(passed)
+        self._model.load_weights(loaded)

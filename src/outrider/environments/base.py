@@ -8,7 +8,7 @@ from outrider.config import Settings
 from outrider.environments.conversing import OwnConversations, Refusal, Refusing
 from outrider.environments.values import as_bool, as_count, as_float, as_metrics, describe
 from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
-from outrider.tokens.calls import form_named, in_form, read_turn
+from outrider.tokens.calls import convert_calls, get_call_format, read_turn
 from outrider.types import Message, Step, Task, ToolSchema
 
 _T = TypeVar("_T")
@@ -75,22 +75,22 @@ class EpisodeResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def messages_of(found: object, name: str) -> tuple[Message, ...]:
+def as_messages(value: object, name: str) -> tuple[Message, ...]:
     """A sequence of messages as a tuple. Raises InvalidResult for anything else."""
-    if isinstance(found, Message) or not isinstance(found, Iterable) or isinstance(found, str | Mapping):
-        raise InvalidResult(f"{name} is {describe(found)}, no sequence of Message")
-    messages = tuple(found)
-    for one in messages:
-        if not isinstance(one, Message):
-            raise InvalidResult(f"{name} holds {describe(one)}, no Message")
+    if isinstance(value, Message) or not isinstance(value, Iterable) or isinstance(value, str | Mapping):
+        raise InvalidResult(f"{name} is {describe(value)}, no sequence of Message")
+    messages = tuple(value)
+    for message in messages:
+        if not isinstance(message, Message):
+            raise InvalidResult(f"{name} holds {describe(message)}, no Message")
     return messages
 
 
-def _names(found: object) -> tuple[str, ...]:
-    if isinstance(found, str) or not isinstance(found, Iterable):
-        raise InvalidResult(f"tools is {describe(found)}, no sequence of names")
-    names = tuple(found)
-    if other := [one for one in names if not isinstance(one, str)]:
+def _as_names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise InvalidResult(f"tools is {describe(value)}, no sequence of names")
+    names = tuple(value)
+    if other := [name for name in names if not isinstance(name, str)]:
         raise InvalidResult(f"tools holds {describe(other[0])}, no name")
     return names
 
@@ -112,7 +112,7 @@ class EnvironmentSettings(Settings):
 
     @property
     def has_experts(self) -> bool:
-        """Whether :meth:`TaskFamily.expert` may find steps; a class may set it as a class variable."""
+        """Whether :meth:`TaskSet.expert` may find steps; a class may set it as a class variable."""
         return True
 
     @property
@@ -201,21 +201,21 @@ class NativeTools(Environment, Protocol):
         ...
 
 
-def tools_of(environment: Environment) -> Sequence[ToolSchema]:
+def prompt_tools(environment: Environment) -> Sequence[ToolSchema]:
     """The tools that a prompt tells of."""
     if isinstance(environment, OwnConversations):
-        return environment.asked.tools
+        return environment.request.tools
     return environment.tool_schemas if isinstance(environment, NativeTools) else ()
 
 
-def is_answer(environment: Environment, said: Message) -> bool:
+def is_answer(environment: Environment, turn: Message) -> bool:
     """Whether a turn is an answer as a whole, as native turns without calls are: if the token limit cuts it,
     it is not the answer that the policy was writing. A program of a user's own decides itself what a turn is.
     Valid until the environment has acted on the turn.
     """
     if isinstance(environment, OwnConversations) or not isinstance(environment, NativeTools):
         return False
-    return not (said.tool_calls or said.problems)
+    return not (turn.tool_calls or turn.problems)
 
 
 def turn_message(environment: Environment, text: str) -> Message:
@@ -237,11 +237,11 @@ def recorded_turn(environment: Environment, text: str) -> str:
     if not isinstance(environment, OwnConversations | NativeTools):
         return text
 
-    def rewritten() -> str:
+    def rewrite() -> str:
         form = environment.call_format
-        return text if form is None else in_form(text, form_named(form), tools_of(environment))
+        return text if form is None else convert_calls(text, get_call_format(form), prompt_tools(environment))
 
-    return _guarded(environment, rewritten)
+    return _guarded(environment, rewrite)
 
 
 def _guarded(environment: Environment, read: Callable[[], _T]) -> _T:
@@ -256,7 +256,7 @@ def _guarded(environment: Environment, read: Callable[[], _T]) -> _T:
 
 
 def _read_calls(environment: NativeTools, text: str) -> Message:
-    turn = read_turn(text, form_named(environment.call_format), environment.tool_schemas)
+    turn = read_turn(text, get_call_format(environment.call_format), environment.tool_schemas)
     return Message(
         role="assistant",
         content=turn.content,
@@ -268,7 +268,7 @@ def _read_calls(environment: NativeTools, text: str) -> Message:
 
 def start_episode(environment: Environment, seed: int) -> tuple[Message, ...]:
     """Reset the environment; its prompt. Raises InvalidResult for what is no prompt."""
-    messages = messages_of(environment.reset(seed), "what reset returned")
+    messages = as_messages(environment.reset(seed), "what reset returned")
     if not messages:
         raise InvalidResult("reset gives no message: the policy would have no prompt")
     return messages
@@ -301,14 +301,14 @@ def _converted(found: object, method: str) -> StepResult:
         raise InvalidResult(f"message is {describe(found.message)}, no Message")
     return replace(
         found,
-        messages=messages_of(found.messages, "messages"),
+        messages=as_messages(found.messages, "messages"),
         reward=as_float(found.reward, "reward"),
         done=as_bool(found.done, "done"),
         invalid=as_bool(found.invalid, "invalid"),
         refused=as_bool(found.refused, "refused"),
         truncated=as_bool(found.truncated, "truncated"),
         num_tool_calls=as_count(found.num_tool_calls, "num_tool_calls"),
-        tools=_names(found.tools),
+        tools=_as_names(found.tools),
     )
 
 
@@ -318,18 +318,18 @@ def episode_result(environment: Environment) -> EpisodeResult:
     Raises InvalidResult for other values and for what is no :class:`EpisodeResult`, NonFiniteResult for NaN
     and infinity.
     """
-    found = environment.result()
-    if not isinstance(found, EpisodeResult):
-        raise InvalidResult(f"what result returned is {describe(found)}, no EpisodeResult")
+    result = environment.result()
+    if not isinstance(result, EpisodeResult):
+        raise InvalidResult(f"what result returned is {describe(result)}, no EpisodeResult")
     return replace(
-        found,
-        episode_return=as_float(found.episode_return, "episode_return"),
-        success=as_bool(found.success, "success"),
-        metrics=as_metrics(found.metrics),
+        result,
+        episode_return=as_float(result.episode_return, "episode_return"),
+        success=as_bool(result.success, "success"),
+        metrics=as_metrics(result.metrics),
     )
 
 
-class TaskFamily(Protocol):
+class TaskSet(Protocol):
     """A named set of tasks together with the environment that plays them. As a plug-in, a class with
     ``Settings`` (a subclass of :class:`EnvironmentSettings`), made of them.
 
@@ -376,7 +376,7 @@ class EnvironmentFactory(Protocol):
         ...
 
 
-def played_steps(environment: Environment, texts: Sequence[str]) -> tuple[Step, ...]:
+def play_steps(environment: Environment, texts: Sequence[str]) -> tuple[Step, ...]:
     """Act with texts that are known beforehand until they or the episode end (a gold path may be longer than
     needed).
     """
@@ -395,9 +395,9 @@ class CallCapped(Protocol):
     play one batch.
     """
 
-    def take_share(self, begin: int, end: int, of: int) -> None:
+    def set_share(self, begin: int, end: int, num_groups: int) -> None:
         """From the next batch on, have the part of the cap that is due to the groups ``begin`` to ``end`` of
-        ``of``; the parts of all groups add up to the cap.
+        ``num_groups``; the parts of all groups add up to the cap.
         """
         ...
 
@@ -405,7 +405,7 @@ class CallCapped(Protocol):
         """What has been spent of this batch's part."""
         ...
 
-    def go_on(self, num_spent: int) -> None:
+    def resume_batch(self, num_spent: int) -> None:
         """Be within a bounded batch, so much of whose part is spent: another process spent it, or this one in
         rounds before one that broke.
         """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """What the policy is asked. ``tools`` are those that this one question tells of. The turn ends after
-    ``max_tokens`` (None: the rollout's own limit) or at one of the strings in ``stop``. ``one_call``: of the
+    ``max_tokens`` (None: the rollout's own limit) or at one of the strings in ``stop``. ``single_call``: of the
     tool calls of a turn, more than one cannot be taken.
     """
 
@@ -26,7 +26,7 @@ class Conversation:
     tools: tuple[ToolSchema, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    one_call: bool = False
+    single_call: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def before_stop(text: str, stop: Sequence[str], *, opened: int = 0) -> str:
     """A turn without the first stop string in it and what is behind, as servers give it. Stop strings end
     what the model writes, thinking included; the first ``opened`` characters it has not written.
     """
-    ends = [end for one in stop if (end := text.find(one, opened)) >= 0]
+    ends = [end for stop_string in stop if (end := text.find(stop_string, opened)) >= 0]
     return text[: min(ends)] if ends else text
 
 
@@ -112,7 +112,7 @@ class OwnConversations(Protocol, metaclass=_StaticCheck):
     """
 
     @property
-    def asked(self) -> Conversation:
+    def request(self) -> Conversation:
         """What the policy is asked now; valid after ``reset``, and after a step until the episode is done."""
         ...
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, TypeAlias, cast
 
-from outrider.environments.base import EnvironmentSettings, TaskFamily
+from outrider.environments.base import EnvironmentSettings, TaskSet
 from outrider.errors import DataError
 from outrider.plugins.fields import Section
 from outrider.plugins.registry import build, resolve
@@ -12,30 +12,30 @@ EnvironmentConfig: TypeAlias = Annotated[EnvironmentSettings, Section("environme
 """The section ``environment``: that of the family which its ``type`` names."""
 
 
-def make_family(config: EnvironmentSettings) -> TaskFamily:
+def make_task_set(config: EnvironmentSettings) -> TaskSet:
     """The task family of an environment's settings."""
-    return cast(TaskFamily, build("environments", config, None))
+    return cast(TaskSet, build("environments", config, None))
 
 
-def split_tasks(family: TaskFamily, split: str) -> list[Task]:
+def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
     """The tasks of a split. Raises DataError for a value that is no task, and for two tasks with one key:
     their groups would draw the same random numbers, and only one of them would be played.
     """
-    tasks = list(family.tasks(split))
-    where = f"the split {split!r} of the environment {family.name}"
-    places: dict[str, int] = {}
+    tasks = list(task_set.tasks(split))
+    source = f"the split {split!r} of the environment {task_set.name}"
+    first_numbers: dict[str, int] = {}
     for number, task in enumerate(tasks, start=1):
         if not isinstance(task, Task):
-            raise DataError(f"{where}: task {number} is a value of type {type(task).__name__}, no Task")
+            raise DataError(f"{source}: task {number} is a value of type {type(task).__name__}, no Task")
         for name in ("key", "question"):
             if not isinstance(value := getattr(task, name), str):
                 kind = type(value).__name__
-                raise DataError(f"{where}: {name} of task {number} is {value!r} ({kind}), no text"[:300])
+                raise DataError(f"{source}: {name} of task {number} is {value!r} ({kind}), no text"[:300])
         if not task.key:
-            raise DataError(f"{where}: task {number} has an empty key")
-        if (first := places.setdefault(task.key, number)) != number:
+            raise DataError(f"{source}: task {number} has an empty key")
+        if (first := first_numbers.setdefault(task.key, number)) != number:
             raise DataError(
-                f"{where}: tasks {first} and {number} have the same key {task.key!r}; keys are unique"
+                f"{source}: tasks {first} and {number} have the same key {task.key!r}; keys are unique"
             )
     return tasks
 

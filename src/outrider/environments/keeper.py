@@ -11,36 +11,46 @@ import threading
 import time
 from collections.abc import Sequence
 
-ENDED = "ended with status "
+STATUS_PREFIX = "ended with status "
 _PATIENCE_S = 2.0
 
 
-def kept(command: Sequence[str], *, given: int | None = None, told: int = 2) -> list[str]:
-    """A command as its keeper's arguments; to be started in a session of its own. ``given`` is the
-    descriptor of the command's standard input (None: it has none), ``told`` the one that gets a line on what
+def supervised_command(
+    command: Sequence[str], *, stdin_fd: int | None = None, status_fd: int = 2
+) -> list[str]:
+    """A command as its keeper's arguments; to be started in a session of its own. ``stdin_fd`` is the
+    descriptor of the command's standard input (None: it has none), ``status_fd`` the one that gets a line on what
     became of it: ``ENDED`` and its status (negative: a signal), or why it cannot be started.
     """
-    return [sys.executable, "-I", "-S", __file__, str(-1 if given is None else given), str(told), *command]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        __file__,
+        str(-1 if stdin_fd is None else stdin_fd),
+        str(status_fd),
+        *command,
+    ]
 
 
-def _keep(given: int, told: int, command: list[str]) -> None:
+def _supervise(stdin_fd: int, status_fd: int, command: list[str]) -> None:
     """Never returns: the group's end is this process's."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
-    stdin = subprocess.DEVNULL if given < 0 else given
+    stdin = subprocess.DEVNULL if stdin_fd < 0 else stdin_fd
     try:
-        child = subprocess.Popen(command, stdin=stdin, preexec_fn=_listens)
+        child = subprocess.Popen(command, stdin=stdin, preexec_fn=_restore_sigterm)
         threading.Thread(target=_end_with_input, daemon=True).start()
-        line = f"{ENDED}{child.wait()}"
+        line = f"{STATUS_PREFIX}{child.wait()}"
     except OSError as error:
         line = f"cannot be started: {error}"
     try:
-        os.write(told, f"{command[0]} {line}\n".encode())
+        os.write(status_fd, f"{command[0]} {line}\n".encode())
     finally:  # nobody may be left to read it
         os.killpg(0, signal.SIGKILL)
 
 
-def _listens() -> None:
+def _restore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what is ignored here would be ignored there
 
 
@@ -53,4 +63,4 @@ def _end_with_input() -> None:
 
 
 if __name__ == "__main__":
-    _keep(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    _supervise(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -26,12 +26,12 @@ class MoveRecord:
     """What the environment said last, where ``success_key`` asks for it."""
     done: bool = False
 
-    def unread(self, problem: str) -> StepResult:
+    def record_invalid(self, problem: str) -> StepResult:
         """A turn that held no action: nothing happened, and ``problem`` says why."""
         self.num_invalid += 1
         return StepResult(message=Message(role="user", content=problem), invalid=True)
 
-    def moved(
+    def record_move(
         self, text: str, reward: Any, *, terminated: Any, truncated: Any = False, success: Any
     ) -> StepResult:
         """A turn whose action was done. ``success`` is what the environment says under ``success_key``: None
@@ -39,7 +39,7 @@ class MoveRecord:
 
         Raises InvalidResult for a reward or flag that is none, NonFiniteResult for NaN and infinity.
         """
-        gained = as_float(reward, f"{self.name} gave the reward {reward}: it")
+        step_reward = as_float(reward, f"{self.name} gave the reward {reward}: it")
         is_over, is_cut = (
             as_bool(flag, f"{self.name}: {name}")
             for name, flag in (("terminated", terminated), ("truncated", truncated))
@@ -48,17 +48,17 @@ class MoveRecord:
         if key is not None:
             success = success is not None and as_bool(success, f"{self.name}: {key}")
         self.num_moves += 1
-        self.episode_return += gained
+        self.episode_return += step_reward
         self.success = success
         # GEM's games say both where the last turn won as well as where it was only the last one.
         limit = self.settings.max_moves
-        cut = not is_over and (is_cut or (limit is not None and self.num_moves >= limit))
-        self.done = is_over or cut
+        is_truncated = not is_over and (is_cut or (limit is not None and self.num_moves >= limit))
+        self.done = is_over or is_truncated
         return StepResult(
             message=Message(role="user", content=text or "Nothing is seen."),
-            reward=gained,
+            reward=step_reward,
             done=self.done,
-            truncated=cut,
+            truncated=is_truncated,
         )
 
     def result(self) -> EpisodeResult:

@@ -5,13 +5,13 @@ from collections import deque
 from typing import IO
 
 
-def drained(stream: IO[bytes] | None, keep: deque[bytes]) -> threading.Thread:
-    """Read a pipe to its end in the background; the bound of ``keep`` is how many lines are held."""
+def drain_output(stream: IO[bytes] | None, lines: deque[bytes]) -> threading.Thread:
+    """Read a pipe to its end in the background; the bound of ``lines`` is how many lines are held."""
 
     def read() -> None:
         if stream is not None:
             with stream:
-                keep.extend(stream)
+                lines.extend(stream)
 
     thread = threading.Thread(target=read, name="simulator-output", daemon=True)
     thread.start()

@@ -70,7 +70,7 @@ class SeedSettings(EnvironmentSettings):
         """One task per seed of the game ``name``; ``metadata`` is what a resumed run has to find again."""
         return tuple(
             Task(
-                key=f"{self.type}/{_short(name)}/{split}/{seed}",
+                key=f"{self.type}/{_slug(name)}/{split}/{seed}",
                 question=f"{name}, seed {seed}",
                 metadata={"environment": name, "seed": seed, **metadata},
             )
@@ -78,7 +78,7 @@ class SeedSettings(EnvironmentSettings):
         )
 
 
-def seed_of(task: Task, name: str) -> int:
+def task_seed(task: Task, name: str) -> int:
     """The seed of a task of the game ``name``. Raises :class:`ConfigError` for another one's."""
     seed = task.metadata.get("seed")
     if task.metadata.get("environment") != name or not isinstance(seed, int):
@@ -86,5 +86,5 @@ def seed_of(task: Task, name: str) -> int:
     return seed
 
 
-def _short(name: str) -> str:
+def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")

@@ -39,7 +39,7 @@ def as_bool(value: Any, name: str) -> bool:
     """
     if isinstance(value, bool):
         return value
-    number = _number(value, name, wanted="neither true nor false")
+    number = _number(value, name, expected="neither true nor false")
     if not math.isfinite(number):
         raise NonFiniteResult(f"{name} is {describe(value)}, neither true nor false")
     if number not in (0.0, 1.0):
@@ -51,7 +51,7 @@ def as_count(value: Any, name: str) -> int:
     """A whole number of at least 0. Raises InvalidResult for anything else."""
     if type(value) is int and value >= 0:
         return value
-    number = _number(value, name, wanted="no whole number")
+    number = _number(value, name, expected="no whole number")
     if not (number >= 0 and number.is_integer()):
         raise InvalidResult(f"{name} is {describe(value)}, no whole number of at least 0")
     return int(number)
@@ -67,13 +67,13 @@ def as_metrics(value: Any, name: str = "metrics") -> dict[str, float]:
         return {}
     if not isinstance(value, Mapping):
         raise InvalidResult(f"{name} is {describe(value)}, no mapping of names to numbers")
-    found: dict[str, float] = {}
-    for key, one in value.items():
+    metrics: dict[str, float] = {}
+    for key, number in value.items():
         if not str(key).strip():
             raise InvalidResult(f"{name} has a metric with an empty name")
-        if one is not None:
-            found[str(key)] = as_float(one, f"the metric {key}")
-    return found
+        if number is not None:
+            metrics[str(key)] = as_float(number, f"the metric {key}")
+    return metrics
 
 
 def describe(value: Any) -> str:
@@ -82,30 +82,30 @@ def describe(value: Any) -> str:
         text = " ".join(repr(value).split())
     except Exception:  # an object of somebody else's class
         text = "a value"
-    shown = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
-    return shown if value is None else f"{shown} ({type(value).__name__})"
+    shortened = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
+    return shortened if value is None else f"{shortened} ({type(value).__name__})"
 
 
-def _number(value: Any, name: str, *, wanted: str = "no finite number") -> float:
-    found = value
-    if not isinstance(found, int | float):
+def _number(value: Any, name: str, *, expected: str = "no finite number") -> float:
+    scalar = value
+    if not isinstance(scalar, int | float):
         if _is_masked(value):
-            raise InvalidResult(f"{name} is masked, {wanted}")
-        item = getattr(found, "item", None)
+            raise InvalidResult(f"{name} is masked, {expected}")
+        item = getattr(scalar, "item", None)
         if callable(item):
             try:
-                found = item()
+                scalar = item()
             except Exception:  # several elements, or an array that is not on any device
-                found = None
-        is_number = isinstance(found, Real | Decimal) or hasattr(type(found), "__float__")
-        if isinstance(found, _TEXT) or not is_number or _is_date(value) or _is_date(found):
-            raise InvalidResult(f"{name} is {describe(value)}, {wanted}")
+                scalar = None
+        is_number = isinstance(scalar, Real | Decimal) or hasattr(type(scalar), "__float__")
+        if isinstance(scalar, _TEXT) or not is_number or _is_date(value) or _is_date(scalar):
+            raise InvalidResult(f"{name} is {describe(value)}, {expected}")
     try:
-        return float(found)
+        return float(scalar)
     except OverflowError:
         return math.inf
     except Exception as error:  # a number type of somebody else's
-        raise InvalidResult(f"{name} is {describe(value)}, {wanted}") from error
+        raise InvalidResult(f"{name} is {describe(value)}, {expected}") from error
 
 
 def _is_masked(value: Any) -> bool:

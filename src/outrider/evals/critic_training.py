@@ -9,27 +9,27 @@ import torch
 from outrider.algorithms.retrospex.critic import Critic
 from outrider.algorithms.retrospex.iql import train
 from outrider.algorithms.retrospex.settings import CriticSettings
-from outrider.algorithms.retrospex.situations import turns_of
+from outrider.algorithms.retrospex.situations import encode_turns
 from outrider.evals.recorded import recorded_trajectories
 from outrider.memory.embedder import load_embedder
-from outrider.printing import say
+from outrider.printing import print_lines
 
-_TOLD = 20  # lines of progress in the whole
+_NUM_PROGRESS_LINES = 20  # lines of progress in the whole
 
 
-class _Told:
+class _LossPrinter:
     """Prints the mean losses of each part of the updates."""
 
     def __init__(self, num_updates: int) -> None:
-        self._num_updates, self._every = num_updates, max(1, num_updates // _TOLD)
+        self._num_updates, self._every = num_updates, max(1, num_updates // _NUM_PROGRESS_LINES)
         self._losses: list[tuple[float, float]] = []
 
-    def __call__(self, number: int, of_values: float, of_qualities: float) -> None:
-        self._losses.append((of_values, of_qualities))
+    def __call__(self, number: int, value_loss: float, quality_loss: float) -> None:
+        self._losses.append((value_loss, quality_loss))
         if number % self._every == 0 or number == self._num_updates:
             values, qualities = (fmean(part) for part in zip(*self._losses, strict=True))
             progress = f"{number} of {self._num_updates} updates"
-            say(f"critic: {progress}, loss of V {values:.3g}, of Q {qualities:.3g}")
+            print_lines(f"critic: {progress}, loss of V {values:.3g}, of Q {qualities:.3g}")
             self._losses.clear()
 
 
@@ -42,16 +42,20 @@ def train_critic(
     Raises DataError and ModelError before anything is learned, and DataError for numbers that are none.
     """
     embedder = load_embedder(settings.embedder)
-    trajectories = [one for source in sources for one in recorded_trajectories(source, held_out=held_out)]
-    turns = turns_of(trajectories, embedder)
-    mean = fmean(one.reward for one in trajectories)
-    say(f"critic: {len(trajectories)} trajectories, {len(turns.rewards_N)} turns, mean return {mean:.3g}")
+    trajectories = [
+        trajectory for source in sources for trajectory in recorded_trajectories(source, held_out=held_out)
+    ]
+    turns = encode_turns(trajectories, embedder)
+    mean = fmean(trajectory.reward for trajectory in trajectories)
+    print_lines(
+        f"critic: {len(trajectories)} trajectories, {len(turns.rewards_N)} turns, mean return {mean:.3g}"
+    )
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        networks = train(turns, settings, on_update=_Told(settings.num_updates))
+        networks = train(turns, settings, on_update=_LossPrinter(settings.num_updates))
     finally:
         torch.set_num_threads(num_threads)
     Critic(networks, embedder, settings).save(out)
-    say(f"{out}: play with it by engine.type=retrospex engine.critic={out}")
+    print_lines(f"{out}: play with it by engine.type=retrospex engine.critic={out}")
     return 0

@@ -10,7 +10,7 @@ from outrider.memory.steps.sources import import_trajectories
 from outrider.types import Message, Origin, Step, Trajectory
 from outrider.watch.traces import TraceReader, TraceRow
 
-_DONE = (Origin.POLICY, Origin.DEMONSTRATION)
+_ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)
 
 
 def recorded_trajectories(source: Path, *, held_out: bool = False) -> list[Trajectory]:
@@ -23,15 +23,15 @@ def recorded_trajectories(source: Path, *, held_out: bool = False) -> list[Traje
         raise DataError(f"{source} is no run directory: it has no config.toml")
     left_out: list[str] = []
     files = _files(source, held_out=held_out, left_out=left_out)
-    found = [one for name, rows in files for one in trajectories_of(rows, name=name)]
-    if not found and left_out:
+    trajectories = [trajectory for name, rows in files for trajectory in build_trajectories(rows, name=name)]
+    if not trajectories and left_out:
         raise DataError(
             f"{source} has rollouts of held-out tasks alone (split {left_out[0]}): record others with "
             "evaluation.split=train, or take these with --held-out"
         )
-    if not found:
+    if not trajectories:
         raise DataError(f"{source} has no trace of a rollout with a return")
-    return found
+    return trajectories
 
 
 def _files(run: Path, *, held_out: bool, left_out: list[str]) -> Iterator[tuple[str, Sequence[TraceRow]]]:
@@ -57,7 +57,7 @@ def _split(line: bytes) -> str:
         return "unknown"
 
 
-def trajectories_of(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:
+def build_trajectories(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:
     """One a leaf, in order; what several rollouts share is in each. ``name`` is in front of their ids."""
     groups: dict[str, dict[int, TraceRow]] = {}
     for row in rows:
@@ -74,18 +74,18 @@ def _trajectory(nodes: Mapping[int, TraceRow], leaf: TraceRow, *, name: str) -> 
     """What was done, by the policy, a demonstrator or a retrieved step, and the environment's newest words
     behind it. Where a tip was shown the template's end of the message is a node of its own, without words.
     """
-    path, at = [], leaf.node_id
-    while at != -1:
-        path.append(nodes[at])
-        at = nodes[at].parent_id
+    path, node_id = [], leaf.node_id
+    while node_id != -1:
+        path.append(nodes[node_id])
+        node_id = nodes[node_id].parent_id
     prompt, steps = "", list[Step]()
     for row in reversed(path):
         if row.origin is Origin.PROMPT:
             prompt = prompt or row.text
-        elif row.origin in _DONE:
+        elif row.origin in _ACTION_ORIGINS:
             steps.append(Step(text=row.text, observation=""))
-        elif row.origin is Origin.BUFFER and "action" in (done := json.loads(row.metadata)):
-            steps.append(Step(text=done["action"], observation=done["observation"]))
+        elif row.origin is Origin.BUFFER and "action" in (metadata := json.loads(row.metadata)):
+            steps.append(Step(text=metadata["action"], observation=metadata["observation"]))
         elif row.origin is Origin.ENVIRONMENT and row.text and steps:
             steps[-1] = Step(text=steps[-1].text, observation=row.text)
     return Trajectory(

@@ -15,7 +15,7 @@ from outrider.seeding import stream
 ALPHA: Final = 0.05
 MIN_SEEDS: Final = 3
 _MAX_EXACT: Final = 14  # differences whose 2^n signs are all tried
-_NUM_FLIPS, _FLIPS_AT_ONCE = 10_000, 1_000
+_NUM_FLIPS, _FLIPS_PER_BATCH = 10_000, 1_000
 _NUM_NODES: Final = 64  # of the integral of Student's tail
 
 
@@ -85,10 +85,10 @@ def sign_flip_p(differences: Scores, *, seed: int) -> float:
     if num <= _MAX_EXACT:
         bits = (np.arange(2**num)[:, None] >> np.arange(num)) & 1
         return float(np.mean(np.abs((2.0 * bits - 1.0) @ values) >= bound))
-    draw = stream(seed, "compare", "sign flips")
+    rng = stream(seed, "compare", "sign flips")
     hits = 0
-    for _ in range(_NUM_FLIPS // _FLIPS_AT_ONCE):
-        signs = 2.0 * draw.integers(2, size=(_FLIPS_AT_ONCE, num)) - 1.0
+    for _ in range(_NUM_FLIPS // _FLIPS_PER_BATCH):
+        signs = 2.0 * rng.integers(2, size=(_FLIPS_PER_BATCH, num)) - 1.0
         hits += int(np.sum(np.abs(signs @ values) >= bound))
     return (1 + hits) / (1 + _NUM_FLIPS)
 
@@ -105,13 +105,13 @@ def seeds_p(first: Sample, second: Sample) -> float:
     sizes = [first.num_runs, second.num_runs]
     if min(sizes) < 2:
         raise ValueError(f"{first.name} and {second.name}: one run has no spread")
-    means = [np.round(one.scores.mean(axis=1), DECIMALS) for one in (first, second)]
-    gap = abs(float(means[0].mean() - means[1].mean()))
+    means = [np.round(sample.scores.mean(axis=1), DECIMALS) for sample in (first, second)]
+    difference = abs(float(means[0].mean() - means[1].mean()))
     squared = [float(mean.var(ddof=1)) / size for mean, size in zip(means, sizes, strict=True)]
     if math.sqrt(sum(squared)) <= 10**-DECIMALS:
-        return 1.0 if gap <= 10**-DECIMALS else 2 / math.comb(sum(sizes), sizes[0])
+        return 1.0 if difference <= 10**-DECIMALS else 2 / math.comb(sum(sizes), sizes[0])
     freedom = sum(squared) ** 2 / sum(part**2 / (size - 1) for part, size in zip(squared, sizes, strict=True))
-    return student_p(gap / math.sqrt(sum(squared)), freedom)
+    return student_p(difference / math.sqrt(sum(squared)), freedom)
 
 
 def student_p(t: float, freedom: float) -> float:
@@ -165,10 +165,10 @@ def verdict(
     a difference (``tests/evals/test_significance.py``).
     """
     reasons = list(obstacles)
-    for one in (first, second):
-        if one.num_runs < MIN_SEEDS:
-            seeds = "1 seed" if one.num_runs == 1 else f"{one.num_runs} seeds"
-            reasons.append(f"{one.name} has {seeds}, at least {MIN_SEEDS} are needed")
+    for sample in (first, second):
+        if sample.num_runs < MIN_SEEDS:
+            seeds = "1 seed" if sample.num_runs == 1 else f"{sample.num_runs} seeds"
+            reasons.append(f"{sample.name} has {seeds}, at least {MIN_SEEDS} are needed")
     if test is None or p_corrected is None:
         reasons.append("no paired test: the evaluations have no scores of single tasks")
     elif p_corrected >= ALPHA:

@@ -114,7 +114,9 @@ def iqm_estimate(
     if sample.num_runs < 2:
         return Estimate(value=value, low=math.nan, high=math.nan)
     return _estimate(
-        value, interquartile_mean(_drawn(sample, seed=seed, num_draws=num_draws, widen=True)), within
+        value,
+        interquartile_mean(_bootstrap_means(sample, seed=seed, num_draws=num_draws, widen=True)),
+        within,
     )
 
 
@@ -138,7 +140,8 @@ def iqm_difference(
     if min(first.num_runs, second.num_runs) < 2:
         return Estimate(value=value, low=math.nan, high=math.nan)
     means = [
-        interquartile_mean(_drawn(one, seed=seed, num_draws=num_draws, widen=True)) for one in (first, second)
+        interquartile_mean(_bootstrap_means(sample, seed=seed, num_draws=num_draws, widen=True))
+        for sample in (first, second)
     ]
     return _estimate(value, means[0] - means[1], within)
 
@@ -152,8 +155,10 @@ def improvement_estimate(first: Sample, second: Sample, *, seed: int, num_draws:
     value = float(improvement_probability(first.scores.mean(axis=1), second.scores.mean(axis=1)))
     if min(first.num_runs, second.num_runs) < 2:
         return Estimate(value=value, low=math.nan, high=math.nan)
-    drawn = [_drawn(one, seed=seed, num_draws=num_draws, widen=False) for one in (first, second)]
-    return _estimate(value, improvement_probability(drawn[0], drawn[1]), (0.0, 1.0))
+    draws = [
+        _bootstrap_means(sample, seed=seed, num_draws=num_draws, widen=False) for sample in (first, second)
+    ]
+    return _estimate(value, improvement_probability(draws[0], draws[1]), (0.0, 1.0))
 
 
 def iqm_band(
@@ -173,9 +178,9 @@ def iqm_band(
     num_runs, num_points = curves.shape
     value = interquartile_mean(curves.T)
     if num_runs < 2:
-        nothing = np.full(num_points, math.nan)
-        return Band(value=value, low=nothing, high=nothing)
-    rows = _drawn_rows(name, num_runs, seed=seed, num_draws=num_draws)
+        missing = np.full(num_points, math.nan)
+        return Band(value=value, low=missing, high=missing)
+    rows = _bootstrap_rows(name, num_runs, seed=seed, num_draws=num_draws)
     low, high = np.clip(
         np.percentile(interquartile_mean(_widened(curves.T)[:, rows]), _TAILS, axis=1), *within
     )
@@ -206,7 +211,7 @@ def _check_tasks(first: Sample, second: Sample) -> None:
         raise ValueError(f"{first.name} and {second.name} were not scored on the same tasks")
 
 
-def _drawn(sample: Sample, *, seed: int, num_draws: int, widen: bool) -> Scores:
+def _bootstrap_means(sample: Sample, *, seed: int, num_draws: int, widen: bool) -> Scores:
     """Mean scores of drawn runs on drawn tasks, shape (draws, runs); every sample of one seed sees the same
     tasks.
     """
@@ -215,11 +220,11 @@ def _drawn(sample: Sample, *, seed: int, num_draws: int, widen: bool) -> Scores:
         num_tasks, np.full(num_tasks, 1 / num_tasks), size=num_draws
     )
     means = np.asarray(counts @ sample.scores.T / num_tasks, dtype=np.float64)
-    rows = _drawn_rows(sample.name, sample.num_runs, seed=seed, num_draws=num_draws)
+    rows = _bootstrap_rows(sample.name, sample.num_runs, seed=seed, num_draws=num_draws)
     return np.take_along_axis(_widened(means) if widen else means, rows, axis=1)
 
 
-def _drawn_rows(name: str, num_runs: int, *, seed: int, num_draws: int) -> npt.NDArray[np.int64]:
+def _bootstrap_rows(name: str, num_runs: int, *, seed: int, num_draws: int) -> npt.NDArray[np.int64]:
     return stream(seed, "compare", "runs", name).integers(num_runs, size=(num_draws, num_runs))
 
 

@@ -61,8 +61,8 @@ class RandomDistillation:
     def errors(self, keys: Sequence[NDArray[Any]]) -> list[float]:
         """The mean squared error of the features of each key; nothing is learned."""
         inputs_ND = self._whitened(_rows(keys))
-        said_NF = self._predict(inputs_ND)[-1]
-        return [float(error) for error in ((said_NF - self._features(inputs_ND)) ** 2).mean(axis=1)]
+        predicted_NF = self._predict(inputs_ND)[-1]
+        return [float(error) for error in ((predicted_NF - self._features(inputs_ND)) ** 2).mean(axis=1)]
 
     def visit_together(self, keys: Sequence[NDArray[Any]]) -> list[tuple[float, float]]:
         """For each of the states that were visited at the same time its bonus and its error; then learn them.
@@ -80,9 +80,9 @@ class RandomDistillation:
         rows_ND = _rows(keys)
         self._count(rows_ND)
         inputs_ND = self._whitened(rows_ND)
-        wanted_NF = self._features(inputs_ND)
+        target_NF = self._features(inputs_ND)
         for _ in range(self.settings.passes):
-            self._update(self._gradients(inputs_ND, wanted_NF))
+            self._update(self._gradients(inputs_ND, target_NF))
         return [(error / scale, error) for error in errors]
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, Floats]]:
@@ -129,17 +129,17 @@ class RandomDistillation:
         second_NH = np.maximum(_product(first_NH, own["weight_2"]) + own["bias_2"], 0)
         return first_NH, second_NH, _product(second_NH, own["weight_3"]) + own["bias_3"]
 
-    def _gradients(self, inputs_ND: Floats, wanted_NF: Floats) -> dict[str, Floats]:
+    def _gradients(self, inputs_ND: Floats, target_NF: Floats) -> dict[str, Floats]:
         """Of the mean squared error over all features of all states."""
-        first_NH, second_NH, said_NF = self._predict(inputs_ND)
-        slope = 2 * (said_NF - wanted_NF) / wanted_NF.size
-        found: dict[str, Floats] = {}
+        first_NH, second_NH, predicted_NF = self._predict(inputs_ND)
+        slope = 2 * (predicted_NF - target_NF) / target_NF.size
+        gradients: dict[str, Floats] = {}
         for layer, below in (("3", second_NH), ("2", first_NH), ("1", inputs_ND)):
-            found[f"weight_{layer}"] = _product(below.T, slope)
-            found[f"bias_{layer}"] = slope.sum(axis=0)
+            gradients[f"weight_{layer}"] = _product(below.T, slope)
+            gradients[f"bias_{layer}"] = slope.sum(axis=0)
             if layer != "1":
                 slope = _product(slope, self._learned[f"weight_{layer}"].T) * (below > 0)
-        return found
+        return gradients
 
     def _update(self, gradients: Mapping[str, Floats]) -> None:
         """One step of Adam (arXiv 1412.6980)."""

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from outrider.config import Settings
 from outrider.errors import ConfigError, ModelError
 from outrider.plugins.names import is_known
-from outrider.plugins.registry import build_named
+from outrider.plugins.registry import build_by_name
 
 Vectors: TypeAlias = NDArray[np.float32]
 """``[N, D]`` float32, every row of length 1."""
 
-_CHARS_KEPT_PER_TOKEN = 64
+_MAX_CHARS_PER_TOKEN = 64
 _WORD = re.compile(r"\w+")
 
 
@@ -80,7 +80,7 @@ def load_embedder(
     """
     if is_known("embedders", name):
         context = EmbedderContext(max_tokens=max_tokens, num_threads=num_threads)
-        embedder: Embedder = build_named("embedders", name, None, context)
+        embedder: Embedder = build_by_name("embedders", name, None, context)
     else:
         embedder = SentenceTransformerEmbedder(name, max_tokens)
     return CachedEmbedder(embedder, cache_size)
@@ -153,7 +153,7 @@ class MiniLmEmbedder:
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_tokens, direction="left")
         self._arguments = (max_tokens, num_threads)
-        self._max_chars = _CHARS_KEPT_PER_TOKEN * max_tokens
+        self._max_chars = _MAX_CHARS_PER_TOKEN * max_tokens
         digest = hashlib.sha256(model.read_bytes() + vocabulary.read_bytes()).hexdigest()[:8]
         self.name = f"minilm-int8:{digest}:{max_tokens}"
         self.dim = 384
@@ -210,7 +210,7 @@ class SentenceTransformerEmbedder:
             raise ModelError(f"embedder {model!r} does not tell its dimension")
         self._arguments = (model, max_tokens, batch_size)
         self._lock = threading.Lock()
-        self._max_chars = _CHARS_KEPT_PER_TOKEN * max_tokens
+        self._max_chars = _MAX_CHARS_PER_TOKEN * max_tokens
         self.name = f"sentence-transformers:{model}:{self._model.max_seq_length}"
         self.dim = int(dim)
 

@@ -58,10 +58,10 @@ class NoveltyStore:
         for key, unit in zip(rows, units, strict=True):
             if not states.counts or self._nearest(states, unit)[1] < self.threshold - 10**-SIMILARITY_DIGITS:
                 _add(states, key, unit)
-        found = [self._nearest(states, unit)[0] for unit in units]
-        for state in found:
+        nearest = [self._nearest(states, unit)[0] for unit in units]
+        for state in nearest:
             states.counts[state] += 1
-        return [states.counts[state] for state in found]
+        return [states.counts[state] for state in nearest]
 
     def _nearest(self, states: _States, unit: NDArray[np.float64]) -> tuple[int, float]:
         assert states.units_ND is not None

@@ -60,13 +60,13 @@ class TipMemory:
     """
 
     def __init__(
-        self, *, capacity: int = 1000, eviction: Eviction = "fifo", by_state: bool = False, seed: int = 0
+        self, *, capacity: int = 1000, eviction: Eviction = "fifo", per_state: bool = False, seed: int = 0
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}, must be at least 1")
         self.capacity = capacity
         self.eviction: Eviction = eviction
-        self._by_state = by_state
+        self._per_state = per_state
         self._seed = seed
         self._buffers: dict[str, _Buffer] = {}
         self._changes: list[MemoryChange] = []
@@ -101,8 +101,10 @@ class TipMemory:
             raise ValueError("a tip needs a finite score and a finite key that is not all zeros")
         buffer = self._buffers.setdefault(task_key, _Buffer())
         key = np.asarray(state_key, np.float32)
-        same = (held for tip, held in zip(buffer.tips, buffer.keys, strict=True) if tip.text == text)
-        if any(not self._by_state or np.array_equal(held, key) for held in same):
+        same = (
+            stored_key for tip, stored_key in zip(buffer.tips, buffer.keys, strict=True) if tip.text == text
+        )
+        if any(not self._per_state or np.array_equal(stored_key, key) for stored_key in same):
             return False
         tip = Tip(
             tip_id=buffer.num_added,
@@ -125,10 +127,10 @@ class TipMemory:
         buffer.matrix_ND = None
         return True
 
-    def take_changes(self) -> list[MemoryChange]:
+    def pop_changes(self) -> list[MemoryChange]:
         """What was added and evicted since this was last asked, in order; for the record of a step."""
-        taken, self._changes = self._changes, []
-        return taken
+        changes, self._changes = self._changes, []
+        return changes
 
     def _note(self, change: Literal["added", "removed"], task_key: str, tip: Tip) -> None:
         self._changes.append(
@@ -174,7 +176,7 @@ class TipMemory:
             buffer.matrix_ND = np.stack([_unit(key) for key in buffer.keys])
         # not a BLAS product: the same bits everywhere
         similarities = (buffer.matrix_ND * _unit(state_key)).sum(axis=1)
-        near = [
+        candidates = [
             i for i in range(len(buffer.tips)) if similarities[i] > min_similarity + 10**-SIMILARITY_DIGITS
         ]
         values = (
@@ -182,8 +184,8 @@ class TipMemory:
             if rank == "similarity"
             else [tip.score for tip in buffer.tips]
         )
-        near.sort(key=lambda i: (-values[i], buffer.tips[i].tip_id))
-        return [TipHit(tip=buffer.tips[i], similarity=float(similarities[i])) for i in near[:k]]
+        candidates.sort(key=lambda i: (-values[i], buffer.tips[i].tip_id))
+        return [TipHit(tip=buffer.tips[i], similarity=float(similarities[i])) for i in candidates[:k]]
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
         """Plain data and arrays that :meth:`restore` takes; for checkpoints."""
@@ -201,12 +203,12 @@ class TipMemory:
             if self._buffers[key].keys
         }
         # of rollouts that no step has recorded yet: those that were played beside an update
-        changes = {"changes": [asdict(one) for one in self._changes]} if self._changes else {}
+        changes = {"changes": [asdict(change) for change in self._changes]} if self._changes else {}
         return {"order": keys, "buffers": state, **changes}, arrays
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> None:
         """Become what was saved."""
-        self._changes = [MemoryChange(**one) for one in state.get("changes", ())]
+        self._changes = [MemoryChange(**change) for change in state.get("changes", ())]
         self._buffers = {}
         for number, key in enumerate(state["order"]):
             saved = state["buffers"][key]

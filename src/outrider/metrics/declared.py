@@ -5,15 +5,15 @@ from typing import Final
 
 from outrider.errors import ConfigError, OutriderError
 from outrider.metrics.metric import Metric
-from outrider.metrics.of_rollouts import OF_ROLLOUTS
-from outrider.metrics.of_updates import OF_UPDATES
+from outrider.metrics.of_rollouts import ROLLOUT_METRICS
+from outrider.metrics.of_updates import UPDATE_METRICS
 
 # all that the policy wrote in a step
 WRITTEN_TOKENS: Final = ("tokens/policy", "tokens/remarks", "tokens/discarded")
 
-DECLARED: Final[tuple[Metric, ...]] = (*OF_ROLLOUTS, *OF_UPDATES)
+DECLARED: Final[tuple[Metric, ...]] = (*ROLLOUT_METRICS, *UPDATE_METRICS)
 
-_BY_NAME = {metric.name: metric for metric in DECLARED}
+_DECLARED_BY_NAME = {metric.name: metric for metric in DECLARED}
 _OPEN = {metric.name.rpartition("/")[0]: metric for metric in DECLARED if metric.name.endswith("}")}
 
 
@@ -29,11 +29,11 @@ def declare(metrics: Iterable[Metric]) -> None:
     something else.
     """
     for metric in metrics:
-        if (known := _BY_NAME.get(metric.name, metric)) != metric:
+        if (known := _DECLARED_BY_NAME.get(metric.name, metric)) != metric:
             raise ConfigError(f"metric {metric.name!r} is declared already, as: {known.meaning}")
         if "/" not in metric.name:
             raise ConfigError(f"metric {metric.name!r} has no group: GROUP/NAME")
-        _BY_NAME[metric.name] = metric
+        _DECLARED_BY_NAME[metric.name] = metric
         if metric.name.endswith("}"):
             _OPEN[metric.name.rpartition("/")[0]] = metric
 
@@ -44,7 +44,7 @@ def declared_metric(name: str) -> Metric:
     Raises :class:`UndeclaredMetric`, a ``KeyError``, when there is none.
     """
     parent, _, last = name.rpartition("/")
-    metric = _BY_NAME.get(name) or _OPEN.get(parent)
+    metric = _DECLARED_BY_NAME.get(name) or _OPEN.get(parent)
     if metric is not None and last and "{" not in name:
         return metric
     raise UndeclaredMetric(f"metric {name!r} is not declared in outrider.metrics")

@@ -17,12 +17,12 @@ in `{source}`, stands for any name without a slash.
 """
 
 
-def metrics_page(of_plugins: Mapping[str, Iterable[Metric]] | None = None) -> str:
+def metrics_page(plugin_metrics: Mapping[str, Iterable[Metric]] | None = None) -> str:
     """Markdown with one table per group, in the order of the declarations, and one per plug-in that declares
     its own, under its name.
     """
     tables = [_table(group, metrics) for group, metrics in groupby(DECLARED, key=lambda metric: metric.group)]
-    tables += [_table(f"Of {name}", metrics) for name, metrics in (of_plugins or {}).items()]
+    tables += [_table(f"Of {name}", metrics) for name, metrics in (plugin_metrics or {}).items()]
     return _HEAD + "".join(tables)
 
 

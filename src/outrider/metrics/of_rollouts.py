@@ -6,7 +6,7 @@ from outrider.metrics.metric import Metric, group, outcome_row
 from outrider.types import Outcome
 
 # fmt: off
-OF_ROLLOUTS: Final[tuple[Metric, ...]] = (
+ROLLOUT_METRICS: Final[tuple[Metric, ...]] = (
     *group(
         "reward",
         ("mean", "reward", "mean episode return over the rollouts of the step, faults left out",

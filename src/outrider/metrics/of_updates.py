@@ -5,7 +5,7 @@ from typing import Final
 from outrider.metrics.metric import Metric, group
 
 # fmt: off
-OF_UPDATES: Final[tuple[Metric, ...]] = (
+UPDATE_METRICS: Final[tuple[Metric, ...]] = (
     *group(
         "loss",
         ("policy", "1", "the policy term, mean over the optimiser steps", "near 0", "ratio/*"),

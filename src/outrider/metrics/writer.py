@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Final, Literal, SupportsFloat, TypeAlias
 
-from outrider.atomic_io import append_to
+from outrider.atomic_io import append_bytes
 from outrider.errors import CheckpointError, DataError
 from outrider.json_lines import parsed, read_lines, replace_lines, whole_lines
 from outrider.metrics.declared import declared_metric
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class CutReport:
     """Result of a cut: lines kept, and lines cut because they lie after the checkpoint."""
 
-    num_kept: int
+    num_retained: int
     num_cut: int
 
 
@@ -62,7 +62,7 @@ class MetricsWriter:
                 number, num_non_finite = None, num_non_finite + 1
             record[name] = number
         record["record/num_non_finite"] = num_non_finite
-        append_to(self._fd, (json.dumps(record, allow_nan=False) + "\n").encode())
+        append_bytes(self._fd, (json.dumps(record, allow_nan=False) + "\n").encode())
         self._records.append((step, kind))
 
     @property
@@ -91,7 +91,7 @@ class MetricsWriter:
             self.close()  # that is the old file; not before, because a full disk leaves it in its place
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
             del self._records[num_records:]
-        return CutReport(num_kept=num_records, num_cut=num_cut)
+        return CutReport(num_retained=num_records, num_cut=num_cut)
 
     def close(self) -> None:
         """Release the file; may be called twice."""

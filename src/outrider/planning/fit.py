@@ -20,7 +20,7 @@ from outrider.planning.workload import Workload
 GIB: Final = 2**30
 # engine.memory where a recipe does not set it: beside a trainer, on a GPU of its own, GiB on a CPU
 # (outrider.engines.vllm_requests.options, outrider.scale.vllm)
-_SHARE_BESIDE, _SHARE_ALONE, _CPU_GIB = 0.3, 0.9, 2.0
+_SHARE_COLOCATED, _SHARE_ALONE, _CPU_GIB = 0.3, 0.9, 2.0
 Placement = Literal["process", "colocate", "disaggregate"]
 
 
@@ -46,13 +46,13 @@ class Layout:
         """Settings that ask for it."""
         if self.placement == "process":
             return []
-        found = {
+        settings = {
             "num_trainers": self.trainers,
             "num_engines": self.engines,
             "tensor_parallel": self.tensor_parallel,
             "placement": self.placement,
         }
-        return [f"cluster.{name}={value}" for name, value in found.items()]
+        return [f"cluster.{name}={value}" for name, value in settings.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +89,14 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
     """
     rank = rank_bytes(shape, replace(work.training, ranks=layout.trainers))
     trainer, tp = sum(rank.values()), layout.tensor_parallel
-    together = layout.placement != "disaggregate"
+    shares_gpu = layout.placement != "disaggregate"
     shared = layout.placement == "process" and work.shares_weights
     # an engine of another process has weights in bfloat16
     value_bytes = work.training.value_bytes if shared else 2
     weights = 0.0 if shared else weight_bytes(shape, tensor_parallel=tp)
     asleep = SLEEPING_BYTES if layout.placement == "colocate" else 0
-    both = with_margin(trainer + weights + asleep)
-    engine = both if together else with_margin(weights)
+    shared_gpu_bytes = with_margin(trainer + weights + asleep)
+    engine = shared_gpu_bytes if shares_gpu else with_margin(weights)
     token = token_bytes(shape, tensor_parallel=tp, value_bytes=value_bytes)
     room = max(0.0, gpu_memory - engine) / MARGIN
     share = _engine_share(work, layout)
@@ -106,7 +106,7 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
         layout=layout,
         rank=rank,
         weights=weights,
-        trainer_gpu=both if together else with_margin(trainer),
+        trainer_gpu=shared_gpu_bytes if shares_gpu else with_margin(trainer),
         engine_gpu=engine,
         token=token,
         episodes=int(room // (token * work.context)),
@@ -141,7 +141,7 @@ def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float)
 def _engine_share(work: Workload, layout: Layout) -> float | None:
     if not work.has_vllm:
         return None
-    default = _SHARE_ALONE if layout.placement == "disaggregate" else _SHARE_BESIDE
+    default = _SHARE_ALONE if layout.placement == "disaggregate" else _SHARE_COLOCATED
     share = default if work.engine_memory is None else work.engine_memory
     if share > 1:
         raise ConfigError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")

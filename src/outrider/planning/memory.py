@@ -91,7 +91,7 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
         # one process copies its working copy; ranks hold theirs in float32 shards (outrider.scale.rank)
         "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
         "gathered layers": 0.0 if alone else gathered_bytes(shape, training),
-        "activations kept": kept_bytes(shape, training),
+        "activations kept": activation_bytes(shape, training),
         # the head's backward pass is over when that of the last layer begins
         "pass in work": max(
             layer_bytes(shape, training),
@@ -120,11 +120,11 @@ def head_gradient_bytes(shape: ModelShape, value_bytes: int) -> float:
     return (GRADIENT + value_bytes) * shape.embedding_parameters
 
 
-def kept_bytes(shape: ModelShape, training: Training) -> float:
+def activation_bytes(shape: ModelShape, training: Training) -> float:
     """Between forward and backward pass: checkpointed the inputs of all layers, ``b L d T``, else what their
     backward passes read. Layers below the first trained one keep nothing.
     """
-    per_token = shape.width if training.checkpointed else kept_per_token(shape)
+    per_token = shape.width if training.checkpointed else activations_per_token(shape)
     return training.value_bytes * training.layers_with_gradients(shape) * per_token * training.max_tokens
 
 
@@ -133,7 +133,7 @@ def layer_bytes(shape: ModelShape, training: Training) -> float:
     return training.value_bytes * (9 * shape.width + 4 * shape.mlp_width) * training.max_tokens
 
 
-def kept_per_token(shape: ModelShape) -> int:
+def activations_per_token(shape: ModelShape) -> int:
     """Numbers that a layer keeps for its backward pass per token: inputs and outputs of its two norms (4 d),
     queries and what attention gives (2 H D), keys and values (2 K D), gate, up and their product (3 f).
     """

@@ -35,20 +35,20 @@ def find_shape(name: str) -> ModelShape:
     require_known_model(name)
     folder = cache_folder() / "models" / name if name in PACKAGED else Path(name)
     if (file := folder / "config.json").is_file():
-        return shape_of(_read(file), name=name)
+        return shape_from_config(_read(file), name=name)
     if folder.is_dir() and name not in PACKAGED:
         raise ModelError(f"model {name!r}: the folder has no config.json")
-    if (cached := _in_hub_cache(name)) is not None:
-        return shape_of(_read(cached), name=name)
+    if (cached := _find_in_hub_cache(name)) is not None:
+        return shape_from_config(_read(cached), name=name)
     if name in known_models():
-        return shape_of(known_models()[name], name=name)
+        return shape_from_config(known_models()[name], name=name)
     raise ModelError(
         f"the shape of {name!r} is not here: fetch its config.json (`hf download {name} config.json`), "
         f"or name a folder with one; known without: {', '.join(known_models())}"
     )
 
 
-def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
+def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """The shape that a config.json describes; of a model with pictures, its text part's. Raises ModelError.
 
     Names of keys are those of Hugging Face.
@@ -98,13 +98,13 @@ def known_models() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(text)
 
 
-def _in_hub_cache(name: str) -> Path | None:
+def _find_in_hub_cache(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     if "/" not in name:
         return None
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(name, "config.json")
+    return Path(path) if isinstance(path, str) else None
 
 
 def _read(file: Path) -> Mapping[str, Any]:

@@ -66,8 +66,8 @@ class ModelShape:
                 f"plan cannot count adapters of {', '.join(unknown)} (model.lora.target_modules); "
                 f"it counts {', '.join(sizes)}, lm_head and all-linear"
             )
-        in_layers = rank * self.num_layers * sum(sizes[name] for name in names if name in sizes)
-        return in_layers + rank * (d + self.vocabulary) * ("lm_head" in names)
+        layer_adapters = rank * self.num_layers * sum(sizes[name] for name in names if name in sizes)
+        return layer_adapters + rank * (d + self.vocabulary) * ("lm_head" in names)
 
     @property
     def embedding_parameters(self) -> int:

@@ -14,58 +14,58 @@ _MB = 1e6
 
 def lines(plan: Plan) -> Iterator[str]:
     """Name, value and a few words on each line."""
-    shape, work, found = plan.shape, plan.work, plan.fit
+    shape, work, fit = plan.shape, plan.work, plan.fit
     yield _line("model", shape.name, shape.family)
     yield _line("parameters", f"{shape.num_parameters:,}")
-    device = plan.asked.device
-    where = "GB of this CPU's memory" if device.is_cpu else "GB per GPU"
-    yield _line("layout", layout_words(plan), f"{device.memory / GB:,.4g} {where}")
+    device = plan.options.device
+    memory_label = "GB of this CPU's memory" if device.is_cpu else "GB per GPU"
+    yield _line("layout", layout_words(plan), f"{device.memory / GB:,.4g} {memory_label}")
     if (trained := work.training.trained_parameters(shape)) != shape.num_parameters:
         yield _line("trained parameters", f"{trained:,}", _trained_words(plan))
-    yield _line("trainer rank", _gb(sum(found.rank.values())), "at its peak, of which:")
-    for name, size in found.rank.items():
+    yield _line("trainer rank", _gb(sum(fit.rank.values())), "at its peak, of which:")
+    for name, size in fit.rank.items():
         if size:
             yield _line(f"  {name}", _gb(size))
-    shared = "the model that trains" if not found.weights else _precision(plan)
-    yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(found.weights), shared)
-    yield _line("  keys and values", f"{found.token / 1e3:,.1f} kB", "per token")
+    shared = "the model that trains" if not fit.weights else _precision(plan)
+    yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(fit.weights), shared)
+    yield _line("  keys and values", f"{fit.token / 1e3:,.1f} kB", "per token")
     yield from _gpus(plan)
-    share = f", engine.memory = {found.engine_share:g}" if found.engine_share is not None else ""
-    yield _line("episodes at a time", f"{found.episodes:,}", f"per engine, of {work.context:,} tokens{share}")
+    share = f", engine.memory = {fit.engine_share:g}" if fit.engine_share is not None else ""
+    yield _line("episodes at a time", f"{fit.episodes:,}", f"per engine, of {work.context:,} tokens{share}")
     yield _line("tokens per step", f"{work.step_tokens:,}", f"at most: {work.episodes:,} episodes")
     yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
-    if plan.asked.device.peak:
+    if plan.options.device.peak:
         yield _line("seconds of an update", f"{plan.update_seconds:,.0f}", seconds_words(plan))
     yield from _verdict(plan)
 
 
 def _gpus(plan: Plan) -> Iterator[str]:
-    found, words = plan.fit, "with 10 % and 2 GB more, without keys and values"
-    if plan.asked.device.is_cpu:
+    fit, words = plan.fit, "with 10 % and 2 GB more, without keys and values"
+    if plan.options.device.is_cpu:
         yield _line(
-            "all processes", _gb(found.trainer_gpu), "with 10 % and 0.5 GB each more, without keys and values"
+            "all processes", _gb(fit.trainer_gpu), "with 10 % and 0.5 GB each more, without keys and values"
         )
-    elif found.layout.placement == "disaggregate":
-        yield _line("a trainer's GPU", _gb(found.trainer_gpu), "with 10 % and 2 GB more")
-        yield _line("an engine's GPU", _gb(found.engine_gpu), words)
+    elif fit.layout.placement == "disaggregate":
+        yield _line("a trainer's GPU", _gb(fit.trainer_gpu), "with 10 % and 2 GB more")
+        yield _line("an engine's GPU", _gb(fit.engine_gpu), words)
     else:
-        yield _line("a GPU", _gb(found.trainer_gpu), words)
+        yield _line("a GPU", _gb(fit.trainer_gpu), words)
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    yield _line("fits", "yes" if plan.fit.fits else "no", "" if plan.fit.fits else _why(plan.fit))
+    yield _line("fits", "yes" if plan.fit.fits else "no", "" if plan.fit.fits else _shortage(plan.fit))
     for advice in plan.advice:
         yield _line("change", advice, "would fit")
-    if plan.asked.device.is_cpu:
+    if plan.options.device.is_cpu:
         return
-    for one in plan.fewest:
-        yield _line("fewest GPUs", str(one.layout.num_gpus), _gpu_words(one))
+    for fit in plan.fewest:
+        yield _line("fewest GPUs", str(fit.layout.num_gpus), _gpu_words(fit))
     if not plan.fewest:
         yield _line("fewest GPUs", "none", "no number of them fits: the pass or the vocabulary is too large")
 
 
-def _why(found: Fit) -> str:
-    if max(found.trainer_gpu, found.engine_gpu) > found.gpu_memory:
+def _shortage(fit: Fit) -> str:
+    if max(fit.trainer_gpu, fit.engine_gpu) > fit.gpu_memory:
         return "more than there is"
     return "no room for the keys and values of one episode"
 
@@ -78,13 +78,13 @@ def _trained_words(plan: Plan) -> str:
 
 
 def _precision(plan: Plan) -> str:
-    return plan.work.training.precision if plan.asked.device.is_cpu else "bfloat16"
+    return plan.work.training.precision if plan.options.device.is_cpu else "bfloat16"
 
 
 def layout_words(plan: Plan) -> str:
     """Processes in words."""
     layout = plan.fit.layout
-    if not plan.asked.device.is_cpu:
+    if not plan.options.device.is_cpu:
         return _gpu_words(plan.fit)
     if layout.placement == "process":
         return "one process on the CPU"
@@ -93,8 +93,8 @@ def layout_words(plan: Plan) -> str:
     return f"{ranks} and {engines} on the CPU"
 
 
-def _gpu_words(found: Fit) -> str:
-    layout = found.layout
+def _gpu_words(fit: Fit) -> str:
+    layout = fit.layout
     if layout.placement == "process":
         return "one process on one GPU"
     engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
@@ -107,7 +107,7 @@ def _gpu_words(found: Fit) -> str:
 
 def seconds_words(plan: Plan) -> str:
     """What the estimate assumes."""
-    device, m = plan.asked.device, plan.work.extra_forwards
+    device, m = plan.options.device, plan.work.extra_forwards
     return (
         f"estimate: {plan.fit.layout.trainers} ranks at {USED_SHARE:.0%} of {device.name}'s "
         f"{device.peak / 1e12:g} TFLOP/s, {m} extra forward passes, all tokens of the step, no attention"
@@ -124,31 +124,31 @@ def _gb(size: float) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Bytes, tokens and seconds; keys are stable."""
-    work, found = plan.work, plan.fit
+    work, fit = plan.work, plan.fit
     return {
         "trained_parameters": work.training.trained_parameters(plan.shape),
         "model": asdict(plan.shape) | {"num_parameters": plan.shape.num_parameters},
-        "device": asdict(plan.asked.device),
-        "training": asdict(work.training) | {"ranks": found.layout.trainers},
-        **_fit_json(found),
+        "device": asdict(plan.options.device),
+        "training": asdict(work.training) | {"ranks": fit.layout.trainers},
+        **_fit_json(fit),
         "context": work.context,
         "tokens_per_step": work.step_tokens,
         "sync_bytes": plan.sync_bytes,
-        "update_seconds": plan.update_seconds if plan.asked.device.peak else None,
+        "update_seconds": plan.update_seconds if plan.options.device.peak else None,
         "change": list(plan.advice),
-        "fewest": [_fit_json(one) for one in plan.fewest],
+        "fewest": [_fit_json(candidate) for candidate in plan.fewest],
     }
 
 
-def _fit_json(found: Fit) -> dict[str, Any]:
+def _fit_json(fit: Fit) -> dict[str, Any]:
     return {
-        "fits": found.fits,
-        "layout": asdict(found.layout) | {"num_gpus": found.layout.num_gpus},
-        "rank_bytes": dict(found.rank),
-        "engine_weight_bytes": found.weights,
-        "token_bytes": found.token,
-        "trainer_gpu_bytes": found.trainer_gpu,
-        "engine_gpu_bytes": found.engine_gpu,
-        "episodes": found.episodes,
-        "engine_memory_share": found.engine_share,
+        "fits": fit.fits,
+        "layout": asdict(fit.layout) | {"num_gpus": fit.layout.num_gpus},
+        "rank_bytes": dict(fit.rank),
+        "engine_weight_bytes": fit.weights,
+        "token_bytes": fit.token,
+        "trainer_gpu_bytes": fit.trainer_gpu,
+        "engine_gpu_bytes": fit.engine_gpu,
+        "episodes": fit.episodes,
+        "engine_memory_share": fit.engine_share,
     }

@@ -53,7 +53,7 @@ class Workload:
         return operations / (USED_SHARE * ranks * peak)
 
 
-def workload_of(settings: RunSettings, *, prompt_tokens: int, longest: int | None = None) -> Workload:
+def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | None = None) -> Workload:
     """Of a recipe. The length of prompts is not in it, so it is given; ``longest``: positions of the model.
 
     ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
@@ -63,11 +63,11 @@ def workload_of(settings: RunSettings, *, prompt_tokens: int, longest: int | Non
     precision = settings.model.precision
     if precision == "auto":
         precision = "float32" if device == "cpu" else "bfloat16"
-    room = [one for one in (settings.model.context_length, longest) if one]
-    context = min([prompt_tokens + settings.rollout.max_response_tokens, *room])
+    limits = [limit for limit in (settings.model.context_length, longest) if limit]
+    context = min([prompt_tokens + settings.rollout.max_response_tokens, *limits])
     # a conversation that is rendered again before a turn may begin a context anew
     contexts = settings.rollout.max_turns if settings.model.history_thinking == "strip" else 1
-    several = update.num_mini_batches * update.num_epochs > 1
+    has_several_updates = update.num_mini_batches * update.num_epochs > 1
     return Workload(
         training=Training(
             # a rollout that is longer is a micro-batch of its own
@@ -82,7 +82,7 @@ def workload_of(settings: RunSettings, *, prompt_tokens: int, longest: int | Non
         context=context,
         episodes=settings.train.tasks_per_step * algorithm.group_size,
         shares_weights=settings.engine.is_exact,
-        extra_forwards=several + algorithm.needs_reference,
+        extra_forwards=has_several_updates + algorithm.needs_reference,
         contexts=contexts,
         has_vllm=isinstance(engine, VllmSettings),
         engine_memory=engine.memory if isinstance(engine, VllmSettings) else None,

@@ -10,9 +10,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 
 from outrider.config import Settings
 from outrider.errors import ConfigError
-from outrider.plugins.names import BUILT_IN, Kind, is_import_path, is_known, target_of
+from outrider.plugins.names import BUILT_IN, Kind, is_import_path, is_known, resolve_target
 from outrider.plugins.presets import expand_preset, preset_names
-from outrider.plugins.registry import resolve, section_type, settings_of
+from outrider.plugins.registry import load_settings_class, resolve, section_type
 
 BAD_NAME = "plugin_name"
 """Type of the error of a name that is missing or stands for nothing; its message is a whole line."""
@@ -46,16 +46,16 @@ class Section:
             raise PydanticCustomError(BAD_NAME, "{told}", {"told": str(error)}) from error
         name = str(value["type"])
         _require(self.kind, name)
-        reader = _reader(self.kind, name, settings_of(self.kind, name))
+        reader = _reader(self.kind, name, load_settings_class(self.kind, name))
         return reader.validate_python({name: dict(value)})[name]
 
-    def class_of(self, name: str) -> type[Settings]:
+    def settings_class(self, name: str) -> type[Settings]:
         """The settings that a table with this ``type`` is read by."""
-        return settings_of(self.kind, expand_preset(self.kind, {"type": name})["type"])
+        return load_settings_class(self.kind, expand_preset(self.kind, {"type": name})["type"])
 
-    def built_in(self) -> list[type[Settings]]:
+    def builtin_classes(self) -> list[type[Settings]]:
         """Those of every plug-in that is built in."""
-        return [settings_of(self.kind, name) for name in BUILT_IN[self.kind]]
+        return [load_settings_class(self.kind, name) for name in BUILT_IN[self.kind]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +104,20 @@ class Entry:
         Section(self.kind).read({"type": value})
         return value
 
-    def class_of(self, name: str) -> type[Settings]:
+    def settings_class(self, name: str) -> type[Settings]:
         """As that of :class:`Section`."""
-        return settings_of(self.kind, name)
+        return load_settings_class(self.kind, name)
 
-    def built_in(self) -> list[type[Settings]]:
+    def builtin_classes(self) -> list[type[Settings]]:
         """Those with settings of their own; the other ones have theirs in a section of the environment."""
         own = (name for name in BUILT_IN[self.kind] if hasattr(resolve(self.kind, name), "Settings"))
-        return [settings_of(self.kind, name) for name in own]
+        return [load_settings_class(self.kind, name) for name in own]
 
 
 Marker: TypeAlias = Section | Name | Entry
 
 
-def markers_of(settings: type[BaseModel], key: str) -> list[Marker]:
+def field_markers(settings: type[BaseModel], key: str) -> list[Marker]:
     """Those of a field, wherever its annotation has them."""
     field = settings.model_fields[key]
     return list(_markers((*field.metadata, field.annotation)))
@@ -134,7 +134,7 @@ def _require(kind: Kind, name: str, *, also: Sequence[str] = ()) -> None:
     """The name is known and, where it is not built in, its class can be imported."""
     try:
         if not is_known(kind, name):
-            target_of(kind, name, also=also, presets=preset_names(kind))
+            resolve_target(kind, name, also=also, presets=preset_names(kind))
         if name not in BUILT_IN[kind]:
             resolve(kind, name)
     except ConfigError as error:

@@ -8,7 +8,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.errors import ConfigError
-from outrider.plugins.names import BUILT_IN, Kind, known_names, package_of, registered
+from outrider.plugins.names import BUILT_IN, Kind, known_names, package_label, registered
 from outrider.plugins.presets import PAPER, preset_keys, preset_types
 from outrider.plugins.registry import origin, resolve
 from outrider.terminal import Terminal
@@ -26,9 +26,9 @@ def print_plugins(kinds: Sequence[Kind], console: Console | None = None) -> int:
             title=kind,
             title_justify="left",
         )
-        for name, came_from, line, is_broken in rows(kind):
+        for name, source, line, is_broken in rows(kind):
             status |= is_broken
-            table.add_row(Text(name), Text(came_from), Text(line, style="red" if is_broken else ""))
+            table.add_row(Text(name), Text(source), Text(line, style="red" if is_broken else ""))
         console.print(table)
     console.print(
         "A recipe may also name a class by its import path: package.module:Class (docs/plugins.md).",
@@ -44,10 +44,10 @@ def rows(kind: Kind) -> Iterator[tuple[str, str, str, bool]]:
             yield from _preset_rows(kind, name)
         except ConfigError as error:
             points = registered(kind).get(name, ())
-            yield name, " and ".join(package_of(point) for point in points) or "built in", str(error), True
+            yield name, " and ".join(package_label(point) for point in points) or "built in", str(error), True
     for name, points in sorted(registered(kind).items()):
         if name in BUILT_IN[kind]:
-            packages = " and ".join(package_of(point) for point in points)
+            packages = " and ".join(package_label(point) for point in points)
             yield name, packages, f"hidden by the one that is built in: name it {points[0].value}", False
 
 

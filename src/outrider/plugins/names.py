@@ -27,18 +27,18 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "tree_grpo": "outrider.algorithms.tree_grpo:TreeGrpo",
     },
     "environments": {
-        "factbook": "outrider.environments.factbook.family:FactbookFamily",
-        "tools": "outrider.environments.tool_qa.family:ToolsFamily",
-        "scienceworld": "outrider.environments.scienceworld.family:ScienceWorldFamily",
-        "webshop": "outrider.environments.webshop.family:WebShopFamily",
-        "textworld": "outrider.environments.textworld.family:TextWorldFamily",
-        "house": "outrider.environments.house.family:HouseFamily",
-        "alfworld": "outrider.environments.alfworld.family:AlfworldFamily",
-        "gym": "outrider.environments.gym.family:GymFamily",
-        "agent": "outrider.environments.agent.family:AgentFamily",
-        "verifiers": "outrider.environments.verifiers.family:VerifiersFamily",
-        "openenv": "outrider.environments.openenv.family:OpenEnvFamily",
-        "reasoning_gym": "outrider.environments.reasoning_gym.family:ReasoningGymFamily",
+        "factbook": "outrider.environments.factbook.family:FactbookTaskSet",
+        "tools": "outrider.environments.tool_qa.family:ToolsTaskSet",
+        "scienceworld": "outrider.environments.scienceworld.family:ScienceWorldTaskSet",
+        "webshop": "outrider.environments.webshop.family:WebShopTaskSet",
+        "textworld": "outrider.environments.textworld.family:TextWorldTaskSet",
+        "house": "outrider.environments.house.family:HouseTaskSet",
+        "alfworld": "outrider.environments.alfworld.family:AlfworldTaskSet",
+        "gym": "outrider.environments.gym.family:GymTaskSet",
+        "agent": "outrider.environments.agent.family:AgentTaskSet",
+        "verifiers": "outrider.environments.verifiers.family:VerifiersTaskSet",
+        "openenv": "outrider.environments.openenv.family:OpenEnvTaskSet",
+        "reasoning_gym": "outrider.environments.reasoning_gym.family:ReasoningGymTaskSet",
     },
     "tools": {
         "search": "outrider.tools.search:SearchTool",
@@ -78,11 +78,11 @@ def is_import_path(name: str) -> bool:
 @cache
 def registered(kind: Kind) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Names that installed packages register under ``outrider.KIND``. Two packages may claim one name."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    points: dict[str, tuple[EntryPoint, ...]] = {}
     for point in entry_points(group=f"outrider.{kind}"):
-        if point not in found.get(point.name, ()):
-            found[point.name] = (*found.get(point.name, ()), point)
-    return found
+        if point not in points.get(point.name, ()):
+            points[point.name] = (*points.get(point.name, ()), point)
+    return points
 
 
 def known_names(kind: Kind) -> list[str]:
@@ -96,7 +96,7 @@ def is_known(kind: Kind, name: str) -> bool:
     return name in BUILT_IN[kind] or is_import_path(name) or name in registered(kind)
 
 
-def target_of(kind: Kind, name: str, *, also: Sequence[str] = (), presets: Sequence[str] = ()) -> str:
+def resolve_target(kind: Kind, name: str, *, also: Sequence[str] = (), presets: Sequence[str] = ()) -> str:
     """``module:Class`` of a name. Raises ConfigError, with a near match, for one that nobody has.
 
     ``also`` are words that may stand in its place, ``presets`` names that a message lists behind the others.
@@ -108,7 +108,7 @@ def target_of(kind: Kind, name: str, *, also: Sequence[str] = (), presets: Seque
     if is_import_path(name):
         return name
     if len(points := registered(kind).get(name, ())) > 1:
-        packages = " and ".join(sorted({package_of(point) for point in points}))
+        packages = " and ".join(sorted({package_label(point) for point in points}))
         raise ConfigError(
             f"{name!r} is registered by {packages}: give the import path "
             "(package.module:Class) of the one you mean",
@@ -131,6 +131,6 @@ def _owner(kind: Kind, name: str) -> str:
     return f" among the {kind.replace('_', ' ')}; it is one of the {owners[0].replace('_', ' ')}"
 
 
-def package_of(point: EntryPoint) -> str:
+def package_label(point: EntryPoint) -> str:
     """Name and version of the package that registers an entry point."""
     return "an unnamed package" if point.dist is None else f"{point.dist.name} {point.dist.version}"

@@ -42,7 +42,7 @@ class Origin:
 
 
 @cache
-def origin_of(cls: type) -> Origin:
+def find_origin(cls: type) -> Origin:
     """Read once per class: a file that changes while its code runs is not the code that runs."""
     target = f"{cls.__module__}:{cls.__qualname__}"
     top = cls.__module__.partition(".")[0]
@@ -52,11 +52,11 @@ def origin_of(cls: type) -> Origin:
     if file is None:
         return Origin(target=target)
     root = _root(Path(file).absolute(), cls.__module__)
-    found = _distribution(root, top)
+    distribution = _distribution(root, top)
     return Origin(
         target=target,
-        package=None if found is None else found.name,
-        version=None if found is None else found.version,
+        package=None if distribution is None else distribution.name,
+        version=None if distribution is None else distribution.version,
         file=file,
         folder=str(root),
         digest=_digest(root, top, Path(file)),
@@ -72,20 +72,20 @@ def _root(file: Path, module: str) -> Path:
 def _distribution(root: Path, top: str) -> Distribution | None:
     """The one that installed ``top`` into ``root``. An editable one is elsewhere: its files count, not its
     version."""
-    for one in distributions(path=[str(root)]):
-        names = {file.parts[0].removesuffix(".py") for file in one.files or ()}
+    for distribution in distributions(path=[str(root)]):
+        names = {file.parts[0].removesuffix(".py") for file in distribution.files or ()}
         if top in names:
-            return one
+            return distribution
     return None
 
 
 def _digest(root: Path, top: str, file: Path) -> str:
     total = hashlib.sha256()
-    for one in _sources(root, top, file):
+    for source in _sources(root, top, file):
         total.update(
-            f"{one.relative_to(root).as_posix() if one.is_relative_to(root) else one.name}\0".encode(),
+            f"{source.relative_to(root).as_posix() if source.is_relative_to(root) else source.name}\0".encode(),
         )
-        total.update(hashlib.sha256(one.read_bytes()).digest())
+        total.update(hashlib.sha256(source.read_bytes()).digest())
     return total.hexdigest()
 
 

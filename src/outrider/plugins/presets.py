@@ -8,12 +8,12 @@ from typing import Any, Final, get_args
 from outrider.config import Settings
 from outrider.errors import ConfigError
 from outrider.plugins.names import BUILT_IN, Kind, is_known
-from outrider.plugins.registry import settings_of
+from outrider.plugins.registry import load_settings_class
 
 PAPER: Final = "-paper"  # the variant that a method's plain name means, unless that is a preset itself
 
 
-def presets_of(settings: type[Settings]) -> tuple[str, ...]:
+def preset_values(settings: type[Settings]) -> tuple[str, ...]:
     """The values of the field ``preset``, the default first; none without that field."""
     field = settings.model_fields.get("preset")
     return () if field is None else tuple(map(str, get_args(field.annotation)))
@@ -24,18 +24,18 @@ def preset_types(kind: Kind) -> Mapping[str, tuple[str, str]]:
     """What else may be a ``type`` of this kind, with the type and the preset that it stands for: every preset
     whose name is no type, and ``dapo`` for ``dapo-paper``. Only algorithms have such names.
     """
-    found: dict[str, tuple[str, str]] = {}
+    presets: dict[str, tuple[str, str]] = {}
     for name in BUILT_IN[kind] if kind == "algorithms" else ():
-        for preset in presets_of(settings_of(kind, name)):
+        for preset in preset_values(load_settings_class(kind, name)):
             if preset not in BUILT_IN[kind]:
-                found[preset] = (name, preset)
-    plain = {preset.removesuffix(PAPER): chosen for preset, chosen in found.items()}
-    return {**{name: chosen for name, chosen in plain.items() if name not in BUILT_IN[kind]}, **found}
+                presets[preset] = (name, preset)
+    plain = {preset.removesuffix(PAPER): chosen for preset, chosen in presets.items()}
+    return {**{name: chosen for name, chosen in plain.items() if name not in BUILT_IN[kind]}, **presets}
 
 
 def preset_names(kind: Kind) -> list[str]:
     """Presets that a message lists: of two names for one, the shorter."""
-    return [one for one in preset_types(kind) if not one.endswith(PAPER)]
+    return [name for name in preset_types(kind) if not name.endswith(PAPER)]
 
 
 def expand_preset(kind: Kind, table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,25 +47,25 @@ def expand_preset(kind: Kind, table: Mapping[str, Any]) -> Mapping[str, Any]:
     name = str(table.get("type"))
     if kind != "algorithms" or is_known(kind, name):
         return table
-    known = {_bare(one): (one, *chosen) for one, chosen in preset_types(kind).items()}
+    known = {_bare(preset_name): (preset_name, *chosen) for preset_name, chosen in preset_types(kind).items()}
     if _bare(name) not in known:
         return table
     spelled, owner, preset = known[_bare(name)]
-    given = table.get("preset", preset)
-    if not str(given).startswith(spelled):
+    requested = table.get("preset", preset)
+    if not str(requested).startswith(spelled):
         raise ConfigError(
-            f"{name} is the preset {preset} of type {owner}, and preset = {given} contradicts it: "
+            f"{name} is the preset {preset} of type {owner}, and preset = {requested} contradicts it: "
             f"use type = {owner} with the preset that you want"
         )
-    return {**table, "type": owner, "preset": given}
+    return {**table, "type": owner, "preset": requested}
 
 
 def preset_keys(kind: Kind, owner: str, preset: str) -> list[str]:
     """The settings that a preset sets differently from its type's default."""
-    settings = settings_of(kind, owner)
+    settings = load_settings_class(kind, owner)
     default = settings().model_dump(mode="json")
-    found = settings.model_validate({"preset": preset}).model_dump(mode="json")
-    return [key for key, value in found.items() if key != "preset" and default.get(key, ...) != value]
+    values = settings.model_validate({"preset": preset}).model_dump(mode="json")
+    return [key for key, value in values.items() if key != "preset" and default.get(key, ...) != value]
 
 
 def _bare(name: str) -> str:

@@ -17,9 +17,9 @@ from typing_extensions import TypedDict
 
 from outrider.config import Settings
 from outrider.errors import ConfigError, OutriderError
-from outrider.plugins.imports import import_target, told_of
-from outrider.plugins.names import Kind, is_import_path, target_of
-from outrider.plugins.origin import Origin, origin_of
+from outrider.plugins.imports import describe_exception, import_target
+from outrider.plugins.names import Kind, is_import_path, resolve_target
+from outrider.plugins.origin import Origin, find_origin
 
 # What the settings of a kind must be, as a string: no kind is imported for the sake of another one.
 _BASES: Final[Mapping[Kind, str]] = {
@@ -32,14 +32,14 @@ _BASES: Final[Mapping[Kind, str]] = {
     "call_formats": "outrider.config:Settings",
 }
 # What makes a class of a function, for the kinds that take one.
-_OF_FUNCTIONS: Final[Mapping[Kind, str]] = {"tools": "outrider.tools.functions:tool_class"}
+_FUNCTION_WRAPPERS: Final[Mapping[Kind, str]] = {"tools": "outrider.tools.functions:tool_class"}
 _ARTICLE: Final = {"algorithms": "an algorithm", "environments": "an environment", "engines": "an engine"}
 _NOUN: Final = _ARTICLE | {
     "tools": "a tool", "embedders": "an embedder", "trackers": "a tracker", "call_formats": "a call format",
 }  # fmt: skip
 # Methods without which an object is nothing of its kind; of a pair, either.
 _METHODS: Final[Mapping[Kind, tuple[tuple[str, ...], ...]]] = {
-    "algorithms": (("credit",),),
+    "algorithms": (("assign_advantages",),),
     "environments": (("tasks",), ("make",)),
     "engines": (("generate",),),
     "tools": (("run_text", "tools"),),
@@ -47,82 +47,82 @@ _METHODS: Final[Mapping[Kind, tuple[tuple[str, ...], ...]]] = {
     "trackers": (("log",), ("close",)),
     "call_formats": (("read",), ("write",)),
 }
-_given: dict[tuple[Kind, str], object] = {}
+_substitutes: dict[tuple[Kind, str], object] = {}
 
 
 def resolve(kind: Kind, name: str) -> type:
     """The class of a name. Raises ConfigError for one that cannot be imported, or that is no plug-in of this
     kind."""
-    if (kind, name) in _given:
-        return type(_given[kind, name])
+    if (kind, name) in _substitutes:
+        return type(_substitutes[kind, name])
     # Which file an import path stands for depends on the recipe's folder: what it names is looked at each
     # time.
-    return _found(kind, name) if is_import_path(name) else _resolve(kind, name)
+    return _load_class(kind, name) if is_import_path(name) else _resolve(kind, name)
 
 
 @cache
 def _resolve(kind: Kind, name: str) -> type:
-    return _found(kind, name)
+    return _load_class(kind, name)
 
 
-def _found(kind: Kind, name: str) -> type:
-    target = target_of(kind, name)
-    found = import_target(target)
+def _load_class(kind: Kind, name: str) -> type:
+    target = resolve_target(kind, name)
+    loaded = import_target(target)
     label = name if name == target else f"{name} ({target})"
-    if kind in _OF_FUNCTIONS and callable(found) and not isinstance(found, type):
-        found = import_target(_OF_FUNCTIONS[kind])(found)
-    if not isinstance(found, type):
-        raise ConfigError(f"{label} is no class{' and no function' if kind in _OF_FUNCTIONS else ''}")
-    _require_settings(kind, label, found)
-    return found
+    if kind in _FUNCTION_WRAPPERS and callable(loaded) and not isinstance(loaded, type):
+        loaded = import_target(_FUNCTION_WRAPPERS[kind])(loaded)
+    if not isinstance(loaded, type):
+        raise ConfigError(f"{label} is no class{' and no function' if kind in _FUNCTION_WRAPPERS else ''}")
+    _require_settings(kind, label, loaded)
+    return loaded
 
 
 def require_kind(kind: Kind, name: str) -> None:
     """Raises ConfigError for a class that lacks a method of its kind. What a class builds by ``build`` is
     looked at when it is built.
     """
-    found = resolve(kind, name)
-    if not hasattr(found, "build"):
-        _require_methods(kind, f"{name} ({origin_of(found)})", found)
+    cls = resolve(kind, name)
+    if not hasattr(cls, "build"):
+        _require_methods(kind, f"{name} ({find_origin(cls)})", cls)
 
 
-def _require_methods(kind: Kind, label: str, one: object) -> None:
+def _require_methods(kind: Kind, label: str, plugin: object) -> None:
     """Raises ConfigError for an object or a class that lacks a method of its kind."""
     for names in _METHODS[kind]:
-        if not any(getattr(one, name, None) is not None for name in names):
+        if not any(getattr(plugin, name, None) is not None for name in names):
             raise ConfigError(f"{label} is not {_NOUN[kind]}: it has no method {names[0]}")
 
 
 def _require_settings(kind: Kind, label: str, cls: type) -> None:
-    base, settings = base_of(kind), getattr(cls, "Settings", None)
+    base, settings = settings_base(kind), getattr(cls, "Settings", None)
     if settings is None and kind in _ARTICLE:
         raise ConfigError(
-            f"{label} ({origin_of(cls)}) is not {_ARTICLE[kind]}: it has no class Settings "
+            f"{label} ({find_origin(cls)}) is not {_ARTICLE[kind]}: it has no class Settings "
             f"(a subclass of {base.__name__})",
         )
     if settings is not None and not (isinstance(settings, type) and issubclass(settings, base)):
         raise ConfigError(
-            f"{label} ({origin_of(cls)}): its Settings are no subclass of {base.__module__}.{base.__name__}",
+            f"{label} ({find_origin(cls)}): its Settings are no subclass of {base.__module__}.{base.__name__}",
         )
 
 
-def base_of(kind: Kind) -> type[Settings]:
+def settings_base(kind: Kind) -> type[Settings]:
     """Base class of the settings of a kind."""
     return cast(type[Settings], import_target(_BASES[kind]))
 
 
-def settings_of(kind: Kind, name: str) -> type[Settings]:
+def load_settings_class(kind: Kind, name: str) -> type[Settings]:
     """The settings of a plug-in, whose ``type`` is the name that the recipe has."""
     own = getattr(resolve(kind, name), "Settings", None)
-    if own is None and (kind, name) in _given:
-        own = type(_settings_inside(_given[kind, name]))
-    return _bound(kind, name, own if own is not None and issubclass(own, Settings) else base_of(kind))
+    if own is None and (kind, name) in _substitutes:
+        own = type(_settings_inside(_substitutes[kind, name]))
+    return _bound(kind, name, own if own is not None and issubclass(own, Settings) else settings_base(kind))
 
 
-def _settings_inside(one: object) -> Settings | None:
+def _settings_inside(plugin: object) -> Settings | None:
     """Those that an object was made with, where it keeps them under a usual name."""
-    kept = (getattr(one, name, None) for name in ("settings", "config", "objective"))
-    return next((found for found in kept if isinstance(found, Settings)), None)
+    candidates = (getattr(plugin, name, None) for name in ("settings", "config", "objective"))
+    return next((candidate for candidate in candidates if isinstance(candidate, Settings)), None)
 
 
 @cache
@@ -150,41 +150,41 @@ def section_type(name: str, settings: type[Settings]) -> Any:
 
 def read_settings(kind: Kind, tree: Mapping[str, Any]) -> Settings:
     """Settings of the plug-in that ``tree["type"]`` names."""
-    return settings_of(kind, tree["type"]).model_validate(dict(tree))
+    return load_settings_class(kind, tree["type"]).model_validate(dict(tree))
 
 
 def build(kind: Kind, settings: Settings, context: Any) -> Any:
     """The plug-in that ``settings.type`` names."""
-    return build_named(kind, settings.type, settings, context)  # type: ignore[attr-defined]
+    return build_by_name(kind, settings.type, settings, context)  # type: ignore[attr-defined]
 
 
-def build_named(kind: Kind, name: str, settings: Settings | None, context: Any) -> Any:
+def build_by_name(kind: Kind, name: str, settings: Settings | None, context: Any) -> Any:
     """The same for a kind whose plug-ins may be named without a section; ``settings`` None are the
     defaults."""
-    if (kind, name) in _given:
-        return _given[kind, name]
+    if (kind, name) in _substitutes:
+        return _substitutes[kind, name]
     cls = resolve(kind, name)
     if settings is None:
-        settings = settings_of(kind, name)()
-    if origin_of(cls).is_built_in:
-        return _built(cls, settings, context)
+        settings = load_settings_class(kind, name)()
+    if find_origin(cls).is_built_in:
+        return _instantiate(cls, settings, context)
     try:
-        built = _built(cls, settings, context)
+        built = _instantiate(cls, settings, context)
     except OutriderError:
         raise
     except Exception as error:  # of somebody else's code: one line that names it
-        raise ConfigError(f"{name} cannot be built{told_of(error)}") from error
+        raise ConfigError(f"{name} cannot be built{describe_exception(error)}") from error
     _require_methods(kind, f"what {name} builds ({type(built).__name__})", built)
     return built
 
 
-def _built(cls: type, settings: Settings, context: Any) -> Any:
+def _instantiate(cls: type, settings: Settings, context: Any) -> Any:
     if hasattr(cls, "build"):
         return cls.build(settings, context)
-    return cls(settings) if _takes_settings(cls) else cls()
+    return cls(settings) if _accepts_settings(cls) else cls()
 
 
-def _takes_settings(cls: type) -> bool:
+def _accepts_settings(cls: type) -> bool:
     if not hasattr(cls, "Settings"):
         return False
     return any(name != "self" for name in inspect.signature(cls.__init__).parameters)  # type: ignore[misc]
@@ -192,11 +192,11 @@ def _takes_settings(cls: type) -> bool:
 
 def origin(kind: Kind, name: str) -> Origin:
     """Where the class of a name comes from."""
-    return origin_of(resolve(kind, name))
+    return find_origin(resolve(kind, name))
 
 
 @contextmanager
-def given(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, Any]]]:
+def substitute(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, Any]]]:
     """Let objects stand in for what a recipe names; yields the section that stands for each in the settings.
 
     Its ``type`` is the import path of the object's class, so that a run can be resumed by name where the
@@ -204,28 +204,28 @@ def given(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, Any]]
     """
     sections: dict[Kind, dict[str, Any]] = {}
     keys = []
-    for kind, one in objects.items():
-        if isinstance(one, type):
+    for kind, plugin in objects.items():
+        if isinstance(plugin, type):
             raise ConfigError(
-                f"{one.__name__} is a class: give an object of it, or its import path "
-                f"{one.__module__}:{one.__qualname__}"
+                f"{plugin.__name__} is a class: give an object of it, or its import path "
+                f"{plugin.__module__}:{plugin.__qualname__}"
             )
-        _require_methods(kind, f"an object of {type(one).__name__}", one)
-        name = f"{type(one).__module__}:{type(one).__qualname__}"
-        own = _settings_inside(one)
+        _require_methods(kind, f"an object of {type(plugin).__name__}", plugin)
+        name = f"{type(plugin).__module__}:{type(plugin).__qualname__}"
+        own = _settings_inside(plugin)
         sections[kind] = {**({} if own is None else own.model_dump(exclude={"type"})), "type": name}
-        _given[kind, name] = one
+        _substitutes[kind, name] = plugin
         keys.append((kind, name))
     try:
         yield sections
     finally:
         for key in keys:
-            _given.pop(key, None)
+            _substitutes.pop(key, None)
 
 
-def stand_ins() -> list[str]:
+def substituted_kinds() -> list[str]:
     """The kinds for which objects stand in at present."""
-    return sorted({kind for kind, _ in _given})
+    return sorted({kind for kind, _ in _substitutes})
 
 
 def short_name(name: str) -> str:

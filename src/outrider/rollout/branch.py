@@ -22,8 +22,8 @@ from outrider.environments.base import (
 )
 from outrider.environments.conversing import Conversation, OwnConversations, Refusal, Refusing
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.blocking import guarded
-from outrider.rollout.conversing import Exchange, asked_of
+from outrider.rollout.blocking import run_guarded
+from outrider.rollout.conversing import Exchange, pending_request
 from outrider.rollout.hooks import EpisodeState
 from outrider.trace import Node, Trace
 from outrider.types import Message, Step
@@ -34,7 +34,7 @@ class Fork:
     """A running rollout in front of a policy turn. ``environment`` is a copy that nobody plays; None: replay
     ``actions``.
 
-    ``actions`` are the texts that the environment was given, with its answers in ``results``. ``asked`` is
+    ``actions`` are the texts that the environment was given, with its answers in ``results``. ``request`` is
     what a program wants to know of the fork's first turn.
     """
 
@@ -52,7 +52,7 @@ class Fork:
     conversation: tuple[Message, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     refusals: tuple[tuple[int, Refusal], ...] = ()
-    asked: Conversation | None = None
+    request: Conversation | None = None
 
     async def restore(self, environment: Environment, *, reset_seed: int, timeout_s: float) -> None:
         """Bring a fresh environment to this point by replaying; a copy is there already.
@@ -61,23 +61,23 @@ class Fork:
         """
         if self.environment is not None:
             return
-        messages = await guarded(start_episode, environment, reset_seed, timeout_s=timeout_s)
+        messages = await run_guarded(start_episode, environment, reset_seed, timeout_s=timeout_s)
         messages = await self._refuse_again(environment, 0, timeout_s=timeout_s) or messages
         if prompt_text(messages) != self.prompt:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
         for number, (action, expected) in enumerate(zip(self.actions, self.results, strict=True)):
             if isinstance(environment, OwnConversations):
-                _require_same(environment, self.exchanges[number].asked)
+                _require_same_request(environment, self.exchanges[number].request)
                 environment.sampled(self.exchanges[number].sampled)
-            said = turn_message(environment, action)
-            result = await guarded(take_step, environment, said, timeout_s=timeout_s)
-            if other := _differences(result, expected):
+            response = turn_message(environment, action)
+            result = await run_guarded(take_step, environment, response, timeout_s=timeout_s)
+            if differences := _differing_fields(result, expected):
                 raise EnvironmentFault(
-                    f"a replayed prefix was answered differently ({other}): "
+                    f"a replayed prefix was answered differently ({differences}): "
                     "this environment cannot fork by replay"
                 )
             await self._refuse_again(environment, number + 1, timeout_s=timeout_s)
-        _require_same(environment, self.asked)
+        _require_same_request(environment, self.request)
 
     async def _refuse_again(
         self, environment: Environment, turn: int, *, timeout_s: float
@@ -89,13 +89,13 @@ class Fork:
         if not refusals or not isinstance(environment, Refusing):
             return ()
         for refusal in refusals:
-            result = await guarded(take_refusal, environment, refusal, timeout_s=timeout_s)
+            result = await run_guarded(take_refusal, environment, refusal, timeout_s=timeout_s)
             if result is None or result.done:
                 raise EnvironmentFault("a program ended where it went on: it cannot fork by replay")
-        asked = asked_of(environment)
-        return () if asked is None else asked.messages
+        request = pending_request(environment)
+        return () if request is None else request.messages
 
-    def continue_in(self, state: EpisodeState) -> None:
+    def apply_to(self, state: EpisodeState) -> None:
         """Give a new rollout's state the history up to here."""
         state.turn, state.num_response_tokens, state.last_result = (
             self.turn,
@@ -113,21 +113,21 @@ def prompt_text(messages: Sequence[Message]) -> str:
     return "\n".join(message.content for message in messages)
 
 
-def _require_same(environment: Environment, expected: Conversation | None) -> None:
+def _require_same_request(environment: Environment, expected: Conversation | None) -> None:
     """Raises EnvironmentFault where a program asks something else: its new messages alone do not tell."""
-    if asked_of(environment) != expected:
+    if pending_request(environment) != expected:
         raise EnvironmentFault("a program asked something else the second time: it cannot fork by replay")
 
 
-def _differences(found: StepResult, expected: StepResult) -> str:
+def _differing_fields(actual: StepResult, expected: StepResult) -> str:
     """The names of the fields in which two answers differ: one with the same text may pay or end
     otherwise.
     """
-    answered = asdict(found)
-    return ", ".join(name for name, value in asdict(expected).items() if answered[name] != value)
+    actual_fields = asdict(actual)
+    return ", ".join(name for name, value in asdict(expected).items() if actual_fields[name] != value)
 
 
-async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -> Fork:
+async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -> Fork:
     """The rollout as it is in front of the turn that it has just written. A copy that fails is replaced by
     replaying.
     """
@@ -135,7 +135,7 @@ async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
     copy = None
     if isinstance(environment, CopyableEnvironment):
         with suppress(ToolFault, EnvironmentFault):
-            copy = await guarded(environment.copy, timeout_s=timeout_s)
+            copy = await run_guarded(environment.copy, timeout_s=timeout_s)
     return Fork(
         last_node=last_node,
         parent=state.rollout,
@@ -152,7 +152,7 @@ async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
         conversation=state.conversation,
         exchanges=tuple(state.exchanges),
         refusals=tuple(state.refusals),
-        asked=asked_of(environment),
+        request=pending_request(environment),
     )
 
 
@@ -162,8 +162,8 @@ async def fork_environment(
     """An environment for one try: a copy of the fork's, or a fresh one."""
     if fork is not None and fork.environment is not None:
         # A copy of the copy: other forks and retries begin from the same one.
-        return await guarded(fork.environment.copy, timeout_s=timeout_s)
-    return await guarded(factory, trace.task, timeout_s=timeout_s)
+        return await run_guarded(fork.environment.copy, timeout_s=timeout_s)
+    return await run_guarded(factory, trace.task, timeout_s=timeout_s)
 
 
 class Copies:
@@ -174,7 +174,7 @@ class Copies:
         # By identity: a fork holds nodes, which cannot be hashed.
         self._open: dict[int, Fork] = {}
 
-    def keep(self, fork: Fork) -> None:
+    def add(self, fork: Fork) -> None:
         """A fork was taken, maybe with a copy."""
         if fork.environment is not None:
             self._open[id(fork)] = fork
@@ -221,7 +221,7 @@ class Brancher(Protocol):
         ...
 
 
-class Book(Protocol):
+class GroupScheduler(Protocol):
     """Who begins when in the groups of one run, and from where; it is told of every turn that was written.
 
     ``first`` rollouts of every group begin at its prompt.
@@ -229,21 +229,21 @@ class Book(Protocol):
 
     first: Sequence[int]
 
-    def arrived(self, state: EpisodeState, *, is_known: bool) -> bool:
+    def on_turn_start(self, state: EpisodeState, *, is_known: bool) -> bool:
         """The policy has written a turn; whether a fork in front of it should be taken.
 
         ``is_known``: this rollout left another one here, which has come by already.
         """
         ...
 
-    def passed(self, state: EpisodeState, fork: Fork | None) -> None:
+    def on_turn_end(self, state: EpisodeState, fork: Fork | None) -> None:
         """The same turn, now with the fork if one was asked for; the environment acts next."""
         ...
 
-    def ended(self, trace: Trace, rollout: int) -> None:
+    def on_rollout_end(self, trace: Trace, rollout: int) -> None:
         """A rollout has its outcome."""
         ...
 
 
 # to be played: group, number, where it begins (None: the prompt)
-Owe = Callable[[Trace, int, Fork | None], None]
+Enqueue = Callable[[Trace, int, Fork | None], None]

@@ -17,20 +17,20 @@ from outrider.environments.base import (
     StepResult,
     episode_result,
     is_answer,
+    prompt_tools,
     start_episode,
     take_step,
-    tools_of,
 )
 from outrider.environments.conversing import Refusal as ProgramRefusal
 from outrider.environments.conversing import Refusing
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
-from outrider.rollout.blocking import timed
-from outrider.rollout.conversing import asked_of
+from outrider.rollout.blocking import run_timed
+from outrider.rollout.conversing import pending_request
 from outrider.rollout.endpoint_turns import endpoint_turn
-from outrider.rollout.faults import invalid_in, outcome_of_fault
+from outrider.rollout.faults import fault_outcome, locate_invalid_result
 from outrider.rollout.limits import Limits
-from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.scripted_play import close_quietly, episode_outcome, to_step
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.seeding import stream_seed
 from outrider.types import Message, Outcome, Step, Task, Trajectory
 
@@ -68,12 +68,12 @@ class CollectReport:
     @property
     def trajectories(self) -> list[Trajectory]:
         """Trajectories for a buffer; faults are left out."""
-        return [one.trajectory for one in self.collected if one.trajectory is not None]
+        return [rollout.trajectory for rollout in self.collected if rollout.trajectory is not None]
 
     @property
     def outcomes(self) -> Counter[Outcome]:
         """How the rollouts ended."""
-        return Counter(one.outcome for one in self.collected)
+        return Counter(rollout.outcome for rollout in self.collected)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Collector:
     num_concurrent: int = 8
     max_retries: int = 2
     max_faults_in_a_row: int = 8
-    whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for the one who watches
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)  # for the one who watches
 
     def collect(
         self, tasks: Sequence[Task], *, num_rollouts: int, done: Collection[str] = ()
@@ -103,31 +103,33 @@ class Collector:
         """Play every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``.
         Raises as :meth:`play`.
         """
-        owed = [(task, rollout) for task in tasks for rollout in range(num_rollouts)]
-        fresh = [(task, rollout) for task, rollout in owed if self.trajectory_id(task, rollout) not in done]
-        return CollectReport(collected=self.play(fresh), num_skipped=len(owed) - len(fresh))
+        rollouts = [(task, rollout) for task in tasks for rollout in range(num_rollouts)]
+        fresh = [
+            (task, rollout) for task, rollout in rollouts if self.trajectory_id(task, rollout) not in done
+        ]
+        return CollectReport(collected=self.play(fresh), num_skipped=len(rollouts) - len(fresh))
 
     def play(
         self,
-        owed: Sequence[tuple[Task, int]],
+        rollouts: Sequence[tuple[Task, int]],
         *,
-        on_played: Callable[[Task, int, Collected], None] = lambda task, rollout, collected: None,
+        on_rollout_done: Callable[[Task, int, Collected], None] = lambda task, rollout, collected: None,
     ) -> tuple[Collected, ...]:
-        """Play these rollouts of tasks; ``on_played`` gets each as soon as it has ended, in the thread that
+        """Play these rollouts of tasks; ``on_rollout_done`` gets each as soon as it has ended, in the thread that
         played it.
 
-        Raises EngineFault (see above), ModelError (the server will never answer) and what ``on_played``
+        Raises EngineFault (see above), ModelError (the server will never answer) and what ``on_rollout_done``
         raises, once running episodes have ended.
         """
         streak = _FaultStreak(self.max_faults_in_a_row)
 
-        def one(task: Task, rollout: int) -> Collected:
-            collected = self._owed(task, rollout, streak)
-            on_played(task, rollout, collected)
+        def run_rollout(task: Task, rollout: int) -> Collected:
+            collected = self._play_with_retries(task, rollout, streak)
+            on_rollout_done(task, rollout, collected)
             return collected
 
         with ThreadPoolExecutor(max_workers=self.num_concurrent) as pool:
-            futures = [pool.submit(one, task, rollout) for task, rollout in owed]
+            futures = [pool.submit(run_rollout, task, rollout) for task, rollout in rollouts]
             try:
                 # In the order asked, whoever ended first.
                 return tuple(future.result() for future in futures)
@@ -139,104 +141,104 @@ class Collector:
         """The id of a rollout: agent, task and number."""
         return f"{self.endpoint.settings.model}/{task.key}/{rollout}"
 
-    def _owed(self, task: Task, rollout: int, streak: "_FaultStreak") -> Collected:
+    def _play_with_retries(self, task: Task, rollout: int, streak: "_FaultStreak") -> Collected:
         """One rollout with fresh tries after a tool's or environment's fault; the endpoint has retried on its
         own.
         """
         name = self.trajectory_id(task, rollout)
         for attempt in range(self.max_retries + 1):
             try:
-                played = self._play(task, rollout, num_retries=attempt)
+                collected = self._play(task, rollout, num_retries=attempt)
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
                 if isinstance(fault, EngineFault):
-                    streak.failed(fault)
+                    streak.on_fault(fault)
                 elif attempt < self.max_retries:
                     continue
                 return Collected(
                     trajectory_id=name,
-                    outcome=outcome_of_fault(fault),
+                    outcome=fault_outcome(fault),
                     num_retries=attempt,
                     detail=str(fault),
                 )
-            streak.served()
-            return played
+            streak.on_success()
+            return collected
         raise AssertionError("unreachable: the last attempt returns")
 
-    def _timed(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
+    def _run_timed(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
         """A game that hangs is a fault of the environment here as in the rollout loop."""
-        return timed(call, *arguments, timeout_s=self.limits.step_timeout_s)
+        return run_timed(call, *arguments, timeout_s=self.limits.step_timeout_s)
 
     def _play(self, task: Task, rollout: int, *, num_retries: int) -> Collected:
         name = f"{task.key}/{rollout}"
-        self.whereabouts.at(name, "a new environment")
-        environment = self._timed(self.factory, task)
+        self.rollout_status.set(name, "a new environment")
+        environment = self._run_timed(self.factory, task)
         try:
             return self._episode(environment, task, rollout, num_retries)
         except InvalidResult as error:
-            raise invalid_in(environment, task.key, error) from error
+            raise locate_invalid_result(environment, task.key, error) from error
         finally:
-            self.whereabouts.at(name, "closing its environment")
+            self.rollout_status.set(name, "closing its environment")
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
-            self.whereabouts.ended(name)
+            self.rollout_status.remove(name)
 
-    def _question(
+    def _request(
         self, environment: Environment, conversation: list[Message], room: int
     ) -> tuple[list[Message], int, tuple[str, ...]]:
         """What to send: where a program keeps the conversation, its own, with the end that it wants."""
-        asked = asked_of(environment)
-        if asked is None:
+        request = pending_request(environment)
+        if request is None:
             return conversation, room, self.stop
-        return list(asked.messages), min(room, asked.max_tokens or room), (*self.stop, *asked.stop)
+        return list(request.messages), min(room, request.max_tokens or room), (*self.stop, *request.stop)
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
         # By task alone: all rollouts of a task begin in the same state.
         seed = stream_seed(self.run_seed, "collect reset", task.key)
-        prompt = self._timed(start_episode, environment, seed)
+        prompt = self._run_timed(start_episode, environment, seed)
         conversation = list(prompt)
         steps: list[Step] = []
         num_tokens = num_tool_calls = num_refused = 0
         outcome = None
         while outcome is None:
             room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
-            conversation, room, stop = self._question(environment, conversation, room)
+            conversation, room, stop = self._request(environment, conversation, room)
             if len(steps) >= self.limits.max_turns or room <= 0:
                 outcome = Outcome.TRUNCATED_TURNS if room > 0 else Outcome.TRUNCATED_TOKENS
                 break
-            self.whereabouts.at(f"{task.key}/{rollout}", "the endpoint's answer")
+            self.rollout_status.set(f"{task.key}/{rollout}", "the endpoint's answer")
             try:
                 reply = self.endpoint.complete(
                     conversation, max_tokens=room, temperature=self.temperature, stop=stop,
                     seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, len(steps)),
-                    tools=tools_of(environment),
+                    tools=prompt_tools(environment),
                 )  # fmt: skip
             # an episode that outgrows the context is cut and scored, as in the rollout loop
             except EngineFault as fault:
-                why = fault.__cause__
+                cause = fault.__cause__
                 # before the first answer it may be the endpoint's settings that are wrong
-                if not steps or not isinstance(why, Refusal) or why.status not in _BAD_REQUEST:
+                if not steps or not isinstance(cause, Refusal) or cause.status not in _BAD_REQUEST:
                     raise
                 if not isinstance(environment, Refusing):
-                    if not why.is_too_long:
+                    if not cause.is_too_long:
                         raise
                     outcome = Outcome.TRUNCATED_TOKENS
                     break
                 num_refused += 1
-                outcome = self._refused(environment, why, is_last=num_refused > _MAX_REFUSALS)
+                outcome = self._refuse(environment, cause, is_last=num_refused > _MAX_REFUSALS)
                 continue
             num_tokens += reply.num_tokens
-            turn = self._timed(endpoint_turn, reply, environment)
-            answers = is_answer(environment, turn.said)  # a program that has ended asks nothing
-            self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
-            result: StepResult = self._timed(take_step, environment, turn.said)
-            steps.append(step_of(turn.text, result))
+            turn = self._run_timed(endpoint_turn, reply, environment)
+            answers = is_answer(environment, turn.response)  # a program that has ended asks nothing
+            self.rollout_status.set(f"{task.key}/{rollout}", "an environment's step")
+            result: StepResult = self._run_timed(take_step, environment, turn.response)
+            steps.append(to_step(turn.text, result))
             num_tool_calls += result.num_tool_calls
             if result.done:
-                outcome = outcome_of(result, is_cut=reply.truncated, is_answer=answers)
+                outcome = episode_outcome(result, is_cut=reply.truncated, is_answer=answers)
             elif not result.observations:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
-                conversation += [turn.sent, *result.observations]
-        record = self._timed(episode_result, environment)
+                conversation += [turn.history_message, *result.observations]
+        record = self._run_timed(episode_result, environment)
         name = self.trajectory_id(task, rollout)
         trajectory = Trajectory(
             trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt,
@@ -247,19 +249,19 @@ class Collector:
             metrics=dict(record.metrics), num_tool_calls=num_tool_calls, num_retries=num_retries,
         )  # fmt: skip
 
-    def _refused(self, environment: Refusing, why: Refusal, *, is_last: bool) -> Outcome | None:
+    def _refuse(self, environment: Refusing, cause: Refusal, *, is_last: bool) -> Outcome | None:
         """Tell a program that the endpoint refuses its request; how the episode ends then, None where the
         program asks something else.
         """
         if is_last:
-            if why.is_too_long:
+            if cause.is_too_long:
                 return Outcome.TRUNCATED_TOKENS
-            raise EnvironmentFault(f"the program was refused {_MAX_REFUSALS} times and asked again: {why}")
-        refusal = ProgramRefusal(reason=str(why), is_too_long=why.is_too_long)
-        result: StepResult | None = self._timed(environment.refuse, refusal)
+            raise EnvironmentFault(f"the program was refused {_MAX_REFUSALS} times and asked again: {cause}")
+        refusal = ProgramRefusal(reason=str(cause), is_too_long=cause.is_too_long)
+        result: StepResult | None = self._run_timed(environment.refuse, refusal)
         if result is None:
             return Outcome.TRUNCATED_TOKENS
-        return outcome_of(result) if result.done else None
+        return episode_outcome(result) if result.done else None
 
 
 class _FaultStreak:
@@ -271,7 +273,7 @@ class _FaultStreak:
         self._last: EngineFault | None = None
         self._lock = Lock()
 
-    def failed(self, fault: EngineFault) -> None:
+    def on_fault(self, fault: EngineFault) -> None:
         """Raises once there were too many; rollouts still under way then raise for the same fault, whoever is
         asked first.
         """
@@ -284,7 +286,7 @@ class _FaultStreak:
                     f"{self._limit} rollouts in a row failed; the last: {self._last}"
                 ) from self._last
 
-    def served(self) -> None:
+    def on_success(self) -> None:
         """A rollout got all its answers."""
         with self._lock:
             self._num_failed = 0

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.environments.base import StepResult, tools_of
+from outrider.environments.base import StepResult, prompt_tools
 from outrider.environments.conversing import OwnConversations
 from outrider.rollout.conversing import Seen, next_context, require_room
 from outrider.rollout.hooks import EpisodeState
 from outrider.rollout.limits import Limits
-from outrider.rollout.rerendering import rendered_again
-from outrider.rollout.truncation import bridged
+from outrider.rollout.rerendering import rerender
+from outrider.rollout.truncation import render_bridge
 from outrider.tokens import ChatRenderer
 from outrider.types import Message, Origin
 
@@ -24,7 +24,7 @@ class Context:
     limits: Limits
     context_length: int
 
-    def left(self, state: EpisodeState) -> int:
+    def num_tokens_left(self, state: EpisodeState) -> int:
         """Tokens that the rollout may still add."""
         # The prompt and tips count here: the context holds them, whatever the budget of the response says.
         used = len(state.trace.token_ids(state.last_node.node_id))
@@ -49,25 +49,25 @@ class Context:
         A cut at the limit is marked in the text and on the node; it is never silent.
         """
         context = state.trace.token_ids(state.last_node.node_id)
-        kept, num_cut = bridged(context, messages, limit, renderer=self.renderer)
-        if len(kept) > self.left(state) - room:
+        token_ids, num_cut = render_bridge(context, messages, limit, renderer=self.renderer)
+        if len(token_ids) > self.num_tokens_left(state) - room:
             return False
-        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout} | parts_of(messages)
+        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout} | message_parts(messages)
         state.last_node = state.trace.append(
-            parent=state.last_node.node_id, origin=origin, token_ids=kept, message=as_one(messages),
+            parent=state.last_node.node_id, origin=origin, token_ids=token_ids, message=join_messages(messages),
             metadata=metadata,
         )  # fmt: skip
-        state.num_response_tokens += len(kept)
+        state.num_response_tokens += len(token_ids)
         return True
 
-    def append_again(self, state: EpisodeState, observations: Sequence[Message], limit: int) -> bool:
+    def append_rerendered(self, state: EpisodeState, observations: Sequence[Message], limit: int) -> bool:
         """As :meth:`append`, with the conversation rendered again: its context may begin anew."""
         context = state.trace.token_ids(state.last_node.node_id)
-        seen = rendered_again(
+        seen = rerender(
             context, state.conversation, state.last_node.message.content, observations,
-            tools=tools_of(state.environment), limit=limit, renderer=self.renderer,
+            tools=prompt_tools(state.environment), limit=limit, renderer=self.renderer,
         )  # fmt: skip
-        if not self._see(
+        if not self._append_seen(
             state,
             seen.token_ids,
             observations,
@@ -79,24 +79,26 @@ class Context:
         state.conversation = seen.conversation
         return True
 
-    def asked(self, state: EpisodeState, environment: OwnConversations) -> Seen | None:
+    def next_request(self, state: EpisodeState, environment: OwnConversations) -> Seen | None:
         """What a program asks next, as the policy will see it; None where the rollout's budget ends here.
         Nothing of it is cut: the policy sees what a server would show it.
 
         Raises Unanswerable for what the template refuses and for what the context cannot hold.
         """
-        seen = next_context(environment.asked, state.exchanges, state.trace, self.renderer)
+        seen = next_context(environment.request, state.exchanges, state.trace, self.renderer)
         if self.limits.max_response_tokens - state.num_response_tokens - seen.num_new < 1:
             return None
         before = 0 if seen.restarts else len(state.trace.token_ids(state.last_node.node_id))
         require_room(before + len(seen.token_ids), self.context_length)
         return seen
 
-    def append_asked(self, state: EpisodeState, seen: Seen, result: StepResult) -> bool:
+    def append_request(self, state: EpisodeState, seen: Seen, result: StepResult) -> bool:
         """Append what a program asks."""
-        return self._see(state, seen.token_ids, result.observations, seen.restarts, seen.num_new, num_cut=0)
+        return self._append_seen(
+            state, seen.token_ids, result.observations, seen.restarts, seen.num_new, num_cut=0
+        )
 
-    def _see(
+    def _append_seen(
         self,
         state: EpisodeState,
         token_ids: tuple[int, ...],
@@ -108,32 +110,33 @@ class Context:
     ) -> bool:
         """Append what the environment says, behind the context or as a new one."""
         context = 0 if restarts else len(state.trace.token_ids(state.last_node.node_id))
-        left = self.limits.max_response_tokens - state.num_response_tokens - num_new
-        if min(left, self.context_length - context - len(token_ids)) < 1:
+        remaining = self.limits.max_response_tokens - state.num_response_tokens - num_new
+        if min(remaining, self.context_length - context - len(token_ids)) < 1:
             return False
-        metadata = {"num_tokens_cut": num_cut, "rollout": state.rollout} | parts_of(observations)
+        metadata = {"num_tokens_cut": num_cut, "rollout": state.rollout} | message_parts(observations)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id, origin=Origin.ENVIRONMENT, token_ids=token_ids,
-            message=as_one(observations), restarts=restarts,
+            message=join_messages(observations), restarts=restarts,
             metadata=metadata | ({"restarts": True} if restarts else {}),
         )  # fmt: skip
         state.num_response_tokens += num_new
         return True
 
 
-def parts_of(messages: Sequence[Message]) -> dict[str, object]:
-    """What :func:`as_one` loses, for the node's metadata: where each message of several ends, whose it is,
+def message_parts(messages: Sequence[Message]) -> dict[str, object]:
+    """What :func:`join_messages` loses, for the node's metadata: where each message of several ends, whose it is,
     and the id of the call that it answers.
     """
     if len(messages) == 1 and not messages[0].tool_call_id:
         return {}
     parts = [
-        {"role": one.role, "num_chars": len(one.content), "call_id": one.tool_call_id} for one in messages
+        {"role": message.role, "num_chars": len(message.content), "call_id": message.tool_call_id}
+        for message in messages
     ]
     return {"messages": parts}
 
 
-def as_one(messages: Sequence[Message]) -> Message:
+def join_messages(messages: Sequence[Message]) -> Message:
     """Several messages as their node holds them."""
     text = "\n".join(message.content for message in messages)
     return Message(role=messages[0].role, content=text)

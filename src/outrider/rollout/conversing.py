@@ -13,26 +13,26 @@ from itertools import takewhile
 from operator import eq
 
 from outrider.engines.base import Generation
-from outrider.environments.base import Environment, tools_of
+from outrider.environments.base import Environment, prompt_tools
 from outrider.environments.conversing import Conversation, OwnConversations, Refusal, SampledTurn
 from outrider.errors import ModelError
 from outrider.tokens import ChatRenderer
 from outrider.tokens.token_bytes import token_bytes
-from outrider.trace import Node, Trace, samples_of, without_memory
+from outrider.trace import Node, Trace, split_contexts, without_memory
 from outrider.types import Message, ToolSchema
 
-_FOLLOWING = ("user", "tool")  # roles that a template writes behind a turn whatever stands before it
+_FOLLOW_UP_ROLES = ("user", "tool")  # roles that a template writes behind a turn whatever stands before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
     """A question and its answer: ``context`` is the node in front of the turn, ``turn`` the turn's own.
-    ``said`` is what the program was told; it ``is_whole`` unless a stop string of the program cut it.
+    ``response`` is what the program was told; it ``is_whole`` unless a stop string of the program cut it.
     ``sampled`` is how it was drawn.
     """
 
-    asked: Conversation
-    said: Message
+    request: Conversation
+    response: Message
     context: Node
     turn: Node
     is_whole: bool
@@ -70,76 +70,76 @@ def _refusals() -> Iterator[None]:
 
 
 def next_context(
-    asked: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
+    request: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
 ) -> Seen:
     """The context of a question. Raises Unanswerable for one that the template refuses."""
     with _refusals():
-        ids = _ids(asked, exchanges, trace, renderer)
+        ids = _ids(request, exchanges, trace, renderer)
     before = trace.token_ids(exchanges[-1].turn.node_id)
-    known = [before, *(_seen_ids(trace, one.turn) for one in exchanges)]
-    num_new = len(ids) - max(sum(1 for _ in takewhile(bool, map(eq, ids, one))) for one in known)
+    known = [before, *(_seen_ids(trace, item.turn) for item in exchanges)]
+    num_new = len(ids) - max(sum(1 for _ in takewhile(bool, map(eq, ids, item))) for item in known)
     # a context that grew by nothing is the same question again
-    goes_on = len(ids) > len(before) and ids[: len(before)] == before
-    return Seen(token_ids=ids[len(before) :] if goes_on else ids, restarts=not goes_on, num_new=num_new)
+    extends = len(ids) > len(before) and ids[: len(before)] == before
+    return Seen(token_ids=ids[len(before) :] if extends else ids, restarts=not extends, num_new=num_new)
 
 
 def _ids(
-    asked: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
+    request: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
 ) -> tuple[int, ...]:
     if renderer.history_thinking == "strip":
-        return renderer.prompt(asked.messages, asked.tools)
+        return renderer.prompt(request.messages, request.tools)
     newest_first = exchanges[::-1]
-    again = next((one for one in newest_first if _is_same(asked, one)), None)
+    again = next((exchange for exchange in newest_first if _is_same_request(request, exchange)), None)
     if again is not None:
         return _seen_ids(trace, again.context)
     longest = max(
-        (one for one in newest_first if _follows(asked, one, renderer)),
-        key=lambda one: len(one.asked.messages),
+        (exchange for exchange in newest_first if _follows(request, exchange, renderer)),
+        key=lambda exchange: len(exchange.request.messages),
         default=None,
     )
     if longest is None:
-        return renderer.prompt(asked.messages, asked.tools)
+        return renderer.prompt(request.messages, request.tools)
     # with the tips of the newest context, which go on; of an older one without
     is_newest = longest is exchanges[-1]
     ids = trace.token_ids(longest.turn.node_id) if is_newest else _seen_ids(trace, longest.turn)
-    rest = asked.messages[len(longest.asked.messages) + 1 :]
-    has_tools = bool(asked.tools) or any(message.role == "tool" for message in asked.messages)
+    rest = request.messages[len(longest.request.messages) + 1 :]
+    has_tools = bool(request.tools) or any(message.role == "tool" for message in request.messages)
     return (*ids, *renderer.with_tools(has_tools).bridge(ids, rest))
 
 
 def _seen_ids(trace: Trace, node: Node) -> tuple[int, ...]:
     """The context up to a node, as a rollout without tips has it."""
-    sample = samples_of(trace.path(node.node_id))[-1]
-    return tuple(token for one in without_memory(sample) for token in one.token_ids)
+    sample = split_contexts(trace.path(node.node_id))[-1]
+    return tuple(token for sample_node in without_memory(sample) for token in sample_node.token_ids)
 
 
-def _is_same(asked: Conversation, one: Exchange) -> bool:
-    return asked.messages == one.asked.messages and asked.tools == one.asked.tools
+def _is_same_request(request: Conversation, exchange: Exchange) -> bool:
+    return request.messages == exchange.request.messages and request.tools == exchange.request.tools
 
 
-def _follows(asked: Conversation, one: Exchange, renderer: ChatRenderer) -> bool:
+def _follows(request: Conversation, exchange: Exchange, renderer: ChatRenderer) -> bool:
     """Whether the conversation goes on behind the answer, as the program was told it or in words that a
     server would write the same.
     """
-    known = (*one.asked.messages, one.said)
-    begun, rest = asked.messages[: len(known)], asked.messages[len(known) :]
-    if not one.is_whole or asked.tools != one.asked.tools or not rest:
+    known = (*exchange.request.messages, exchange.response)
+    prefix, rest = request.messages[: len(known)], request.messages[len(known) :]
+    if not exchange.is_whole or request.tools != exchange.request.tools or not rest:
         return False
-    if any(message.role not in _FOLLOWING for message in rest):
+    if any(message.role not in _FOLLOW_UP_ROLES for message in rest):
         return False
-    kept = [replace(message, reasoning="", problems=()) for message in known]
-    sent = [replace(message, reasoning="", problems=()) for message in begun]
-    return kept == sent or _is_written_the_same(kept, sent, asked.tools, renderer)
+    original = [replace(message, reasoning="", problems=()) for message in known]
+    sent = [replace(message, reasoning="", problems=()) for message in prefix]
+    return original == sent or _renders_identically(original, sent, request.tools, renderer)
 
 
-def _is_written_the_same(
-    kept: Sequence[Message], sent: Sequence[Message], tools: Sequence[ToolSchema], renderer: ChatRenderer
+def _renders_identically(
+    original: Sequence[Message], sent: Sequence[Message], tools: Sequence[ToolSchema], renderer: ChatRenderer
 ) -> bool:
     """Whether a server would write both the same: templates trim what was said, and few write ids."""
-    if [_bare(one) for one in kept] != [_bare(one) for one in sent]:
+    if [_bare(message) for message in original] != [_bare(message) for message in sent]:
         return False  # rendering is slow, and nothing else can come out of it
     try:
-        written = [renderer.whole_text(each, tools, opened=False) for each in (kept, sent)]
+        written = [renderer.whole_text(messages, tools, opened=False) for messages in (original, sent)]
     except ModelError:
         return False
     return written[0] == written[1]
@@ -151,9 +151,9 @@ def _bare(message: Message) -> Message:
     return replace(message, content=message.content.strip(), tool_calls=calls, tool_call_id="")
 
 
-def asked_of(environment: Environment) -> Conversation | None:
+def pending_request(environment: Environment) -> Conversation | None:
     """What a program asks now; None where the rollout keeps the conversation itself."""
-    return environment.asked if isinstance(environment, OwnConversations) else None
+    return environment.request if isinstance(environment, OwnConversations) else None
 
 
 def opening_ids(
@@ -163,9 +163,9 @@ def opening_ids(
     refuses.
     """
     if not isinstance(environment, OwnConversations):
-        return renderer.prompt(messages, tools_of(environment))
+        return renderer.prompt(messages, prompt_tools(environment))
     with _refusals():
-        return renderer.prompt(messages, tools_of(environment))
+        return renderer.prompt(messages, prompt_tools(environment))
 
 
 def require_room(num_tokens: int, context_length: int) -> None:
@@ -178,16 +178,16 @@ def require_room(num_tokens: int, context_length: int) -> None:
         raise Unanswerable(Refusal(reason=words, is_too_long=True))
 
 
-def tell_sampled(
+def report_sampled_turn(
     environment: Environment, generation: Generation, context: Sequence[int], renderer: ChatRenderer
 ) -> SampledTurn | None:
     """Tell a program's environment how the turn was drawn, which its answer may have to say."""
     if not isinstance(environment, OwnConversations):
         return None
     opened = renderer.opened(context)
-    said = renderer.turn_text(generation.token_ids, context=context, is_closed=False).removeprefix(opened)
+    text = renderer.turn_text(generation.token_ids, context=context, is_closed=False).removeprefix(opened)
     turn = SampledTurn(
-        token_bytes=token_bytes(renderer.tokenizer, generation.token_ids, said=said),
+        token_bytes=token_bytes(renderer.tokenizer, generation.token_ids, visible_text=text),
         logprobs=generation.logprobs,
         finish=generation.finish_reason.value,
         num_context_tokens=len(context),

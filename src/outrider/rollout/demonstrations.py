@@ -11,19 +11,19 @@ from outrider.types import Origin
 DEMONSTRATION: Final = "demonstration"
 
 
-def join_demonstration(trace: Trace, played: Trace) -> None:
-    """Add the one rollout of ``played`` to the group ``trace`` under the next number.
+def join_demonstration(trace: Trace, demonstration: Trace) -> None:
+    """Add the one rollout of ``demonstration`` to the group ``trace`` under the next number.
 
     Its turns become ``Origin.DEMONSTRATION`` nodes, without log-probs and entropies: nobody measured the
     demonstrator's. It begins at the group's prompt where that is the same. Its return, or its fault, stays
-    what it was. Raises ValueError unless ``played`` holds exactly one rollout.
+    what it was. Raises ValueError unless ``demonstration`` holds exactly one rollout.
     """
-    [(leaf, path)] = played.rollouts()
+    [(leaf, path)] = demonstration.rollouts()
     rollout = len(trace.modes)
     trace.modes = (*trace.modes, DEMONSTRATION)
     last_node: Node | None = None
     for node in path:
-        last_node = _added(trace, last_node, node, rollout)
+        last_node = _add_node(trace, last_node, node, rollout)
     trace.finish(
         replace(
             leaf,
@@ -34,7 +34,7 @@ def join_demonstration(trace: Trace, played: Trace) -> None:
     )
 
 
-def _added(trace: Trace, parent: Node | None, node: Node, rollout: int) -> Node:
+def _add_node(trace: Trace, parent: Node | None, node: Node, rollout: int) -> Node:
     if parent is None:
         for root in trace.nodes:
             if root.parent is None and root.token_ids == node.token_ids:

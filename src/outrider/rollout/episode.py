@@ -11,36 +11,36 @@ from outrider.environments.base import (
     StepResult,
     episode_result,
     is_answer,
+    prompt_tools,
     recorded_turn,
     start_episode,
     take_refusal,
     take_step,
-    tools_of,
     turn_message,
 )
 from outrider.environments.conversing import Conversation, OwnConversations, Refusal, Refusing, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
-from outrider.rollout.blocking import guarded
-from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
+from outrider.rollout.blocking import run_guarded
+from outrider.rollout.branch import Fork, GroupScheduler, make_fork, prompt_text
 from outrider.rollout.context import Context
 from outrider.rollout.conversing import (
     Exchange,
     Seen,
     Unanswerable,
-    asked_of,
     opening_ids,
+    pending_request,
+    report_sampled_turn,
     require_room,
-    tell_sampled,
 )
-from outrider.rollout.faults import given_up
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
+from outrider.rollout.faults import cancelled_leaf
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, to_message
 from outrider.rollout.limits import Limits
-from outrider.rollout.rerendering import require_kept
-from outrider.rollout.scripted_play import outcome_of
+from outrider.rollout.rerendering import require_no_rerendering
+from outrider.rollout.scripted_play import episode_outcome
 from outrider.rollout.stream_batcher import StreamBatcher
-from outrider.rollout.tip_splice import ask_for_reflection, show_tip
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.tip_splice import request_reflection, show_tip
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
@@ -69,8 +69,8 @@ class EpisodeRunner:
     hooks: Sequence[Hook]
     run_seed: int
     training_step: int
-    whereabouts: Whereabouts
-    book: Book
+    rollout_status: RolloutStatus
+    scheduler: GroupScheduler
 
     async def run(
         self,
@@ -89,7 +89,7 @@ class EpisodeRunner:
         Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or
         records it.
         """
-        self.whereabouts.at(f"{task.key}/{rollout}", "the start of its environment")
+        self.rollout_status.set(f"{task.key}/{rollout}", "the start of its environment")
         refusals: list[tuple[int, Refusal]] = []
         last_node, opening = await self._begin(task, trace, environment, fork, refusals)
         state = EpisodeState(
@@ -105,18 +105,18 @@ class EpisodeRunner:
             refusals=refusals,
         )
         if fork is not None:
-            fork.continue_in(state)
+            fork.apply_to(state)
         outcome = None
         while outcome is None:
             if is_late():
-                return given_up(rollout)
+                return cancelled_leaf(rollout)
             outcome = await self._turn(state)
         return await self._leaf(state, outcome)
 
     async def _leaf(self, state: EpisodeState, outcome: Outcome) -> Leaf:
         """What the environment says of an episode that has ended."""
-        self._at(state, "the environment's result")
-        result = await self._guarded(episode_result, state.environment)
+        self._set_status(state, "the environment's result")
+        result = await self._run_guarded(episode_result, state.environment)
         reflection, num_reflection_tokens = await self._reflect(state, result)
         return Leaf(
             node_id=state.last_node.node_id,
@@ -142,8 +142,8 @@ class EpisodeRunner:
         """
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
-            opening = await self._guarded(start_episode, environment, seed)
-            tools = tools_of(environment)  # a program may be over behind its first question
+            opening = await self._run_guarded(start_episode, environment, seed)
+            tools = prompt_tools(environment)  # a program may be over behind its first question
             ids, messages = await self._opening(environment, opening, refusals)
             return _root(trace, ids, messages, tools), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
@@ -171,7 +171,7 @@ class EpisodeRunner:
                 assert isinstance(environment, OwnConversations)
                 result = await self._refuse(environment, error.refusal, refusals, turn=0)
                 if result is not None and not result.done:
-                    messages = environment.asked.messages
+                    messages = environment.request.messages
                     continue
                 if not ids:
                     raise EnvironmentFault(
@@ -194,29 +194,31 @@ class EpisodeRunner:
             words = f", {len(refusals)} times before" if refusals else ""
             raise EnvironmentFault(f"the program asks what cannot be answered{words}: {refusal.reason}")
         refusals.append((turn, refusal))
-        return await self._guarded(take_refusal, environment, refusal)
+        return await self._run_guarded(take_refusal, environment, refusal)
 
-    async def _next_question(self, state: EpisodeState, result: StepResult) -> tuple[StepResult, Seen | None]:
+    async def _next_request(self, state: EpisodeState, result: StepResult) -> tuple[StepResult, Seen | None]:
         """What a program asks next and how the policy will see it, None where the rollout is cut or over.
         What cannot be answered is refused, and the program goes on.
         """
         environment = state.environment
         while not result.done and isinstance(environment, OwnConversations):
             try:
-                return result, self._context.asked(state, environment)
+                return result, self._context.next_request(state, environment)
             except Unanswerable as error:
-                self._at(state, "an environment's step")
-                refused = await self._refuse(environment, error.refusal, state.refusals, turn=state.turn + 1)
-            if refused is None:
+                self._set_status(state, "an environment's step")
+                next_result = await self._refuse(
+                    environment, error.refusal, state.refusals, turn=state.turn + 1
+                )
+            if next_result is None:
                 break
-            result = refused
+            result = next_result
         return result, None
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
             if isinstance(hook, Reflector):
-                self._at(state, "the wait for a reflection")
-                reflection = await ask_for_reflection(
+                self._set_status(state, "the wait for a reflection")
+                reflection = await request_reflection(
                     state,
                     hook,
                     result,
@@ -235,35 +237,35 @@ class EpisodeRunner:
         """One policy turn with what hooks put before it; None while the episode goes on."""
         if state.turn >= self.limits.max_turns:
             return Outcome.TRUNCATED_TURNS
-        if self._context.left(state) <= 0:
+        if self._context.num_tokens_left(state) <= 0:
             return Outcome.TRUNCATED_TOKENS
         # hooks have acted, and this point was decided about, in the rollout that it left
-        here = state.is_forked
+        was_forked = state.is_forked
         state.is_forked = False
-        if not here and (outcome := await self._before_turn(state)) is not None:
+        if not was_forked and (outcome := await self._before_turn(state)) is not None:
             return outcome
         before = state.last_node
-        question = asked_of(state.environment)
+        question = pending_request(state.environment)
         finish, text, sampled = await self._generate(state, question)
-        said = turn_message(state.environment, text)
+        response = turn_message(state.environment, text)
         # In front of the step: a program that has ended asks nothing.
-        answers = is_answer(state.environment, said)
+        answers = is_answer(state.environment, response)
         # Before the environment acts: a copy has to be of the state that this turn was written in.
-        await self._pass(state, before, is_known=here)
+        await self._offer_fork(state, before, is_known=was_forked)
         result = await self._act(state, text)
         if question is not None and sampled is not None:
-            whole = finish is not FinishReason.STOP
+            is_whole = finish is not FinishReason.STOP
             state.exchanges.append(
                 Exchange(
-                    asked=question,
-                    said=said,
+                    request=question,
+                    response=response,
                     context=before,
                     turn=state.last_node,
-                    is_whole=whole,
+                    is_whole=is_whole,
                     sampled=sampled,
                 )
             )
-        result, seen = await self._next_question(state, result)
+        result, seen = await self._next_request(state, result)
         state.last_result = result
         state.last_node.reward = result.reward
         state.last_node.metadata |= {
@@ -281,27 +283,27 @@ class EpisodeRunner:
 
     async def _before_turn(self, state: EpisodeState) -> Outcome | None:
         for hook in self.hooks:
-            for wanted in hook.before_turn(state):
-                if isinstance(wanted, Splice):
-                    self._splice(state, wanted, room=self.limits.max_turn_tokens)
-                elif (outcome := await self._attempt(state, wanted)) is not None:
+            for intervention in hook.before_turn(state):
+                if isinstance(intervention, Splice):
+                    self._splice(state, intervention, room=self.limits.max_turn_tokens)
+                elif (outcome := await self._attempt(state, intervention)) is not None:
                     return outcome
         return None
 
-    async def _pass(self, state: EpisodeState, before: Node, *, is_known: bool) -> None:
+    async def _offer_fork(self, state: EpisodeState, before: Node, *, is_known: bool) -> None:
         """Rollouts may leave in front of the turn that was just written, now or later; its own tokens stay
         with this rollout.
         """
         fork: Fork | None = None
-        if self.book.arrived(state, is_known=is_known):
-            self._at(state, "a copy of its environment")
-            fork = await take_fork(state, before, timeout_s=self.limits.step_timeout_s)
-        self.book.passed(state, fork)
+        if self.scheduler.on_turn_start(state, is_known=is_known):
+            self._set_status(state, "a copy of its environment")
+            fork = await make_fork(state, before, timeout_s=self.limits.step_timeout_s)
+        self.scheduler.on_turn_end(state, fork)
 
     async def _act(self, state: EpisodeState, action: str) -> StepResult:
-        self._at(state, "an environment's step")
-        said = turn_message(state.environment, action)
-        result = await self._guarded(take_step, state.environment, said)
+        self._set_status(state, "an environment's step")
+        response = turn_message(state.environment, action)
+        result = await self._run_guarded(take_step, state.environment, response)
         state.actions.append(action)
         state.results.append(result)
         return result
@@ -309,9 +311,9 @@ class EpisodeRunner:
     async def _generate(
         self, state: EpisodeState, question: Conversation | None
     ) -> tuple[FinishReason, str, SampledTurn | None]:
-        self._at(state, "the wait for a batch")
+        self._set_status(state, "the wait for a batch")
         context = state.trace.token_ids(state.last_node.node_id)
-        room = min(self.limits.max_turn_tokens, self._context.left(state))
+        room = min(self.limits.max_turn_tokens, self._context.num_tokens_left(state))
         stop = self.sampling.stop
         if question is not None:
             room, stop = min(room, question.max_tokens or room), (*stop, *question.stop)
@@ -348,7 +350,7 @@ class EpisodeRunner:
         )
         state.num_splices_dropped = 0
         state.num_response_tokens += len(generation.token_ids)
-        sampled = tell_sampled(state.environment, generation, context, self.renderer)
+        sampled = report_sampled_turn(state.environment, generation, context, self.renderer)
         return generation.finish_reason, text, sampled
 
     def _observe(
@@ -363,9 +365,9 @@ class EpisodeRunner:
     ) -> Outcome | None:
         """Append the observation, ``seen`` where a program asks, and decide whether the episode is over."""
         if result.done:
-            return outcome_of(result, is_cut=finish is FinishReason.LENGTH, is_answer=is_answer)
+            return episode_outcome(result, is_cut=finish is FinishReason.LENGTH, is_answer=is_answer)
         if question is not None:
-            appended = seen is not None and self._context.append_asked(state, seen, result)
+            appended = seen is not None and self._context.append_request(state, seen, result)
             return None if appended else Outcome.TRUNCATED_TOKENS
         observations = result.observations
         if not observations:
@@ -374,7 +376,7 @@ class EpisodeRunner:
             return Outcome.INVALID  # the policy closed the one assistant message that the protocol has
         limit = self.limits.max_observation_tokens
         if self.renderer.history_thinking == "strip":
-            appended = self._context.append_again(state, observations, limit)
+            appended = self._context.append_rerendered(state, observations, limit)
         else:
             appended = self._context.append(state, Origin.ENVIRONMENT, observations, limit, {})
         return None if appended else Outcome.TRUNCATED_TOKENS
@@ -395,22 +397,22 @@ class EpisodeRunner:
             before.metadata.setdefault("attempted", []).append(action)
             if splice is not None and not result.done:
                 return Outcome.TRUNCATED_TOKENS  # the state has moved on and the policy could not be told
-        return outcome_of(result) if result.done else None
+        return episode_outcome(result) if result.done else None
 
     def _splice(self, state: EpisodeState, splice: Splice, *, room: int) -> None:
         """Put a hook's text in, unless it would leave the policy less than ``room`` tokens: a step must not
         end the episode.
         """
-        require_kept(self.renderer)
+        require_no_rerendering(self.renderer)
         if splice.origin is Origin.MEMORY:
             reserve = self.limits.max_response_tokens - state.num_response_tokens
             length = self.batcher.engine.context_length
-            shown = show_tip(state, splice, renderer=self.renderer, context_length=length, reserve=reserve)
-            state.num_splices_dropped += not shown
+            is_shown = show_tip(state, splice, renderer=self.renderer, context_length=length, reserve=reserve)
+            state.num_splices_dropped += not is_shown
             return
         limit = self.limits.max_splice_tokens
         if not self._context.append(
-            state, splice.origin, [message_of(splice)], limit, dict(splice.metadata), room=room
+            state, splice.origin, [to_message(splice)], limit, dict(splice.metadata), room=room
         ):
             state.num_splices_dropped += 1
         elif splice.step is not None:
@@ -422,11 +424,11 @@ class EpisodeRunner:
             renderer=self.renderer, limits=self.limits, context_length=self.batcher.engine.context_length
         )
 
-    def _at(self, state: EpisodeState, place: str) -> None:
-        self.whereabouts.at(f"{state.task.key}/{state.rollout}", place)
+    def _set_status(self, state: EpisodeState, location: str) -> None:
+        self.rollout_status.set(f"{state.task.key}/{state.rollout}", location)
 
-    async def _guarded(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
-        return await guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)
+    async def _run_guarded(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
+        return await run_guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)
 
 
 def _root(

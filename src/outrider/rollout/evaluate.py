@@ -36,7 +36,7 @@ class EvaluationSettings(Settings):
     memory: Literal["tips", "reflexion"] = "tips"
 
     @model_validator(mode="after")
-    def _possible(self) -> "EvaluationSettings":
+    def _validate(self) -> "EvaluationSettings":
         if self.num_trials and self.memory == "reflexion" and self.num_samples > 1:
             raise ValueError(
                 "evaluation.memory = reflexion tries every task again on its own: num_samples must be 1"
@@ -91,7 +91,7 @@ def evaluate(
     keys = [trace.task.key for trace, group in zip(report.traces, leaves, strict=True) if group]
     successes = [fmean(float(leaf.success) for leaf in group) for group in scored]
     returns = [fmean(leaf.episode_return or 0.0 for leaf in group) for group in scored]
-    low, high = interval(successes, binary=all(one in (0.0, 1.0) for one in successes))
+    low, high = interval(successes, binary=all(success in (0.0, 1.0) for success in successes))
     paths = [
         path for trace in report.traces for leaf, path in trace.rollouts() if leaf.episode_return is not None
     ]
@@ -131,6 +131,6 @@ def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> t
         tail = 50 * (1 - level)
         return float(np.percentile(draws, tail)), float(np.percentile(draws, 100 - tail))
     z, n, p = NormalDist().inv_cdf(0.5 + level / 2), len(scores), fmean(scores)
-    centre, spread = p + z * z / (2 * n), z * float(np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)))
-    low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+    centre, margin = p + z * z / (2 * n), z * float(np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)))
+    low, high = (centre - margin) / (1 + z * z / n), (centre + margin) / (1 + z * z / n)
     return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounded, a bound may fall short of p = 1

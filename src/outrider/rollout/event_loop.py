@@ -20,32 +20,32 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(main)
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
 
-    async def played() -> T:
-        if not begun.set_running_or_notify_cancel():
+    async def run_main() -> T:
+        if not started.set_running_or_notify_cancel():
             main.close()
             raise asyncio.CancelledError
-        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         return await main
 
-    ended = threading.Event()
+    finished = threading.Event()
 
-    def in_a_loop() -> T:
+    def run_in_loop() -> T:
         try:
-            return asyncio.run(played())
+            return asyncio.run(run_main())
         finally:
-            ended.set()
+            finished.set()
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts") as pool:
         try:
-            return pool.submit(in_a_loop).result()
+            return pool.submit(run_in_loop).result()
         except BaseException:
-            if not begun.cancel():
-                loop, task = begun.result()
+            if not started.cancel():
+                loop, task = started.result()
                 assert task is not None  # a coroutine runs in one
                 with suppress(RuntimeError):  # the loop has closed: it was the batch that broke
                     loop.call_soon_threadsafe(task.cancel)
                 # An interruption within `submit` leaves the pool without the thread that it has started.
-                ended.wait()
+                finished.wait()
             raise

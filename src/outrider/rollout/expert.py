@@ -11,10 +11,10 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EnvironmentFactory, StepResult, recorded_turn
 from outrider.memory.steps.history import TokenCounter
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, joined, retrieved
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, format_retrieved, join_observation
 from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.trace import Node, Trace
@@ -47,15 +47,15 @@ class ExpertPlayer:
             self._steps[key] = self.expert(state.task) or ()
         # Keyed without the turn: every turn draws the same decision, so none has to be remembered.
         random = stream(self.run_seed, "expert retrieve", key)
-        shown = 1 + int(random.integers(max(1, len(self._steps[key]) - 2)))
+        shown_index = 1 + int(random.integers(max(1, len(self._steps[key]) - 2)))
         if (
             random.random() >= self.retrieve_share
-            or len(state.steps) != shown
-            or shown >= len(self._steps[key]) - 1
+            or len(state.steps) != shown_index
+            or shown_index >= len(self._steps[key]) - 1
         ):
             return ()
-        action = recorded_turn(state.environment, self._steps[key][shown].text)
-        return [Attempt(action=action, then=partial(_shown, action))]
+        action = recorded_turn(state.environment, self._steps[key][shown_index].text)
+        return [Attempt(action=action, then=partial(_to_splice, action))]
 
     def after_turn(self, state: EpisodeState) -> None:
         """Nothing to do."""
@@ -63,7 +63,7 @@ class ExpertPlayer:
     def after_group(self, trace: Trace) -> None:
         """Nothing to do."""
 
-    def say(self, request: Request, context: str) -> str:
+    def next_text(self, request: Request, context: str) -> str:
         """The expert's next step; nothing once its path is over."""
         key = request.request_id.rsplit("/", 2)[0]
         state = self._states[key]
@@ -71,14 +71,17 @@ class ExpertPlayer:
         return recorded_turn(state.environment, steps[position].text) if position < len(steps) else ""
 
 
-def _shown(action: str, result: StepResult) -> Splice | None:
+def _to_splice(action: str, result: StepResult) -> Splice | None:
     """The step as it was answered; nothing where the environment did not do it: then the expert says it."""
     if not result.carried_out:
         return None
     step = Step(text=action, observation=result.text, is_terminal=result.done)
     metadata = {"step_ids": [], "agent": "expert", "similarity": 1.0}
     return Splice(
-        origin=Origin.BUFFER, text=retrieved(joined(action, step.observation)), step=step, metadata=metadata
+        origin=Origin.BUFFER,
+        text=format_retrieved(join_observation(action, step.observation)),
+        step=step,
+        metadata=metadata,
     )
 
 
@@ -97,7 +100,7 @@ def play_experts(
     max_concurrent: int = 64,
     max_retries: int = 2,
     training_step: int = 0,
-    whereabouts: Whereabouts | None = None,
+    rollout_status: RolloutStatus | None = None,
     hooks: Sequence[Hook] = (),
     mode: str = "expert",
     on_finished: Callable[[int, int], None] | None = None,
@@ -112,10 +115,12 @@ def play_experts(
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
     renderer = renderer or ChatRenderer(tokenizer)
 
-    def say(request: Request, context: str) -> str:
-        return renderer.demonstration(player.say(request, context), request.token_ids)
+    def script(request: Request, context: str) -> str:
+        return renderer.demonstration(player.next_text(request, context), request.token_ids)
 
-    engine = ScriptedEngine(tokenizer=tokenizer, script=say, context_length=context_length, renderer=renderer)
+    engine = ScriptedEngine(
+        tokenizer=tokenizer, script=script, context_length=context_length, renderer=renderer
+    )
     scheduler = Scheduler(
         engine=engine,
         renderer=renderer,
@@ -126,13 +131,13 @@ def play_experts(
         max_retries=max_retries,
         hooks=(*hooks, player),
         max_concurrent=max_concurrent,
-        whereabouts=whereabouts or Whereabouts(),
+        rollout_status=rollout_status or RolloutStatus(),
         on_finished=on_finished,
     )
     return scheduler.run(tasks, modes=(mode,), training_step=training_step).traces
 
 
-def trajectory_of(
+def to_trajectory(
     trace: Trace, rollout: int, *, agent: str, trajectory_id: str, count_tokens: TokenCounter | None = None
 ) -> Trajectory | None:
     """A finished rollout as a trajectory for the step-trace buffer; None after a fault, and where its last
@@ -151,27 +156,27 @@ def trajectory_of(
         return None
     path = trace.path(leaf.node_id)
     steps: list[Step] = []
-    done: list[str] = []  # by others
+    actions: list[str] = []  # by others
     for index, node in enumerate(path):
         if node.origin is Origin.BUFFER and "action" in node.metadata:
-            done.append(node.metadata["action"])
+            actions.append(node.metadata["action"])
             steps.append(
-                Step(text=done[-1], observation=node.metadata["observation"], is_terminal=node is path[-1])
+                Step(text=actions[-1], observation=node.metadata["observation"], is_terminal=node is path[-1])
             )
         elif node.trainable:
-            following: Node | None = path[index + 1] if index + 1 < len(path) else None
-            observed = following is not None and following.origin is Origin.ENVIRONMENT
-            observation = following.message.content if observed and following is not None else ""
+            next_node: Node | None = path[index + 1] if index + 1 < len(path) else None
+            observed = next_node is not None and next_node.origin is Origin.ENVIRONMENT
+            observation = next_node.message.content if observed and next_node is not None else ""
             steps.append(
                 Step(
                     text=node.message.content,
                     observation=observation,
-                    is_terminal=not observed and following is None,
+                    is_terminal=not observed and next_node is None,
                 )
             )
     num_tokens = sum(len(node.token_ids) for node in path if node.trainable)
-    if done:
-        num_tokens = num_tokens + sum(map(count_tokens, done)) if count_tokens else 0
+    if actions:
+        num_tokens = num_tokens + sum(map(count_tokens, actions)) if count_tokens else 0
     return Trajectory(
         trajectory_id=trajectory_id,
         task_key=trace.task.key,

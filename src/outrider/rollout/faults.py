@@ -24,19 +24,19 @@ NON_FINITE: Final = "non_finite"
 Fault = ToolFault | EnvironmentFault | EngineFault
 
 
-def outcome_of_fault(fault: Fault) -> Outcome:
+def fault_outcome(fault: Fault) -> Outcome:
     """How a rollout ends that this fault has broken for good."""
     if isinstance(fault, ToolFault):
         return Outcome.TOOL_FAULT
     return Outcome.ENVIRONMENT_FAULT if isinstance(fault, EnvironmentFault) else Outcome.ENGINE_FAULT
 
 
-def invalid_in(environment: object, task_key: str, error: InvalidResult) -> InvalidResult:
+def locate_invalid_result(environment: object, task_key: str, error: InvalidResult) -> InvalidResult:
     """The error with the environment and the task that it came from."""
     return InvalidResult(f"the environment {_name(environment)}, task {task_key}: {error}")
 
 
-def detail_of(fault: Fault, environment: object | None) -> str:
+def fault_detail(fault: Fault, environment: object | None) -> str:
     """Why a rollout was lost; for a result that is not finite with the environment that it came from."""
     if isinstance(fault, NonFiniteResult) and environment is not None:
         return f"the environment {_name(environment)}: {fault}"
@@ -48,14 +48,14 @@ def _name(environment: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:
+def lost_leaf(rollout: int, outcome: Outcome, detail: str) -> Leaf:
     """A rollout without a return: it is masked and never a reward."""
     return Leaf(node_id=None, rollout=rollout, outcome=outcome, episode_return=None, detail=detail)
 
 
-def given_up(rollout: int) -> Leaf:
+def cancelled_leaf(rollout: int) -> Leaf:
     """A rollout of a group that takes too long."""
-    return lost(rollout, Outcome.CANCELLED, "its group took longer than train.group_timeout_s")
+    return lost_leaf(rollout, Outcome.CANCELLED, "its group took longer than train.group_timeout_s")
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class FaultLog:
 
     def add(self, fault: Fault, *, group: int, rollout: int, attempt: int, task_key: str) -> Outcome:
         """Count a fault of one try of a rollout; its outcome."""
-        outcome = outcome_of_fault(fault)
+        outcome = fault_outcome(fault)
         self.counts[outcome.value] += 1
         self._reasons[group, rollout, attempt] = f"{outcome.value} in {task_key}, rollout {rollout}: {fault}"
         return outcome
@@ -110,7 +110,7 @@ def require_results(traces: Sequence[Trace], counts: Mapping[str, int]) -> None:
     because its result was NaN or infinite: the code that computes rewards is wrong.
     """
     reasons = lost_reasons(traces)
-    if unusable := [one for one in reasons if UnusableReward.PREFIX in one]:
+    if unusable := [reason for reason in reasons if UnusableReward.PREFIX in reason]:
         raise InvalidResult(f"task {unusable[0]}")
     num = sum(len(trace.leaves) for trace in traces)
     if num and counts.get(NON_FINITE, 0) == num:

@@ -156,17 +156,17 @@ class Reflector(Protocol):
         ...
 
 
-def retrieved(text: str) -> str:
+def format_retrieved(text: str) -> str:
     """The one form in which a context shows steps that the policy did not write."""
     return f"<retrieve>{text.strip()}</retrieve>\n"
 
 
-def joined(text: str, observation: str) -> str:
+def join_observation(text: str, observation: str) -> str:
     """Action and observation; a chat observation goes on a line of its own, an inline one as it is."""
     separator = "" if not observation or observation[0].isspace() or text[-1:].isspace() else "\n"
     return text + separator + observation
 
 
-def message_of(splice: Splice) -> Message:
+def to_message(splice: Splice) -> Message:
     """The message that renders a splice: it continues the assistant's message."""
     return Message(role="inline", content=splice.text)

@@ -21,7 +21,7 @@ class LoopLag:
     seconds: list[float] = field(default_factory=list)
 
     @asynccontextmanager
-    async def measured(self) -> AsyncIterator[None]:
+    async def measure(self) -> AsyncIterator[None]:
         """Measure, as long as this is open, in the loop that runs it."""
         watch = asyncio.get_running_loop().create_task(self._watch())
         try:

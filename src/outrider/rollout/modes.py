@@ -6,7 +6,7 @@ ON_POLICY: Final = "on_policy"
 HYBRID: Final = "hybrid"  # may retrieve steps (RAPO)
 
 
-def joined_mode(*parts: str) -> str:
+def join_modes(*parts: str) -> str:
     """One mode that says what every method does."""
     return "+".join(parts)
 

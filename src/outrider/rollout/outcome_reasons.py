@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from outrider.errors import ConfigError
 from outrider.rollout.limits import Limits
-from outrider.trace import Leaf, Node, Trace, samples_of
+from outrider.trace import Leaf, Node, Trace, split_contexts
 from outrider.types import Origin, Outcome
 
 CUT = "cut by "
 
 
-def cut_by(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: int) -> str | None:
+def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: int) -> str | None:
     """The setting of the limit that cut the rollout, or a turn of it, with its value; None if none did."""
-    turns = [node for node in path if node.takes_credit]
+    turns = [node for node in path if node.receives_advantages]
     shortened = [node for node in turns if node.metadata.get("finish") == "length"]
     if any(len(node.token_ids) >= limits.max_turn_tokens for node in shortened):
         return f"rollout.max_turn_tokens = {limits.max_turn_tokens}"
@@ -25,7 +25,7 @@ def cut_by(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: 
         return None
     num_response = sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
     left = limits.max_response_tokens - num_response
-    room = context_length - sum(len(node.token_ids) for node in samples_of(path)[-1])
+    room = context_length - sum(len(node.token_ids) for node in split_contexts(path)[-1])
     if leaf.outcome is not Outcome.TRUNCATED_TOKENS and min(left, room) > 0:
         return None  # a program's own limit of a turn
     if room <= left:
@@ -40,7 +40,7 @@ def failure_reasons(traces: Sequence[Trace], limits: Limits, *, context_length: 
         for leaf, path in trace.scored_rollouts():
             if leaf.success:
                 continue
-            limit = cut_by(leaf, path, limits, context_length=context_length)
+            limit = limiting_setting(leaf, path, limits, context_length=context_length)
             if limit is not None:
                 reasons[f"{CUT}{limit}"] += 1
             elif leaf.outcome is Outcome.INVALID:
@@ -52,24 +52,24 @@ def failure_reasons(traces: Sequence[Trace], limits: Limits, *, context_length: 
 
 def reasons_line(reasons: Mapping[str, int]) -> str:
     """The reasons with their counts, the most frequent first; empty without any."""
-    ordered = sorted(reasons.items(), key=lambda one: (-one[1], one[0]))
+    ordered = sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join(f"{num} {reason}" for reason, num in ordered)
 
 
 def cut_line(cut: Mapping[str, int]) -> str:
     """How many rollouts each limit cut: ``3 by rollout.max_turn_tokens = 256``."""
-    ordered = sorted(cut.items(), key=lambda one: (-one[1], one[0]))
+    ordered = sorted(cut.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join(f"{num} by {limit}" for limit, num in ordered)
 
 
-def num_cut(traces: Sequence[Trace], limits: Limits, *, context_length: int) -> Counter[str]:
+def count_cut(traces: Sequence[Trace], limits: Limits, *, context_length: int) -> Counter[str]:
     """How many rollouts each limit cut, also those that were solved all the same."""
     limits_by_rollout = (
-        cut_by(leaf, path, limits, context_length=context_length)
+        limiting_setting(leaf, path, limits, context_length=context_length)
         for trace in traces
         for leaf, path in trace.scored_rollouts()
     )
-    return Counter(one for one in limits_by_rollout if one is not None)
+    return Counter(limit for limit in limits_by_rollout if limit is not None)
 
 
 def has_no_room(leaf: Leaf, path: Sequence[Node]) -> bool:
@@ -95,7 +95,7 @@ def require_room(traces: Sequence[Trace], *, context_length: int) -> list[str]:
     if not lengths:
         return []
     num = sum(has_no_room(leaf, path) for _, leaf, path in rollouts)
-    key = min(lengths, key=lambda one: lengths[one])
+    key = min(lengths, key=lambda task_key: lengths[task_key])
     room = f"model.context_length: the context has {context_length} tokens"
     if num == len(rollouts):
         raise ConfigError(

@@ -60,7 +60,7 @@ def gain_over_start(evaluations: Sequence[Mapping[str, Any]]) -> PairedGain | No
     """Gain of the last evaluation over the policy that reinforcement learning began with (the last one of
     step 0).
     """
-    starts = [one for one in evaluations if one["step"] == 0]
+    starts = [evaluation for evaluation in evaluations if evaluation["step"] == 0]
     if not starts or evaluations[-1]["step"] == 0:
         return None
     return paired_gain(starts[-1], evaluations[-1])
@@ -82,5 +82,5 @@ def difference_interval(differences: Sequence[float], *, level: float = 0.95) ->
     gained, lost, num = float((values > 0).sum()) + 0.5, float((values < 0).sum()) + 0.5, len(values) + 2.0
     centre = (gained - lost) / num
     z = NormalDist().inv_cdf(0.5 + level / 2)
-    spread = z * math.sqrt(gained + lost - (gained - lost) ** 2 / num) / num
-    return max(-1.0, centre - spread), min(1.0, centre + spread)
+    margin = z * math.sqrt(gained + lost - (gained - lost) ** 2 / num) / num
+    return max(-1.0, centre - margin), min(1.0, centre + margin)

@@ -27,24 +27,24 @@ def rejoin(trace: Trace) -> None:
     counts = {node.node_id for node in own}
     first: dict[Hashable, int] = {}  # what was written where -> the node that came first
     same: list[int] = []  # of every node, the first one that is the same
-    stands: dict[int, int] = {}  # that one -> the node that stands for all of them
+    representatives: dict[int, int] = {}  # that one -> the node that stands for all of them
     for node in trace.nodes:
         is_own = node.parent is not None and "rollout" in node.metadata
-        above = None if node.parent is None else same[node.parent]
-        place = (above, node.metadata["rollout"], node.origin, node.token_ids) if is_own else node.node_id
-        same.append(first.setdefault(place, node.node_id))
+        parent = None if node.parent is None else same[node.parent]
+        key = (parent, node.metadata["rollout"], node.origin, node.token_ids) if is_own else node.node_id
+        same.append(first.setdefault(key, node.node_id))
         if node.node_id in counts or node.node_id == same[-1]:
-            stands[same[-1]] = node.node_id
+            representatives[same[-1]] = node.node_id
     for node in trace.nodes:
-        _hand_over(node, trace.nodes[stands[same[node.node_id]]])
+        _move_decisions(node, trace.nodes[representatives[same[node.node_id]]])
         if node.parent is not None:
-            node.parent = stands[same[node.parent]]
+            node.parent = representatives[same[node.parent]]
     for leaf in trace.leaves.values():
         if leaf.node_id is not None:
-            leaf.node_id = stands[same[leaf.node_id]]
+            leaf.node_id = representatives[same[leaf.node_id]]
 
 
-def _hand_over(node: Node, other: Node) -> None:
+def _move_decisions(node: Node, other: Node) -> None:
     """A turn is decided about once; the report looks for that on the rollout's path."""
     if node is not other:
         other.metadata |= {name: node.metadata.pop(name) for name in _DECIDED if name in node.metadata}

@@ -28,7 +28,7 @@ class Continued:
     num_cut: int
 
 
-def require_kept(renderer: ChatRenderer) -> None:
+def require_no_rerendering(renderer: ChatRenderer) -> None:
     """For text of a hook, which is no message. Raises ConfigError where conversations are rendered again: it
     would be gone with the next observation.
     """
@@ -38,10 +38,10 @@ def require_kept(renderer: ChatRenderer) -> None:
         )
 
 
-def rendered_again(
+def rerender(
     context: Sequence[int],
     conversation: Sequence[Message],
-    said: str,
+    response: str,
     observations: Sequence[Message],
     *,
     tools: Sequence[ToolSchema],
@@ -50,13 +50,13 @@ def rendered_again(
 ) -> Continued:
     """The conversation with a turn and its observations, which have at most ``limit`` tokens."""
     cut, num_cut = cut_messages(context, observations, limit, renderer=renderer)
-    whole = (*conversation, renderer.message_of(said, tools), *cut)
+    whole = (*conversation, renderer.parse_message(response, tools), *cut)
     token_ids = renderer.prompt(whole, tools)
-    goes_on = token_ids[: len(context)] == tuple(context)
+    extends_context = token_ids[: len(context)] == tuple(context)
     return Continued(
         conversation=whole,
-        token_ids=token_ids[len(context) :] if goes_on else token_ids,
-        restarts=not goes_on,
+        token_ids=token_ids[len(context) :] if extends_context else token_ids,
+        restarts=not extends_context,
         num_observed=len(renderer.bridge(context, cut)),
         num_cut=num_cut,
     )

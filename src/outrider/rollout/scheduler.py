@@ -14,19 +14,19 @@ from outrider.engines.base import Engine
 from outrider.environments.base import Environment, EnvironmentFactory, RoundAware
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.batcher import RoundBatcher
-from outrider.rollout.blocking import guarded
-from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
+from outrider.rollout.blocking import run_guarded
+from outrider.rollout.branch import Brancher, Copies, Enqueue, Fork, GroupScheduler, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Sampling
 from outrider.rollout.event_loop import run_to_end
-from outrider.rollout.faults import FaultLog, detail_of, given_up, invalid_in, lost
-from outrider.rollout.group_book import GroupBook
+from outrider.rollout.faults import FaultLog, cancelled_leaf, fault_detail, locate_invalid_result, lost_leaf
+from outrider.rollout.group_book import BranchingGroupScheduler
 from outrider.rollout.hooks import Hook
 from outrider.rollout.limits import Limits
 from outrider.rollout.loop_lag import LoopLag
 from outrider.rollout.rejoin import rejoin
 from outrider.rollout.stream_batcher import StreamBatcher, StreamingEngine
-from outrider.rollout.tree_growth import Expansion, ExpansionBook
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.tree_growth import Expansion, ExpansionScheduler
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
 from outrider.types import Origin, Task
@@ -64,7 +64,7 @@ class Rollouts(Protocol):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Owed:
+class _PendingRollout:
     """A rollout that must end in one outcome: from its prompt, or from a fork on. Ordered by group and
     number.
     """
@@ -100,7 +100,7 @@ class Scheduler:
     # elsewhere: where copies of the hooks play, the originals see the groups
     ends_groups: bool = True
     on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
-    whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for the one who watches
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)  # for the one who watches
 
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
@@ -115,15 +115,20 @@ class Scheduler:
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
         try:
-            each = [modes(number) if callable(modes) else modes for number in range(len(tasks))]
-            if len({len(one) for one in each}) > 1:
+            group_modes = [modes(number) if callable(modes) else modes for number in range(len(tasks))]
+            if len({len(rollout_modes) for rollout_modes in group_modes}) > 1:
                 raise ValueError("groups of one batch differ in size")
-            traces = [Trace(task=task, modes=one) for task, one in zip(tasks, each, strict=True)]
+            traces = [
+                Trace(task=task, modes=rollout_modes)
+                for task, rollout_modes in zip(tasks, group_modes, strict=True)
+            ]
             return run_to_end(_Batch(self, traces, training_step, continued=continued).play())
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
-            raise _first(group) from group
+            raise _first_cause(group) from group
 
-    def _runner(self, batcher: RoundBatcher | StreamBatcher, book: Book, training_step: int) -> EpisodeRunner:
+    def _make_runner(
+        self, batcher: RoundBatcher | StreamBatcher, group_scheduler: GroupScheduler, training_step: int
+    ) -> EpisodeRunner:
         return EpisodeRunner(
             batcher=batcher,
             renderer=self.renderer,
@@ -132,8 +137,8 @@ class Scheduler:
             hooks=self.hooks,
             run_seed=self.run_seed,
             training_step=training_step,
-            whereabouts=self.whereabouts,
-            book=book,
+            rollout_status=self.rollout_status,
+            scheduler=group_scheduler,
         )
 
     def _rounds(self, *, continued: bool) -> RoundAware:
@@ -143,17 +148,17 @@ class Scheduler:
             rounds.begin_batch(limited=self.limits_calls)
         return rounds
 
-    def _book(
-        self, traces: Sequence[Trace], *, size: int, training_step: int, owe: Owe, copies: Copies
-    ) -> Book:
+    def _make_group_scheduler(
+        self, traces: Sequence[Trace], *, size: int, training_step: int, enqueue: Enqueue, copies: Copies
+    ) -> GroupScheduler:
         """Who begins when, as the hooks want it."""
         expansion = next((hook for hook in self.hooks if isinstance(hook, Expansion)), None)
         if expansion is not None:
-            return ExpansionBook(
-                expansion, run_seed=self.run_seed, training_step=training_step, owe=owe, copies=copies
+            return ExpansionScheduler(
+                expansion, run_seed=self.run_seed, training_step=training_step, enqueue=enqueue, copies=copies
             )
         brancher = next((hook for hook in self.hooks if isinstance(hook, Brancher)), None)
-        return GroupBook(traces, size=size, brancher=brancher, owe=owe, copies=copies)
+        return BranchingGroupScheduler(traces, size=size, brancher=brancher, enqueue=enqueue, copies=copies)
 
     def _complete(self, trace: Trace, size: int) -> None:
         """A group has ended: all of its outcomes are there, in an order that does not depend on who was
@@ -166,19 +171,19 @@ class Scheduler:
             hook.after_group(trace)
 
     async def _play(
-        self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog, is_late: Callable[[], bool]
+        self, runner: EpisodeRunner, pending: _PendingRollout, faults: FaultLog, is_late: Callable[[], bool]
     ) -> Leaf:
         """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under
         where it began.
         """
-        trace, rollout, fork = owed.trace, owed.rollout, owed.fork
+        trace, rollout, fork = pending.trace, pending.rollout, pending.fork
         mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
         for attempt in range(self.max_retries + 1):
             environment: Environment | None = None
             if is_late():
-                return given_up(rollout)
+                return cancelled_leaf(rollout)
             try:
-                self.whereabouts.at(name, "a new environment")
+                self.rollout_status.set(name, "a new environment")
                 environment = await fork_environment(
                     fork, self.factory, trace, timeout_s=self.limits.step_timeout_s
                 )
@@ -192,21 +197,21 @@ class Scheduler:
                     is_late=is_late,
                 )
             except InvalidResult as error:
-                raise invalid_in(environment, trace.task.key, error) from error
+                raise locate_invalid_result(environment, trace.task.key, error) from error
             # Nothing else is tried again: any other exception is a defect of code, not of infrastructure.
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
                 outcome = faults.add(
-                    fault, group=owed.group, rollout=rollout, attempt=attempt, task_key=trace.task.key
+                    fault, group=pending.group, rollout=rollout, attempt=attempt, task_key=trace.task.key
                 )
                 if attempt == self.max_retries:
                     faults.add_lost(fault)
-                    return lost(rollout, outcome, detail_of(fault, environment))
+                    return lost_leaf(rollout, outcome, fault_detail(fault, environment))
                 faults.counts["retries"] += 1
             finally:
-                self.whereabouts.at(name, "closing its environment")
+                self.rollout_status.set(name, "closing its environment")
                 if environment is not None:
                     await self._close(environment, faults)
-                self.whereabouts.ended(name)
+                self.rollout_status.remove(name)
         raise AssertionError("unreachable: the last attempt returns")
 
     async def _close_all(self, environments: Sequence[Environment], faults: FaultLog) -> None:
@@ -216,7 +221,7 @@ class Scheduler:
 
     async def _close(self, environment: Environment, faults: FaultLog) -> None:
         try:
-            await guarded(environment.close, timeout_s=self.limits.step_timeout_s)
+            await run_guarded(environment.close, timeout_s=self.limits.step_timeout_s)
         except (ToolFault, EnvironmentFault) as fault:
             faults.add_close(fault)
 
@@ -231,38 +236,38 @@ class _Batch:
         self._traces = traces
         self._size = len(traces[0].modes) if traces else 0
         self._numbers = {trace.task.key: number for number, trace in enumerate(traces)}
-        self._owed: list[_Owed] = []  # a heap
-        self._began: dict[int, float] = {}  # group -> when its first rollout did
+        self._pending: list[_PendingRollout] = []  # a heap
+        self._start_times: dict[int, float] = {}  # group -> when its first rollout did
         self._faults = FaultLog()
-        self._ended: set[str] = set()  # rollouts whose keys and values the engine still has
+        self._finished: set[str] = set()  # rollouts whose keys and values the engine still has
         # rollout -> number of batches when a fork of it was last waiting for its first
         self._needed: dict[str, int] = {}
         self._copies = Copies(
             close=lambda environment: self._tasks.create_task(scheduler._close(environment, self._faults))
         )
-        self._book = scheduler._book(
-            traces, size=self._size, training_step=training_step, owe=self._owe, copies=self._copies
+        self._group_scheduler = scheduler._make_group_scheduler(
+            traces, size=self._size, training_step=training_step, enqueue=self._enqueue, copies=self._copies
         )
         for trace in traces:
-            for rollout in self._book.first:
-                self._owe(trace, rollout, None)
+            for rollout in self._group_scheduler.first:
+                self._enqueue(trace, rollout, None)
         self._batcher = (
             StreamBatcher(cast(StreamingEngine, scheduler.engine), admit=self._admit)
             if scheduler.streams
             else RoundBatcher(scheduler.engine, admit=self._admit)
         )
-        self._runner = scheduler._runner(self._batcher, self._book, training_step)
+        self._runner = scheduler._make_runner(self._batcher, self._group_scheduler, training_step)
         self._rounds = scheduler._rounds(continued=continued)
         self._lag = LoopLag()
 
     async def play(self) -> RolloutReport:
         """Until every rollout has its outcome."""
         try:
-            watched = self._lag.measured() if self._scheduler.streams else nullcontext()
-            async with watched, asyncio.TaskGroup() as self._tasks:
+            lag_monitor = self._lag.measure() if self._scheduler.streams else nullcontext()
+            async with lag_monitor, asyncio.TaskGroup() as self._tasks:
                 self._admit(0)
         finally:
-            self._scheduler.engine.release(sorted(self._ended))
+            self._scheduler.engine.release(sorted(self._finished))
             await self._scheduler._close_all(self._copies.open, self._faults)
         for trace in self._traces:
             if self._faults.counts["retries"]:
@@ -270,48 +275,48 @@ class _Batch:
             self._scheduler._complete(trace, self._size)
         return _report(self._traces, self._batcher, self._faults, self._lag.p99)
 
-    def _owe(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
+    def _enqueue(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
         # A heap: a fork that is granted late still begins before rollouts of later groups.
-        heapq.heappush(self._owed, _Owed(self._numbers[trace.task.key], rollout, trace, fork))
+        heapq.heappush(self._pending, _PendingRollout(self._numbers[trace.task.key], rollout, trace, fork))
 
     def _admit(self, num_running: int) -> None:
         """Begin what there is room for, first groups first, however early or late it came to be owed."""
         self._rounds.begin_round()
-        num = min(self._scheduler.max_concurrent - num_running, len(self._owed))
-        begun = [heapq.heappop(self._owed) for _ in range(num)]
-        for one in begun:
+        num = min(self._scheduler.max_concurrent - num_running, len(self._pending))
+        started = [heapq.heappop(self._pending) for _ in range(num)]
+        for rollout in started:
             # Counted now, not when it first asks: the next batch has to wait for it.
             self._batcher.join()
-            self._tasks.create_task(self._work(one))
-        self._release([*begun, *self._owed])
+            self._tasks.create_task(self._work(rollout))
+        self._release([*started, *self._pending])
 
-    def _release(self, waiting: Sequence[_Owed]) -> None:
+    def _release(self, waiting: Sequence[_PendingRollout]) -> None:
         """A fork shares its parent's keys and values when it first asks, in a later batch: until then they
         stay.
         """
         num_batches = self._batcher.num_batches
-        for one in waiting:
-            if one.fork:
-                self._needed[f"{one.trace.task.key}/{one.fork.parent}"] = num_batches
+        for rollout in waiting:
+            if rollout.fork:
+                self._needed[f"{rollout.trace.task.key}/{rollout.fork.parent}"] = num_batches
         # Sorted: a set has no order of its own, and equal runs ask an engine for the same.
-        gone = [key for key in sorted(self._ended) if num_batches > self._needed.get(key, -1)]
-        self._scheduler.engine.release(gone)
-        self._ended.difference_update(gone)
+        released = [key for key in sorted(self._finished) if num_batches > self._needed.get(key, -1)]
+        self._scheduler.engine.release(released)
+        self._finished.difference_update(released)
 
     def _is_late(self, group: int) -> bool:
         limit = self._scheduler.group_timeout_s
-        late = limit is not None and self._scheduler.clock() - self._began[group] > limit
+        late = limit is not None and self._scheduler.clock() - self._start_times[group] > limit
         return late or self._scheduler.is_over()
 
-    async def _work(self, one: _Owed) -> None:
-        self._began.setdefault(one.group, self._scheduler.clock())
-        is_late = partial(self._is_late, one.group)
-        one.trace.finish(await self._scheduler._play(self._runner, one, self._faults, is_late))
-        self._ended.add(f"{one.trace.task.key}/{one.rollout}")
-        self._book.ended(one.trace, one.rollout)
+    async def _work(self, pending: _PendingRollout) -> None:
+        self._start_times.setdefault(pending.group, self._scheduler.clock())
+        is_late = partial(self._is_late, pending.group)
+        pending.trace.finish(await self._scheduler._play(self._runner, pending, self._faults, is_late))
+        self._finished.add(f"{pending.trace.task.key}/{pending.rollout}")
+        self._group_scheduler.on_rollout_end(pending.trace, pending.rollout)
         if self._scheduler.on_finished is not None:
-            num_ended = sum(len(trace.leaves) for trace in self._traces)
-            self._scheduler.on_finished(num_ended, len(self._traces) * self._size)
+            num_done = sum(len(trace.leaves) for trace in self._traces)
+            self._scheduler.on_finished(num_done, len(self._traces) * self._size)
         # not after an exception: it would start one more batch for workers that end anyway
         self._batcher.leave()
 
@@ -348,7 +353,7 @@ def _report(
     )
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     cause: BaseException = group
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]

@@ -17,8 +17,8 @@ from outrider.environments.base import (
     turn_message,
 )
 from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
-from outrider.rollout.blocking import timed
-from outrider.rollout.faults import invalid_in
+from outrider.rollout.blocking import run_timed
+from outrider.rollout.faults import locate_invalid_result
 from outrider.types import Message, Outcome, Step, Task
 
 
@@ -35,7 +35,7 @@ class DirectEpisode:
 
     def steps(self, texts: Sequence[str]) -> tuple[Step, ...]:
         """The played texts with their observations; texts behind the end of the episode are left out."""
-        return tuple(step_of(text, result) for text, result in zip(texts, self.results, strict=False))
+        return tuple(to_step(text, result) for text, result in zip(texts, self.results, strict=False))
 
 
 def play_texts(
@@ -46,21 +46,21 @@ def play_texts(
 
     Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
     """
-    environment = timed(factory, task, timeout_s=timeout_s)
+    environment = run_timed(factory, task, timeout_s=timeout_s)
     try:
-        prompt = timed(start_episode, environment, seed, timeout_s=timeout_s)
+        prompt = run_timed(start_episode, environment, seed, timeout_s=timeout_s)
         results: list[StepResult] = []
         answers = False
         for text in texts:
-            said = turn_message(environment, recorded_turn(environment, text))
-            answers = is_answer(environment, said)
-            results.append(timed(take_step, environment, said, timeout_s=timeout_s))
+            message = turn_message(environment, recorded_turn(environment, text))
+            answers = is_answer(environment, message)
+            results.append(run_timed(take_step, environment, message, timeout_s=timeout_s))
             if results[-1].done:
                 break
-        record = timed(episode_result, environment, timeout_s=timeout_s)
+        record = run_timed(episode_result, environment, timeout_s=timeout_s)
         return DirectEpisode(prompt=prompt, results=tuple(results), record=record, ends_with_answer=answers)
     except InvalidResult as error:
-        raise invalid_in(environment, task.key, error) from error
+        raise locate_invalid_result(environment, task.key, error) from error
     finally:
         close_quietly(environment, timeout_s=timeout_s)
 
@@ -68,15 +68,15 @@ def play_texts(
 def close_quietly(environment: Environment, *, timeout_s: float) -> None:
     """A close that fails or hangs changes nothing of what was played."""
     with suppress(ToolFault, EnvironmentFault):
-        timed(environment.close, timeout_s=timeout_s)
+        run_timed(environment.close, timeout_s=timeout_s)
 
 
-def step_of(text: str, result: StepResult) -> Step:
+def to_step(text: str, result: StepResult) -> Step:
     """A played text as a step of a trajectory."""
     return Step(text=text, observation=result.text, is_terminal=result.done)
 
 
-def outcome_of(result: StepResult, *, is_cut: bool = False, is_answer: bool = False) -> Outcome:
+def episode_outcome(result: StepResult, *, is_cut: bool = False, is_answer: bool = False) -> Outcome:
     """How an episode that the environment has ended (``done``) ended.
 
     ``is_cut``: the token limit ended its last turn. It is unreadable for that reason then and not because it

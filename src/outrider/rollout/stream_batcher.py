@@ -31,10 +31,10 @@ class StreamBatcher:
 
     async def generate(self, request: Request) -> Generation:
         """This request's continuation."""
-        found = await self.engine.stream(request)
+        generation = await self.engine.stream(request)
         self.num_batches += 1
         self._admit(self._num_running)  # forks may be owed since this rollout asked
-        return found
+        return generation
 
     def join(self) -> None:
         """One more worker runs."""

@@ -10,7 +10,7 @@ from outrider.errors import EngineFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.hooks import EpisodeState, Reflector, Splice
 from outrider.rollout.stream_batcher import StreamBatcher
-from outrider.rollout.truncation import shortened_text
+from outrider.rollout.truncation import truncate_text
 from outrider.tokens import ChatRenderer
 from outrider.trace import Node
 from outrider.types import Message, Origin
@@ -61,17 +61,17 @@ def _without_end(state: EpisodeState, length: int) -> Node:
     of the group if the prompt.
     """
     node, trace = state.last_node, state.trace
-    kept = node.token_ids[:-length]
+    token_ids = node.token_ids[:-length]
     if node.parent is not None:
-        node.token_ids = kept  # it was appended for this turn: nothing hangs under it yet
+        node.token_ids = token_ids  # it was appended for this turn: nothing hangs under it yet
         return node
     for other in trace.nodes:
-        if other.parent is None and other.token_ids == kept:
+        if other.parent is None and other.token_ids == token_ids:
             return other
-    return trace.append(parent=None, origin=node.origin, token_ids=kept, message=node.message)
+    return trace.append(parent=None, origin=node.origin, token_ids=token_ids, message=node.message)
 
 
-async def ask_for_reflection(
+async def request_reflection(
     state: EpisodeState,
     hook: Reflector,
     result: EpisodeResult,
@@ -87,12 +87,14 @@ async def ask_for_reflection(
     context leaves the rollout as it is.
     """
     room = batcher.engine.context_length - hook.max_reflection_tokens
-    asked = _asked(state, hook, result, renderer=renderer, room=room, max_ending_tokens=max_ending_tokens)
-    if asked is None or len(asked) > room:
-        return None if asked is None else ("", 0)
+    prompt_ids = _reflection_prompt(
+        state, hook, result, renderer=renderer, room=room, max_ending_tokens=max_ending_tokens
+    )
+    if prompt_ids is None or len(prompt_ids) > room:
+        return None if prompt_ids is None else ("", 0)
     request = Request(
         request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}/reflection",
-        token_ids=asked,
+        token_ids=prompt_ids,
         max_tokens=hook.max_reflection_tokens,
         seed=seed,
         temperature=1.0,
@@ -104,11 +106,11 @@ async def ask_for_reflection(
         return "", 0
     # with the block of thinking that the template has opened: of one that was cut, nothing is a reflection
     is_closed = generation.finish_reason is FinishReason.EOS
-    text = renderer.turn_text(generation.token_ids, context=asked, is_closed=is_closed)
+    text = renderer.turn_text(generation.token_ids, context=prompt_ids, is_closed=is_closed)
     return text, len(generation.token_ids)
 
 
-def _asked(
+def _reflection_prompt(
     state: EpisodeState,
     hook: Reflector,
     result: EpisodeResult,
@@ -126,15 +128,15 @@ def _asked(
     context = state.trace.token_ids(state.last_node.node_id)
     limit = max_ending_tokens
     while True:
-        ended, num_kept = _with_ending(state, limit, renderer=renderer)
-        message = hook.closing_message(ended, result)
+        state_with_ending, num_ending_tokens = _with_ending(state, limit, renderer=renderer)
+        message = hook.closing_message(state_with_ending, result)
         if message is None:
             return None
         ids = (*context, *renderer.bridge(context, [message]))
-        if len(ids) <= room or num_kept == 0:
+        if len(ids) <= room or num_ending_tokens == 0:
             return ids
         # And measured again: a shorter text need not have as many tokens fewer as were cut.
-        limit = max(0, num_kept - (len(ids) - room))
+        limit = max(0, num_ending_tokens - (len(ids) - room))
 
 
 def _with_ending(state: EpisodeState, limit: int, *, renderer: ChatRenderer) -> tuple[EpisodeState, int]:
@@ -144,7 +146,7 @@ def _with_ending(state: EpisodeState, limit: int, *, renderer: ChatRenderer) -> 
     last = state.last_result
     if last is None or not last.done or not last.observations:
         return state, 0
-    text = shortened_text(last.text, limit, renderer=renderer)
+    text = truncate_text(last.text, limit, renderer=renderer)
     message = replace(last.observations[0], content=text) if text else None
-    num_kept = min(limit, len(renderer.bridge((), [Message(role="inline", content=text)])))
-    return replace(state, last_result=replace(last, message=message, messages=())), num_kept
+    num_ending_tokens = min(limit, len(renderer.bridge((), [Message(role="inline", content=text)])))
+    return replace(state, last_result=replace(last, message=message, messages=())), num_ending_tokens

@@ -9,10 +9,10 @@ from outrider.tokens import ChatRenderer
 from outrider.types import Message
 
 CUT_MARK = " [...] "
-_NUM_KEPT_AT_END = 24  # tokens: they close tags and messages and open the assistant's turn
+_NUM_END_TOKENS = 24  # tokens: they close tags and messages and open the assistant's turn
 
 
-def bridged(
+def render_bridge(
     context: Sequence[int], messages: Sequence[Message], limit: int, *, renderer: ChatRenderer
 ) -> tuple[tuple[int, ...], int]:
     """At most ``limit`` ids that put the messages behind the context, and how many were cut.
@@ -23,8 +23,8 @@ def bridged(
         messages, num_lost = cut_messages(context, messages, limit, renderer=renderer)
     else:
         num_lost = 0
-    kept, num_cut = shortened(renderer.bridge(context, messages), limit, renderer=renderer)
-    return kept, num_lost + num_cut
+    token_ids, num_cut = truncate_ids(renderer.bridge(context, messages), limit, renderer=renderer)
+    return token_ids, num_lost + num_cut
 
 
 def cut_messages(
@@ -38,15 +38,15 @@ def cut_messages(
         return messages, 0
     lengths = [len(renderer.bridge((), [Message(role="inline", content=m.content)])) for m in messages]
     share = max(0, limit - (len(ids) - sum(lengths))) // len(messages)
-    cut = [replace(m, content=shortened_text(m.content, share, renderer=renderer)) for m in messages]
+    cut = [replace(m, content=truncate_text(m.content, share, renderer=renderer)) for m in messages]
     return cut, sum(max(0, length - share) for length in lengths)
 
 
-def shortened(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tuple[tuple[int, ...], int]:
+def truncate_ids(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tuple[tuple[int, ...], int]:
     """At most ``limit`` ids, and how many were cut."""
     if len(ids) <= limit:
         return ids, 0
-    num_end = min(_NUM_KEPT_AT_END, limit // 2)
+    num_end = min(_NUM_END_TOKENS, limit // 2)
     mark = renderer.bridge((), [Message(role="inline", content=CUT_MARK)])
     if num_end + len(mark) >= limit:
         # A budget too small for the mark: the node's count alone tells of the cut.
@@ -55,9 +55,9 @@ def shortened(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tu
     return (*ids[:num_start], *mark, *ids[len(ids) - num_end :]), len(ids) - num_start - num_end
 
 
-def shortened_text(text: str, limit: int, *, renderer: ChatRenderer) -> str:
+def truncate_text(text: str, limit: int, *, renderer: ChatRenderer) -> str:
     """The text of at most ``limit`` ids; as it is where it fits."""
-    kept, num_cut = shortened(
+    token_ids, num_cut = truncate_ids(
         renderer.bridge((), [Message(role="inline", content=text)]), limit, renderer=renderer
     )
-    return renderer.template.continuation.decode(kept) if num_cut else text
+    return renderer.template.continuation.decode(token_ids) if num_cut else text

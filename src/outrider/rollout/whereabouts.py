@@ -8,46 +8,53 @@ from threading import Lock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabout:
-    """``num_rollouts`` are in ``place``; ``longest`` is the one that came first, ``seconds`` ago."""
+class RolloutLocation:
+    """``num_rollouts`` are in ``location``; ``longest`` is the one that came first, ``seconds`` ago."""
 
-    place: str
+    location: str
     num_rollouts: int
     longest: str
     seconds: float
 
 
-class Whereabouts:
+class RolloutStatus:
     """Written by the threads that play, read by the one that watches. ``changed`` is when (of ``clock``) a
     rollout last moved on."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = Lock()
-        self._places: dict[str, tuple[float, str]] = {}
+        self._locations: dict[str, tuple[float, str]] = {}
         self.changed = clock()
 
-    def at(self, rollout: str, place: str) -> None:
-        """A rollout goes on to ``place``: a call of its environment, or the engine."""
+    def set(self, rollout: str, location: str) -> None:
+        """A rollout goes on to ``location``: a call of its environment, or the engine."""
         with self._lock:
             self.changed = self._clock()
-            self._places[rollout] = (self.changed, place)
+            self._locations[rollout] = (self.changed, location)
 
-    def ended(self, rollout: str) -> None:
+    def remove(self, rollout: str) -> None:
         """A rollout is no longer open."""
         with self._lock:
             self.changed = self._clock()
-            self._places.pop(rollout, None)
+            self._locations.pop(rollout, None)
 
-    def told(self) -> list[Whereabout]:
+    def snapshot(self) -> list[RolloutLocation]:
         """Every place where rollouts are, the one that holds one for longest first."""
         with self._lock:
-            entries = sorted((since, place, rollout) for rollout, (since, place) in self._places.items())
+            entries = sorted(
+                (since, location, rollout) for rollout, (since, location) in self._locations.items()
+            )
             now = self._clock()
-        by_place: dict[str, list[tuple[float, str]]] = {}
-        for since, place, rollout in entries:
-            by_place.setdefault(place, []).append((since, rollout))
+        by_location: dict[str, list[tuple[float, str]]] = {}
+        for since, location, rollout in entries:
+            by_location.setdefault(location, []).append((since, rollout))
         return [
-            Whereabout(place=place, num_rollouts=len(held), longest=held[0][1], seconds=now - held[0][0])
-            for place, held in by_place.items()
+            RolloutLocation(
+                location=location,
+                num_rollouts=len(waiting),
+                longest=waiting[0][1],
+                seconds=now - waiting[0][0],
+            )
+            for location, waiting in by_location.items()
         ]

@@ -14,7 +14,7 @@ from outrider import __version__
 from outrider.atomic_io import replace_file
 from outrider.errors import ConfigError
 from outrider.plugins.names import BUILT_IN, Kind
-from outrider.printing import say
+from outrider.printing import print_lines
 
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments",
@@ -24,7 +24,7 @@ _KINDS: Final[Mapping[str, Kind]] = {
     "functions": "tools",
     "algorithm": "algorithms",
 }
-_NAMED: Final = ("gym", "agent")  # no plug-ins: environments that built-in ones are told to play
+_UNREGISTERED_KINDS: Final = ("gym", "agent")  # no plug-ins: environments that built-in ones are told to play
 _NEEDS: Final[Mapping[str, str]] = {"agent": ', "openai"'}
 _QUESTIONS: Final = {"tool": "questions.j2", "functions": "questions.j2", "agent": "questions_agent.j2"}
 _FUNCTION: Final = "count_words"  # of the functions the one that the package's short name stands for
@@ -50,7 +50,7 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / path, text.encode())
-    say(
+    print_lines(
         f"{folder}: {len(files)} files. Next:",
         f"  pip install -e {folder}",
         f"  pytest {folder}",
@@ -69,9 +69,9 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
         if kind == "functions"
         else "".join(word.capitalize() for word in words) + kind.capitalize(),
         "tag": package,
-        "group": "" if kind in _NAMED else _KINDS[kind],
+        "group": "" if kind in _UNREGISTERED_KINDS else _KINDS[kind],
         "kind": "environment" if kind == "gym" else kind,
-        "extra": f"[{kind}]" if kind in _NAMED else "",
+        "extra": f"[{kind}]" if kind in _UNREGISTERED_KINDS else "",
         "needs": _NEEDS.get(kind, ""),
         "version": __version__,
         "folder": folder.as_posix(),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from outrider.scale.placement import Shape, place
+from outrider.scale.placement import Shape, assign_to_ranks
 from outrider.train.update.pack import RolloutPath
 
 ValueT = TypeVar("ValueT")
@@ -24,13 +24,13 @@ class GlooRanks:
 
     def gather(self, value: ValueT) -> list[ValueT]:
         """See :class:`outrider.train.update.ranks.Ranks`."""
-        found: list[ValueT | None] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found  # type: ignore[return-value]
+        values: list[ValueT | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
 
     def share(self, paths: Sequence[RolloutPath]) -> list[RolloutPath]:
         """See :class:`outrider.train.update.ranks.Ranks`."""
-        return place(paths, num_ranks=self.size, cost=self._shape.cost)[self.rank]
+        return assign_to_ranks(paths, num_ranks=self.size, cost=self._shape.cost)[self.rank]
 
 
 def open_store(host: str, *, size: int, timeout_s: float) -> TCPStore:

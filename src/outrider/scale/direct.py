@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from outrider.engines.vllm_requests import require_vllm
-from outrider.engines.weight_sum import NAME, summed
+from outrider.engines.weight_sum import NAME, append_sum
 from outrider.errors import ClusterFault, ConfigError
 from outrider.scale.waiting import results
 from outrider.scale.weights import require_ties
-from outrider.train.update.adapters import in_folder, merged_names, merged_one_by_one
+from outrider.train.update.adapters import iter_merged, merged_names, to_folder_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class TensorMetadata:
     """A tensor that will come: its name, type and shape, as vLLM asks for them."""
 
     name: str
@@ -42,25 +42,28 @@ class Source:
         require_ties(model)
         self._model, self._dtype = model, dtype
 
-    def metadata(self) -> list[Described]:
+    def metadata(self) -> list[TensorMetadata]:
         """What comes, in its order; nothing is gathered."""
-        told = [
-            Described(name=name, dtype=self._dtype, shape=tuple(one.shape)) for name, one in self._empty()
+        tensors = [
+            TensorMetadata(name=name, dtype=self._dtype, shape=tuple(tensor.shape))
+            for name, tensor in self._empty()
         ]
-        return [*told, Described(name=NAME, dtype=torch.int64, shape=(1,))]
+        return [*tensors, TensorMetadata(name=NAME, dtype=torch.int64, shape=(1,))]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        gathered = in_folder(self._model, merged_one_by_one(self._model, whole=_whole))
-        return summed((name, one.to(self._dtype).contiguous()) for name, one in gathered)
+        gathered = to_folder_format(self._model, iter_merged(self._model, whole=_whole))
+        return append_sum((name, tensor.to(self._dtype).contiguous()) for name, tensor in gathered)
 
     def _empty(self) -> Iterator[tuple[str, Tensor]]:
         names = merged_names(self._model).items()
-        return in_folder(self._model, ((name, torch.empty(one.shape, device="meta")) for name, one in names))
+        return to_folder_format(
+            self._model, ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in names)
+        )
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors but the sum."""
-        return self._dtype.itemsize * sum(one.numel() for _, one in self._empty())
+        return self._dtype.itemsize * sum(tensor.numel() for _, tensor in self._empty())
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -86,31 +89,31 @@ class EngineClient:
         for number, info in enumerate(infos):
             if "rank_offset" in info:
                 info["rank_offset"] += number * self._tensor_parallel
-        self._all("meet", [(info,) for info in infos])
+        self._call_all("meet", [(info,) for info in infos])
 
     def start_weight_update(self) -> None:
         """No engine serves anybody from now on."""
         self.num_calls = 0
-        self._all("begin_update", [()] * len(self._actors))
+        self._call_all("begin_update", [()] * len(self._actors))
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Receive what is being sent."""
-        self._all("take", [(dict(update_info),)] * len(self._actors))
+        self._call_all("take", [(dict(update_info),)] * len(self._actors))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Serve again. Raises ClusterFault where an engine says another version."""
-        found = self._all("end_update", [(self.version,)] * len(self._actors))
-        if wrong := [number for number, one in enumerate(found) if one != self.version]:
+        versions = self._call_all("end_update", [(self.version,)] * len(self._actors))
+        if wrong := [number for number, version in enumerate(versions) if version != self.version]:
             raise ClusterFault(f"engine {wrong[0]} has other weights than version {self.version}")
 
-    def _all(self, method: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call_all(self, method: str, argument_lists: Sequence[tuple[Any, ...]]) -> list[Any]:
         self.num_calls += 1
         calls = {
             f"engine {number}": getattr(actor, method).remote(*arguments)
-            for number, (actor, arguments) in enumerate(zip(self._actors, given, strict=True))
+            for number, (actor, arguments) in enumerate(zip(self._actors, argument_lists, strict=True))
         }
         return results(
-            self._ray, calls, what=method, limit_s=self._limit_s, setting="cluster.update_timeout_s"
+            self._ray, calls, action=method, limit_s=self._limit_s, setting="cluster.update_timeout_s"
         )
 
 

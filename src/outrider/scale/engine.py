@@ -12,7 +12,7 @@ from outrider.engines.local.model import LanguageModel, load_model, resolve_prec
 from outrider.errors import ClusterFault
 from outrider.plugins import registry as plugins
 from outrider.scale.recipe import Recipe
-from outrider.scale.waiting import AGAIN, results, silent, told
+from outrider.scale.waiting import AGAIN, convert_error, results, timeout_error
 from outrider.scale.weights import Carrier, Parcel, unpack
 from outrider.tokens import Tokenizer
 from outrider.train.update.adapters import choose_trained, plain_names
@@ -57,11 +57,11 @@ class EngineActor:
         self._version = None  # half of them are served to nobody
         model = self._model.model
         own = plain_names(model) | dict(model.named_parameters())
-        found = unpack(parcel, own, carrier=self._carrier)
+        checksum = unpack(parcel, own, carrier=self._carrier)
         for engine in self._engines.values():
             engine.load(parcel.version)
         self._version = parcel.version
-        return parcel.version, found
+        return parcel.version, checksum
 
     def generate(
         self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
@@ -74,14 +74,14 @@ class EngineActor:
         require_version(self._number, self._version, version)
         began = time.perf_counter()
         try:
-            found = self._engine(client).generate(requests)
+            generations = self._engine(client).generate(requests)
         finally:
             self._busy_s += time.perf_counter() - began
-        if wrong := {one.weight_version for one in found} - {version}:
+        if wrong := {generation.weight_version for generation in generations} - {version}:
             raise ClusterFault(f"engine {self._number} wrote tokens of version {wrong.pop()} under {version}")
-        return found
+        return generations
 
-    def forget(self, client: str) -> None:
+    def clear(self, client: str) -> None:
         """All that is kept for a client: what it asks again is computed as it was the first time."""
         if self._settings.engine.is_exact:
             self._engines.pop(client, None)
@@ -102,13 +102,13 @@ class EngineActor:
     def _engine(self, client: str) -> Engine:
         name = client if self._settings.engine.is_exact else ""
         if name not in self._engines:
-            made = self._made()
+            engine = self._build_engine()
             if self._version is not None:
-                made.load(self._version)
-            self._engines[name] = made
+                engine.load(self._version)
+            self._engines[name] = engine
         return self._engines[name]
 
-    def _made(self) -> Engine:
+    def _build_engine(self) -> Engine:
         settings, model = self._settings, self._model
         assert model is not None
         context = EngineContext(
@@ -162,32 +162,34 @@ class RemoteEngine:
         """Sample all requests, each engine its groups' at the same time."""
         parts: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
-            parts.setdefault(self._home(request), []).append(index)
+            parts.setdefault(self._engine_index(request), []).append(index)
         calls = {
-            _who(number): self._actors[number].generate.remote(
+            _engine_name(number): self._actors[number].generate.remote(
                 self._client, [requests[index] for index in indices], self.weight_version
             )
             for number, indices in parts.items()
         }
-        found: dict[int, Generation] = {}
+        generations: dict[int, Generation] = {}
         for indices, answers in zip(parts.values(), self._wait(calls, "generate"), strict=True):
-            found |= zip(indices, answers, strict=True)
-        return [found[index] for index in range(len(requests))]
+            generations |= zip(indices, answers, strict=True)
+        return [generations[index] for index in range(len(requests))]
 
     async def stream(self, request: Request) -> Generation:
         """See :class:`outrider.rollout.stream_batcher.StreamingEngine`."""
-        number = self._home(request)
+        number = self._engine_index(request)
         call = self._actors[number].stream.remote(request, self.weight_version, self.or_newer)
-        what, setting = "generate", "cluster.turn_timeout_s"
+        action, setting = "generate", "cluster.turn_timeout_s"
         try:
-            found: Generation = await asyncio.wait_for(asyncio.wrap_future(call.future()), self._timeout_s)
+            generation: Generation = await asyncio.wait_for(
+                asyncio.wrap_future(call.future()), self._timeout_s
+            )
         except TimeoutError as error:
-            raise silent(_who(number), what, self._timeout_s, setting) from error
+            raise timeout_error(_engine_name(number), action, self._timeout_s, setting) from error
         except Exception as error:
-            raise told(self._ray, error, _who(number), what) from error
-        return found
+            raise convert_error(self._ray, error, _engine_name(number), action) from error
+        return generation
 
-    def _home(self, request: Request) -> int:
+    def _engine_index(self, request: Request) -> int:
         group = (request.cache_key or request.request_id).rpartition("/")[0]
         if group not in self._homes:
             self._homes[group] = self._next % len(self._actors)
@@ -207,7 +209,9 @@ class RemoteEngine:
         """Of all engines. Waited for: an engine that did it between two turns would compute the second one's
         context another way, to other last bits.
         """
-        self._wait({_who(number): one.free_cache.remote() for number, one in self._each()}, "free_cache")
+        self._wait(
+            {_engine_name(number): actor.free_cache.remote() for number, actor in self._each()}, "free_cache"
+        )
 
     def put(self, number: int, actor: Any) -> None:
         """Another process is engine ``number`` from now on. What the one before did since it was last asked
@@ -217,15 +221,20 @@ class RemoteEngine:
         self._before_s[number] += self._known_busy_s[number]
         self._known_busy_s[number] = 0.0
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """All that is kept for this client: after a batch that broke."""
-        self._wait({_who(number): one.forget.remote(self._client) for number, one in self._each()}, "forget")
+        self._wait(
+            {_engine_name(number): actor.clear.remote(self._client) for number, actor in self._each()},
+            "forget",
+        )
 
     def busy_s(self) -> float:
         """Seconds in which an engine generated so far: mean over engines."""
-        found = self._wait({_who(number): one.busy_s.remote() for number, one in self._each()}, "busy_s")
-        self._known_busy_s = [float(one) for one in found]
-        return sum(self._known_busy_s + self._before_s) / len(found)
+        seconds = self._wait(
+            {_engine_name(number): item.busy_s.remote() for number, item in self._each()}, "busy_s"
+        )
+        self._known_busy_s = [float(item) for item in seconds]
+        return sum(self._known_busy_s + self._before_s) / len(seconds)
 
     def load(self, version: int) -> None:
         """The engines have weights of this version now: ask for no other. Groups take engines from the first
@@ -237,22 +246,26 @@ class RemoteEngine:
     def _each(self) -> Iterator[tuple[int, Any]]:
         return enumerate(self._actors)
 
-    def _wait(self, calls: Mapping[str, Any], what: str) -> list[Any]:
-        return results(self._ray, calls, what=what, limit_s=self._timeout_s, setting="cluster.turn_timeout_s")
+    def _wait(self, calls: Mapping[str, Any], action: str) -> list[Any]:
+        return results(
+            self._ray, calls, action=action, limit_s=self._timeout_s, setting="cluster.turn_timeout_s"
+        )
 
 
-def require_version(number: int, held: int | None, asked: int) -> None:
+def require_version(number: int, current: int | None, requested: int) -> None:
     """Raises ClusterFault where an engine has other weights than a request names."""
-    if held != asked:
-        told = "no weights yet" if held is None else f"weights of version {held}"
-        raise ClusterFault(f"engine {number} has {told}, and version {asked} was asked for; {AGAIN}")
+    if current != requested:
+        description = "no weights yet" if current is None else f"weights of version {current}"
+        raise ClusterFault(
+            f"engine {number} has {description}, and version {requested} was asked for; {AGAIN}"
+        )
 
 
-def require_newer(number: int, held: int | None, sent: int) -> None:
+def require_newer(number: int, current: int | None, sent: int) -> None:
     """Raises ClusterFault where an engine was sent older weights than it has."""
-    if held is not None and sent < held:
-        raise ClusterFault(f"engine {number} has weights of version {held}, and was sent {sent}")
+    if current is not None and sent < current:
+        raise ClusterFault(f"engine {number} has weights of version {current}, and was sent {sent}")
 
 
-def _who(number: int) -> str:
+def _engine_name(number: int) -> str:
     return f"engine {number}"

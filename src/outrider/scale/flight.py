@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from outrider.errors import ProcessGone
+from outrider.errors import ProcessLost
 from outrider.rollout.hooks import Hook
-from outrider.rollout.whereabouts import Whereabouts
-from outrider.scale.rollouts import Beats, Crew, Part, portable, who
-from outrider.scale.waiting import answered, located
-from outrider.scale.worker import Job, Played
+from outrider.rollout.whereabouts import RolloutStatus
+from outrider.scale.rollouts import Crew, HeartbeatMonitor, Part, portable, worker_name
+from outrider.scale.waiting import add_location, get_answer
+from outrider.scale.worker import Job, JobResult
 from outrider.train.in_flight import GroupName
-from outrider.train.state.flight_queue import OpenStep, PlayedGroup
+from outrider.train.state.flight_queue import GroupResult, PendingStep
 
 _TICK_S: Final = 0.5
 
@@ -29,7 +29,7 @@ class _Call:
     before: Counter[str]
 
 
-class RemoteFlight:
+class RemoteGroupPlayer:
     """See :class:`outrider.train.in_flight.GroupPlayer`. Where a process is gone another one takes its place,
     and the groups that it broke are begun again: beside others at first, then alone on their worker; a group
     that breaks it alone is masked.
@@ -43,20 +43,20 @@ class RemoteFlight:
         hooks: Sequence[Hook],
         version: Callable[[], int],
         heartbeat_s: float,
-        whereabouts: Whereabouts,
+        rollout_status: RolloutStatus,
         busy_s: float = 0.0,
-        pid_of: Callable[[str], int | None] = lambda name: None,
+        find_pid: Callable[[str], int | None] = lambda name: None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._busy_s, self._pid_of, self._note = busy_s, pid_of, note
+        self._busy_s, self._find_pid, self._note = busy_s, find_pid, note
         self._ray, self._crew, self._copied = ray, crew, portable(hooks)
-        self._version, self._heartbeat_s, self._whereabouts = version, heartbeat_s, whereabouts
+        self._version, self._heartbeat_s, self._rollout_status = version, heartbeat_s, rollout_status
         self._calls: dict[Any, _Call] = {}
         self._waiting: dict[int, deque[_Call]] = {}  # by worker, in their order
-        self._last_faults: dict[str, ProcessGone] = {}
+        self._last_faults: dict[str, ProcessLost] = {}
         self._beats = self._new_beats()
 
-    def begin(self, step: OpenStep, groups: Sequence[int], *, is_again: bool) -> None:
+    def begin(self, step: PendingStep, groups: Sequence[int], *, is_again: bool) -> None:
         """See :class:`outrider.train.in_flight.GroupPlayer`."""
         snapshots = self._ray.put([hook.snapshot() for hook in self._copied])  # once for all groups
         for number in groups:
@@ -96,13 +96,13 @@ class RemoteFlight:
     def _worker(self, call: _Call) -> int:
         return call.name[1] % len(self._crew.workers)
 
-    def ended(self, *, waits: bool) -> Mapping[GroupName, PlayedGroup]:
+    def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
         """See :class:`outrider.train.in_flight.GroupPlayer`."""
-        found: dict[GroupName, PlayedGroup] = {}
-        broken: list[tuple[_Call, ProcessGone]] = []
-        if self._asked_when != self._crew.num_replaced:  # an evaluation has other workers now
+        results: dict[GroupName, GroupResult] = {}
+        broken: list[tuple[_Call, ProcessLost]] = []
+        if self._known_replacements != self._crew.num_replaced:  # an evaluation has other workers now
             self._beats = self._new_beats()
-        gone = dict(self._beats())
+        faults = dict(self._beats())
         calls = list(self._calls)
         if calls:
             ready, _ = self._ray.wait(calls, num_returns=1, timeout=_TICK_S if waits else 0)
@@ -110,45 +110,45 @@ class RemoteFlight:
                 ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
             for reference in ready:
                 call = self._calls.pop(reference)
-                outcome = answered(self._ray, reference, self._who(call), "its rollouts")
-                if isinstance(outcome, ProcessGone):
+                outcome = get_answer(self._ray, reference, self._worker_name(call), "its rollouts")
+                if isinstance(outcome, ProcessLost):
                     # else it has been replaced since this group began: of that it broke as well
-                    if self._crew.num_replaced[outcome.who] == call.before[outcome.who]:
-                        outcome = located(outcome, self._beats.place_of(outcome.who))
-                        gone.setdefault(outcome.who, outcome)
+                    if self._crew.num_replaced[outcome.process] == call.before[outcome.process]:
+                        outcome = add_location(outcome, self._beats.last_location(outcome.process))
+                        faults.setdefault(outcome.process, outcome)
                     else:
-                        outcome = self._last_faults.get(outcome.who, outcome)
-                    broken.append((call, gone.get(outcome.who, outcome)))
+                        outcome = self._last_faults.get(outcome.process, outcome)
+                    broken.append((call, faults.get(outcome.process, outcome)))
                 else:
-                    found[call.name] = _group(outcome)
-        for who_broke, fault in gone.items():
-            near = [call.part for call in [*self._calls.values(), *(call for call, _ in broken)]
-                    if who(self._worker(call)) == who_broke]  # fmt: skip
-            fault.is_charged = not any(part.num_breaks or part.is_alone for part in near)
-        self._last_faults |= gone
-        if gone or broken:
-            self._crew.replace(gone, num_groups=len(broken))
+                    results[call.name] = _group(outcome)
+        for worker, fault in faults.items():
+            parts = [call.part for call in [*self._calls.values(), *(call for call, _ in broken)]
+                    if worker_name(self._worker(call)) == worker]  # fmt: skip
+            fault.is_charged = not any(part.num_breaks or part.is_alone for part in parts)
+        self._last_faults |= faults
+        if faults or broken:
+            self._crew.replace(faults, num_groups=len(broken))
             self._beats = self._new_beats()
         for call, fault in broken:
-            if (masked := self._again(call, fault)) is not None:
-                found[call.name] = masked
+            if (masked := self._retry(call, fault)) is not None:
+                results[call.name] = masked
         self._send()
-        return found
+        return results
 
-    def _again(self, call: _Call, fault: ProcessGone) -> PlayedGroup | None:
+    def _retry(self, call: _Call, fault: ProcessLost) -> GroupResult | None:
         """Begin a group once more that broke with this fault, or mask it."""
         part = call.part
-        if fault.who == self._who(call):
+        if fault.process == self._worker_name(call):
             part.num_breaks += 1
             part.faults.append(fault)
         if part.is_spent and part.is_alone:
             self._crew.refund(1)
             return _group(part.masked())
-        again = Part(part.job, is_alone=True) if part.is_spent else part
-        self._enqueue(call.name, again, call.snapshots)
+        next_part = Part(part.job, is_alone=True) if part.is_spent else part
+        self._enqueue(call.name, next_part, call.snapshots)
         return None
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """See :class:`outrider.train.in_flight.GroupPlayer`."""
         for worker in self._crew.workers:
             worker.leave.remote()
@@ -156,22 +156,22 @@ class RemoteFlight:
         self._waiting.clear()
         self._beats.close()
 
-    def _new_beats(self) -> Beats:
-        self._asked_when = Counter(self._crew.num_replaced)
-        return Beats(
+    def _new_beats(self) -> HeartbeatMonitor:
+        self._known_replacements = Counter(self._crew.num_replaced)
+        return HeartbeatMonitor(
             self._ray,
-            {who(number): worker for number, worker in enumerate(self._crew.workers)},
+            {worker_name(number): worker for number, worker in enumerate(self._crew.workers)},
             limit_s=self._heartbeat_s,
-            whereabouts=self._whereabouts,
-            on_ended=lambda num_ended: None,
+            rollout_status=self._rollout_status,
+            on_finished=lambda num_ended: None,
             busy_s=self._busy_s,
-            pid_of=self._pid_of,
+            find_pid=self._find_pid,
             note=self._note,
         )
 
-    def _who(self, call: _Call) -> str:
-        return who(self._worker(call))
+    def _worker_name(self, call: _Call) -> str:
+        return worker_name(self._worker(call))
 
 
-def _group(played: Played) -> PlayedGroup:
-    return PlayedGroup(report=played.report, gathered=played.gathered, seconds=played.seconds)
+def _group(result: JobResult) -> GroupResult:
+    return GroupResult(report=result.report, gathered=result.gathered, seconds=result.seconds)

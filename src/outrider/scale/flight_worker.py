@@ -13,40 +13,40 @@ from outrider.errors import ClusterFault
 from outrider.scale.engine import RemoteEngine
 
 
-class FlightEngine(RemoteEngine):
+class AsyncGroupEngine(RemoteEngine):
     """The engine of one group: of the weights that the group began with, or newer ones. ``step`` tells its
     rollouts from those of the same task in another step that is under way.
     """
 
     or_newer: ClassVar[bool] = True
 
-    def __init__(self, *given: Any, step: int, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, step: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._step = step
 
     async def stream(self, request: Request) -> Generation:
         """See :class:`RemoteEngine`. Raises ClusterFault for a turn of older weights than an earlier one's:
         engines never go back.
         """
-        key = None if request.cache_key is None else self._named(request.cache_key)
-        own = replace(request, request_id=self._named(request.request_id), cache_key=key)
-        found = await super().stream(own)
-        if found.weight_version < self.weight_version:
+        key = None if request.cache_key is None else self._scoped_key(request.cache_key)
+        own = replace(request, request_id=self._scoped_key(request.request_id), cache_key=key)
+        generation = await super().stream(own)
+        if generation.weight_version < self.weight_version:
             raise ClusterFault(
                 f"a turn of a group that began with weights {self.weight_version} has those of "
-                f"{found.weight_version}"
+                f"{generation.weight_version}"
             )
-        return found
+        return generation
 
     def release(self, cache_keys: Sequence[str]) -> None:
         """See :class:`RemoteEngine`."""
-        super().release([self._named(key) for key in cache_keys])
+        super().release([self._scoped_key(key) for key in cache_keys])
 
-    def _named(self, key: str) -> str:
+    def _scoped_key(self, key: str) -> str:
         return f"step {self._step}/{key}"
 
 
-class Room:
+class RolloutSlots:
     """Places for ``size`` rollouts. Whole groups take them, in the order in which they come; one that is
     larger plays alone.
     """
@@ -57,7 +57,7 @@ class Room:
         self._door = threading.Lock()
 
     @contextmanager
-    def of(self, num: int) -> Iterator[None]:
+    def reserve(self, num: int) -> Iterator[None]:
         """Wait for the places of ``num`` rollouts, and have them."""
         num = min(num, self.size)
         with self._door:  # who waits here holds up those behind

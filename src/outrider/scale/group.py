@@ -23,18 +23,18 @@ class RankGroup:
     ) -> None:
         self._session, self._ray, self._timeout_s = session, session.ray, settings.timeout_s
         self._actors: list[Any] = []
-        self._in_turn = threading.Lock()
-        ask = settings.asks
-        self.places = places = session.places(
-            [ask.rank_place] * size, of=f"cluster.num_trainers = {size} needs"
+        self._call_lock = threading.Lock()
+        resources = settings.resources
+        self.placement_group = placement_group = session.reserve(
+            [resources.rank_bundle] * size, subject=f"cluster.num_trainers = {size} needs"
         )
         variables = {"GLOO_SOCKET_IFNAME": "lo"} if session.is_local else {}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # Not restarted: a rank that Ray starts again has its first weights.
-        actor = self._ray.remote(max_restarts=0, **ask.rank)(kind)
+        actor = self._ray.remote(max_restarts=0, **resources.rank)(kind)
         for rank in range(size):
-            placed = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=rank)
+            placed = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank)
             options = {"scheduling_strategy": placed, "runtime_env": {"env_vars": variables}}
             self._actors.append(actor.options(**options).remote(settings, rank, size))
         host = "127.0.0.1" if session.is_local else self._ray.util.get_node_ip_address()
@@ -51,9 +51,9 @@ class RankGroup:
         rank that broke, died or took longer than ``cluster.update_timeout_s``; the ranks are ended then.
         """
         # once into the store, however many ranks read it
-        given = [self._ray.put(one) for one in arguments]
-        with self._in_turn:  # two threads in two orders: ranks would wait for each other
-            calls = [getattr(actor, method).remote(*given) for actor in self._actors]
+        references = [self._ray.put(argument) for argument in arguments]
+        with self._call_lock:  # two threads in two orders: ranks would wait for each other
+            calls = [getattr(actor, method).remote(*references) for actor in self._actors]
         return self._wait(calls, method)
 
     def _wait(self, references: Sequence[Any], method: str) -> list[Any]:
@@ -63,8 +63,8 @@ class RankGroup:
             while waiting:
                 # One at a time, and soon: where one rank has died, the others wait for it.
                 ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=_TICK_S)
-                for one in ready:
-                    self._ray.get(one)
+                for reference in ready:
+                    self._ray.get(reference)
                 if waiting and time.monotonic() > until:
                     number = references.index(waiting[0])
                     raise ClusterFault(
@@ -74,9 +74,9 @@ class RankGroup:
             return list(self._ray.get(list(references)))
         except BaseException as error:
             self.close()
-            raise self._told(error, method) from error
+            raise self._convert_error(error, method) from error
 
-    def _told(self, error: BaseException, method: str) -> BaseException:
+    def _convert_error(self, error: BaseException, method: str) -> BaseException:
         cause = getattr(error, "cause", None)
         if isinstance(error, self._ray.exceptions.RayTaskError) and isinstance(cause, OutriderError):
             return cause
@@ -94,5 +94,5 @@ class RankGroup:
             with suppress(Exception):
                 self._ray.kill(actor, no_restart=True)
         if self._actors:
-            self._session.give_back(self.places)
+            self._session.release(self.placement_group)
         self._actors = []

@@ -38,20 +38,20 @@ class ShardedLearner:
         self.num_steps = 0
         self.learning_rate = 0.0
         self.has_reference = settings.algorithm.needs_reference
-        self.language_model, self.trained = _loaded(settings)
+        self.language_model, self.trained = _load_copy(settings)
         require_shardable(str(_folder(settings)))
         self._weights = settings.cluster.weights if settings.cluster.sends_directly else None
-        self._met: list[Any] = []
-        self._is_old = False
+        self._connected_actors: list[Any] = []
+        self._is_stale = False
         self.session = Session(settings.cluster)
         try:
             self._group = RankGroup(
                 self.session, _rank_settings(settings, initial=initial), size=settings.cluster.num_trainers
             )
-            self.places = self._group.places
+            self.placement_group = self._group.placement_group
             self._pieces = _pieces(self._group.call("sizes")[0])
             if initial and settings.model.initial_checkpoint is not None:
-                self._moved()
+                self._mark_stale()
         except BaseException:
             self.session.close()
             raise
@@ -74,21 +74,21 @@ class ShardedLearner:
         report, self.num_steps, self.learning_rate = first
         on_batch(report.num_scored_tokens)
         if self.num_steps != num_steps_before:  # without a signal there is no step, and nothing to gather
-            self._moved()
+            self._mark_stale()
         return report
 
     def score(self, traces: Sequence[Trace]) -> None:
         """See :class:`outrider.train.learner.Learner`."""
-        [found, *_] = self._group.call("score", list(traces))
-        for trace, values in zip(traces, found, strict=True):
+        [node_values, *_] = self._group.call("score", list(traces))
+        for trace, values in zip(traces, node_values, strict=True):
             for node, kl in zip(trace.nodes, values, strict=True):
                 node.kl = kl
 
     def fit(self, paths: Sequence[RolloutPath], *, on_step: OnStep) -> None:
         """See :class:`outrider.train.learner.Learner`. What the steps tell comes at the end."""
-        [told, *_] = self._group.call("fit", list(paths))
-        self._moved()
-        for done, total, values in told:
+        [steps, *_] = self._group.call("fit", list(paths))
+        self._mark_stale()
+        for done, total, values in steps:
             on_step(done, total, values)
 
     def save(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ class ShardedLearner:
     def load(self, folder: Path, *, num_steps: int) -> None:
         """See :class:`outrider.train.learner.Learner`."""
         [(self.num_steps, self.learning_rate), *_] = self._group.call("load", str(folder), num_steps)
-        self._moved()
+        self._mark_stale()
 
     def freeze_reference(self, path: Path) -> int:
         """See :class:`outrider.train.learner.Learner`."""
@@ -119,7 +119,7 @@ class ShardedLearner:
 
     def export(self, folder: Path) -> None:
         """See :class:`outrider.train.learner.Learner`."""
-        if self._is_old:
+        if self._is_stale:
             self._sync()
         export(self.language_model, folder, check=False)
 
@@ -133,40 +133,47 @@ class ShardedLearner:
         ``is_again``: those that were sent last. Raises ClusterFault where that is not done in time, or they
         have moved since.
         """
-        if self._met != list(actors):
+        if self._connected_actors != list(actors):
             [address, *_] = self._group.call("free_address")
             self._group.call("meet", list(actors), self._weights, address)
-            self._met = list(actors)
-        found: tuple[int, int] = self._group.call("send", version, is_again)[0]
-        return found
+            self._connected_actors = list(actors)
+        sizes: tuple[int, int] = self._group.call("send", version, is_again)[0]
+        return sizes
 
-    def _moved(self) -> None:
+    def _mark_stale(self) -> None:
         """The copy here follows the ranks; where nobody plays with it, once it is asked for."""
-        self._is_old = True
+        self._is_stale = True
         if self._weights is None:
             self._sync()
 
     @torch.no_grad()
     def _sync(self) -> None:
         """The weights of all ranks into the copy that rollouts are played with, a piece at a time."""
-        self._is_old = False
+        self._is_stale = False
         own = dict(self.language_model.model.named_parameters())
         for names in self._pieces:
             for name, whole in self._group.call("weights", names)[0].items():
                 own[name].copy_(whole)
 
 
-def _loaded(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
+def _load_copy(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
     """The copy that rollouts are played with, and the names of what trains in it."""
-    given = settings.model
-    model = load_model(given.name, precision=_precision(settings), device="cpu", forward=given.forward)
+    model_settings = settings.model
+    model = load_model(
+        model_settings.name, precision=_precision(settings), device="cpu", forward=model_settings.forward
+    )
     if model.unpacked is not None:
         raise ConfigError(
             f"cluster.num_trainers = {settings.cluster.num_trainers} needs a model that runs packed; "
-            f"{given.name!r} does not, because {model.unpacked.why}: set cluster.num_trainers = 1"
+            f"{model_settings.name!r} does not, because {model.unpacked.why}: set cluster.num_trainers = 1"
         )
-    choose_trained(model.model, lora=given.lora, trained_layers=given.trained_layers, seed=settings.seed)
-    trained = frozenset(name for name, one in model.model.named_parameters() if one.requires_grad)
+    choose_trained(
+        model.model,
+        lora=model_settings.lora,
+        trained_layers=model_settings.trained_layers,
+        seed=settings.seed,
+    )
+    trained = frozenset(name for name, parameter in model.model.named_parameters() if parameter.requires_grad)
     model.model.requires_grad_(False)
     return model, trained
 
@@ -182,16 +189,16 @@ def _folder(settings: RunSettings) -> Path:
 
 
 def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
-    given = settings.model.initial_checkpoint if initial else None
-    if given is not None:
-        for name in tensor_files(Path(given)):
-            require_intact(Path(given), name)
+    checkpoint = settings.model.initial_checkpoint if initial else None
+    if checkpoint is not None:
+        for name in tensor_files(Path(checkpoint)):
+            require_intact(Path(checkpoint), name)
     return RankSettings(
         folder=str(_folder(settings)),
         precision=_precision(settings),
         lora=settings.model.lora,
         trained_layers=settings.model.trained_layers,
-        initial=None if given is None else str(Path(given).resolve()),
+        initial=None if checkpoint is None else str(Path(checkpoint).resolve()),
         has_reference=settings.algorithm.needs_reference,
         optimizer=settings.optimizer,
         update=settings.update,
@@ -199,16 +206,16 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
         seed=settings.seed,
         num_threads=settings.num_threads,
         timeout_s=settings.cluster.update_timeout_s,
-        asks=Resources.of(settings),
+        resources=Resources.from_settings(settings),
     )
 
 
 def _precision(settings: RunSettings) -> Literal["bfloat16", "float32"]:
     """The same for all processes. Raises ConfigError where this one cannot tell for theirs."""
-    given = settings.model
-    if given.precision == "auto" and given.device != "cpu" and not torch.cuda.is_available():
+    model = settings.model
+    if model.precision == "auto" and model.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError('model.precision = "auto": no GPU is seen here; set "bfloat16" or "float32"')
-    return resolve_precision(given.precision, given.device)
+    return resolve_precision(model.precision, model.device)
 
 
 def _pieces(sizes: dict[str, int]) -> list[list[str]]:

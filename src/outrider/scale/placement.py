@@ -26,7 +26,7 @@ class Shape:
     attention_width: int
 
     @classmethod
-    def of(cls, config: Any, *, num_parameters: int) -> "Shape":
+    def from_config(cls, config: Any, *, num_parameters: int) -> "Shape":
         """From a model's configuration."""
         text = config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -41,15 +41,15 @@ class Shape:
         num_tokens = sum_of_contexts = 0
         seen: set[tuple[int, ...]] = set()
         for path in paths:
-            place: tuple[int, ...] = ()
+            prefix: tuple[int, ...] = ()
             position = 0
             for node in path.nodes:
                 if node.restarts:
-                    place, position = (), 0
+                    prefix, position = (), 0
                 size = len(node.token_ids)
-                place = (hash((place, node.token_ids)),)
-                if place not in seen:
-                    seen.add(place)
+                prefix = (hash((prefix, node.token_ids)),)
+                if prefix not in seen:
+                    seen.add(prefix)
                     num_tokens += size
                     sum_of_contexts += size * position + size * (size + 1) // 2
                 position += size
@@ -58,7 +58,7 @@ class Shape:
         )
 
 
-def place(paths: Sequence[RolloutPath], *, num_ranks: int, cost: Cost) -> list[list[RolloutPath]]:
+def assign_to_ranks(paths: Sequence[RolloutPath], *, num_ranks: int, cost: Cost) -> list[list[RolloutPath]]:
     """The rollouts of every rank, in the order of ``paths``: each is in exactly one list.
 
     Groups stay whole, because a beginning is computed once; where the heaviest rank is more than 10 % above

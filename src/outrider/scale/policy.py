@@ -36,9 +36,9 @@ class ShardedScorer(Scorer):
         reshard(self.scoring)
         return scores
 
-    def idle(self) -> Tensor:
+    def dummy_forward(self) -> Tensor:
         """See :class:`outrider.train.update.policy.Scorer`."""
-        loss = super().idle()
+        loss = super().dummy_forward()
         reshard(self.scoring)
         return loss
 
@@ -67,7 +67,9 @@ class ShardedPolicy(ShardedScorer, Policy):
         self.scoring = scoring
         self.settings = settings
         self.working = {}  # the working copy is made as it is gathered
-        self.masters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        self.masters = {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
         self.num_steps = 0
         self.optimizer = torch.optim.AdamW(
             list(self.masters.values()),
@@ -78,7 +80,7 @@ class ShardedPolicy(ShardedScorer, Policy):
         )
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        own = sum_of_squares(local(one) for one in gradients)
+        own = sum_of_squares(local(gradient) for gradient in gradients)
         return math.sqrt(math.fsum(self.ranks.gather(own)))
 
     def drop_gradients(self) -> None:
@@ -89,7 +91,7 @@ class ShardedPolicy(ShardedScorer, Policy):
     def save(self, folder: Path) -> None:
         """Every rank its shards, as safetensors: no pickle."""
         (folder / SHARDS).mkdir(exist_ok=True)
-        state: dict[str, Any] = {name: one.detach() for name, one in self.masters.items()}
+        state: dict[str, Any] = {name: tensor.detach() for name, tensor in self.masters.items()}
         for name, master in self.masters.items():
             for key, value in self.optimizer.state.get(master, {}).items():
                 state[f"{key}/{name}"] = value
@@ -101,22 +103,22 @@ class ShardedPolicy(ShardedScorer, Policy):
         """What any number of ranks or one process saved. Raises CheckpointError for another model's."""
         source = tensor_folder(folder)
         known = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
-        sizes = {name: tuple(one.size) for name, one in known.items()}  # type: ignore[union-attr]
-        shapes = {name: tuple(one.shape) for name, one in self.masters.items()}
-        found = {name: size for name, size in sizes.items() if "/" not in name and name in shapes}
-        require_shapes(folder, shapes, found)
+        sizes = {name: tuple(entry.size) for name, entry in known.items()}  # type: ignore[union-attr]
+        shapes = {name: tuple(entry.shape) for name, entry in self.masters.items()}
+        saved_shapes = {name: size for name, size in sizes.items() if "/" not in name and name in shapes}
+        require_shapes(folder, shapes, saved_shapes)
         fill(source, self.masters)
         self.optimizer.state.clear()
         if any(name.startswith("exp_avg/") for name in known):
             moments: dict[str, Tensor] = {}
             for name, master in self.masters.items():
-                held = {
+                state = {
                     "step": torch.tensor(0.0, device=master.device),
                     "exp_avg": torch.zeros_like(master),
                     "exp_avg_sq": torch.zeros_like(master),
                 }
-                self.optimizer.state[master] = held
-                moments |= {f"{key}/{name}": value for key, value in held.items()}
+                self.optimizer.state[master] = state
+                moments |= {f"{key}/{name}": value for key, value in state.items()}
             fill(source, moments)
         self.num_steps = num_steps
         self.scoring.reshard()  # type: ignore[operator]

@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.engines.base import EngineSettings, Generation, Request
-from outrider.errors import ClusterFault, ProcessGone
+from outrider.errors import ClusterFault, ProcessLost
 from outrider.scale.engine import RemoteEngine
 from outrider.scale.waiting import results
-from outrider.scale.weights import Carrier, Parcel, drop, of_engines, pack
+from outrider.scale.weights import Carrier, Parcel, drop, engine_weights, pack
 from outrider.train.learner import Learner
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ class EnginePool(RemoteEngine):
         *,
         settings: EngineSettings,
         load_s: float,
-        anew: Callable[[ProcessGone, bool], None],
-        **given: Any,
+        anew: Callable[[ProcessLost, bool], None],
+        **options: Any,
     ) -> None:
-        super().__init__(client="controller", **given)
+        super().__init__(client="controller", **options)
         self._learner, self._carrier, self._load_s, self._anew = learner, carrier, load_s, anew
         self._settings = settings
         self._parcel: Parcel | None = None
@@ -46,15 +46,15 @@ class EnginePool(RemoteEngine):
         other one may take its place.
         """
         began = time.perf_counter()
-        self.let_go()
-        weights = of_engines(self._learner, self._settings)
+        self.drop_parcel()
+        weights = engine_weights(self._learner, self._settings)
         parcel = self._parcel = pack(weights, version=version, carrier=self._carrier)
         while True:
             try:
                 self._send(parcel, dict(enumerate(self._actors)))
                 break
-            except ProcessGone as gone:
-                self._anew(gone, True)  # which sends it too
+            except ProcessLost as error:
+                self._anew(error, True)  # which sends it too
         super().load(version)
         self.sent = {
             "weights/bytes": float(parcel.num_bytes * len(self._actors)),
@@ -64,25 +64,25 @@ class EnginePool(RemoteEngine):
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """See :class:`RemoteEngine`: of an engine that is gone, another one is asked."""
-        return self._lasting(partial(super().generate, requests))
+        return self._retrying(partial(super().generate, requests))
 
     def free_cache(self) -> None:
         """See :class:`RemoteEngine`."""
-        self._lasting(super().free_cache)
+        self._retrying(super().free_cache)
 
     def busy_s(self) -> float:
         """See :class:`RemoteEngine`."""
-        return self._lasting(super().busy_s)
+        return self._retrying(super().busy_s)
 
-    def _lasting(self, ask: Callable[[], _AnswerT]) -> _AnswerT:
+    def _retrying(self, call: Callable[[], _AnswerT]) -> _AnswerT:
         """An engine that died between two batches is noticed here first. Raises ClusterFault where no other
         one may take its place.
         """
         while True:
             try:
-                return ask()
-            except ProcessGone as gone:
-                self._anew(gone, False)
+                return call()
+            except ProcessLost as error:
+                self._anew(error, False)
 
     def put(self, number: int, actor: Any) -> None:
         """Another process is engine ``number`` from now on, with the weights that were sent last."""
@@ -94,16 +94,16 @@ class EnginePool(RemoteEngine):
         answers = results(
             self._ray,
             {f"engine {number}": actor.load.remote(parcel) for number, actor in actors.items()},
-            what=f"loading the weights of version {parcel.version}",
+            action=f"loading the weights of version {parcel.version}",
             limit_s=self._load_s,
             setting="cluster.update_timeout_s",
         )
-        if wrong := [str(one) for one in answers if tuple(one) != (parcel.version, parcel.checksum)]:
+        if wrong := [str(answer) for answer in answers if tuple(answer) != (parcel.version, parcel.checksum)]:
             raise ClusterFault(
                 f"engines have other weights than version {parcel.version}: {', '.join(wrong)}"
             )
 
-    def let_go(self) -> None:
+    def drop_parcel(self) -> None:
         """Nobody needs the weights that were sent last any more."""
         if self._parcel is not None:
             drop(self._parcel.pieces, self._carrier)
@@ -113,8 +113,8 @@ class EnginePool(RemoteEngine):
 class DirectPool(EnginePool):
     """The ranks send from their GPUs (:mod:`outrider.scale.direct`): nothing is kept here."""
 
-    def __init__(self, ranks: "ShardedLearner", *given: Any, **named: Any) -> None:
-        super().__init__(ranks, *given, **named)
+    def __init__(self, ranks: "ShardedLearner", *args: Any, **kwargs: Any) -> None:
+        super().__init__(ranks, *args, **kwargs)
         self._ranks = ranks
 
     def load(self, version: int) -> None:
@@ -127,8 +127,8 @@ class DirectPool(EnginePool):
         began = time.perf_counter()
         try:
             num_bytes, num_calls = self._ranks.send(version, self._actors, is_again=is_again)
-        except ProcessGone as gone:  # nobody is to take its place
-            raise ClusterFault(str(gone)) from gone
+        except ProcessLost as error:  # nobody is to take its place
+            raise ClusterFault(str(error)) from error
         RemoteEngine.load(self, version)
         self.sent = {
             "weights/bytes": float(num_bytes * len(self._actors)),
@@ -144,6 +144,8 @@ class DirectPool(EnginePool):
         self._load(self.weight_version, is_again=True)
 
 
-def pool_of(learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **given: Any) -> EnginePool:
+def make_pool(
+    learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **options: Any
+) -> EnginePool:
     """``ranks``: those that send by themselves."""
-    return EnginePool(learner, carrier, **given) if ranks is None else DirectPool(ranks, carrier, **given)
+    return EnginePool(learner, carrier, **options) if ranks is None else DirectPool(ranks, carrier, **options)

@@ -31,10 +31,10 @@ def probes(engine: Engine, trace: Trace, *, num: int) -> list[Trace]:
         )
         for number in range(num)
     ]
-    found = engine.generate(requests)
+    generations = engine.generate(requests)
     engine.release([request.request_id for request in requests])
-    made = []
-    for generation in found:
+    traces = []
+    for generation in generations:
         probe = Trace(task=trace.task, modes=("probe",))
         root = probe.append(
             parent=None, origin=Origin.PROMPT, token_ids=prompt.token_ids, message=prompt.message
@@ -50,5 +50,5 @@ def probes(engine: Engine, trace: Trace, *, num: int) -> list[Trace]:
             credit=(0.0,) * len(generation.token_ids),
         )
         probe.finish(Leaf(node_id=node.node_id, rollout=0, outcome=Outcome.FINISHED, episode_return=0.0))
-        made.append(probe)
-    return made
+        traces.append(probe)
+    return traces

@@ -29,7 +29,7 @@ from outrider.train.learning_settings import (
     OptimizerSettings,
     UpdateSettings,
 )
-from outrider.train.update.batch_loss import TokenLossOf
+from outrider.train.update.batch_loss import TokenLossFn
 from outrider.train.update.pack import RolloutPath
 from outrider.train.update.policy import checkpoint_layers, set_threads
 from outrider.train.update.reward_kl import measure_kl
@@ -40,7 +40,7 @@ from outrider.train.update.weight_files import tensor_folder
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
     """What a rank has to know of a run. ``folder`` holds the model's configuration and safetensors;
-    ``initial`` is a checkpoint to begin with, None: the folder's weights. ``asks``: on what it computes.
+    ``initial`` is a checkpoint to begin with, None: the folder's weights. ``resources``: on what it computes.
     """
 
     folder: str
@@ -55,7 +55,7 @@ class RankSettings:
     seed: int
     num_threads: int
     timeout_s: float
-    asks: Resources = field(default_factory=Resources)
+    resources: Resources = field(default_factory=Resources)
 
 
 class Rank:
@@ -66,7 +66,7 @@ class Rank:
         self._store: Any = None
         self._sender: Any = None
         self._is_sent = False  # whether engines have got the weights as they are
-        self._device = settings.asks.device
+        self._device = settings.resources.device
         set_threads(settings.num_threads, device=self._device)
 
     def open_store(self, host: str) -> int:
@@ -83,14 +83,16 @@ class Rank:
         self.reference: ShardedScorer | None = None
         if self._settings.has_reference:
             self._copy_reference()
-        held = sum(local(one).numel() for one in self.policy.model.parameters())
-        return os.getpid(), held
+        num_parameters = sum(local(parameter).numel() for parameter in self.policy.model.parameters())
+        return os.getpid(), num_parameters
 
     def _policy(self) -> ShardedPolicy:
         settings = self._settings
         model, scoring = self._sharded(choose=True)
-        num_parameters = sum(one.numel() for one in model.model.parameters())
-        self.ranks = collective.GlooRanks(Shape.of(model.model.config, num_parameters=num_parameters))
+        num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
+        self.ranks = collective.GlooRanks(
+            Shape.from_config(model.model.config, num_parameters=num_parameters)
+        )
         policy = ShardedPolicy(
             model, scoring, settings.optimizer, ranks=self.ranks, uses_flex=self._uses_flex
         )
@@ -137,7 +139,7 @@ class Rank:
         self,
         traces: Sequence[Trace],
         objective: ObjectiveSettings,
-        token_loss: TokenLossOf | None,
+        token_loss: TokenLossFn | None,
         version: int | None,
         probes: Sequence[Trace],
     ) -> tuple[UpdateReport, int, float]:
@@ -166,17 +168,17 @@ class Rank:
     def fit(self, paths: Sequence[RolloutPath]) -> list[tuple[int, int, dict[str, float]]]:
         """The cold start; what each of its steps has to tell."""
         self._is_sent = False
-        told: list[tuple[int, int, dict[str, float]]] = []
+        steps: list[tuple[int, int, dict[str, float]]] = []
         cold_start(
             self.policy,
             paths,
             self._settings.cold_start,
             run_seed=self._settings.seed,
             max_tokens=self._settings.update.max_tokens,
-            on_step=lambda done, total, values: told.append((done, total, values)),
+            on_step=lambda done, total, values: steps.append((done, total, values)),
         )
         self.policy.fresh_optimizer()
-        return told
+        return steps
 
     def save(self, folder: str) -> None:
         """Every rank its shards into the folder."""
@@ -192,11 +194,11 @@ class Rank:
         """The reference becomes the policy as it is; rank 0 writes it into one file."""
         self._copy_reference()
         assert self.reference is not None
-        whole = _whole(dict(self.reference.model.named_parameters()), keep=self._rank == 0)
+        whole = _whole(dict(self.reference.model.named_parameters()), is_receiver=self._rank == 0)
         if self._rank == 0:
             precision = getattr(torch, self._settings.precision)
             with replacing_by_name(Path(path)) as temporary:
-                save_file({name: one.to(precision) for name, one in whole.items()}, temporary)
+                save_file({name: tensor.to(precision) for name, tensor in whole.items()}, temporary)
 
     def load_reference(self, folder: str) -> None:
         """The weights of the one file of a folder."""
@@ -223,7 +225,7 @@ class Rank:
 
         if self._sender is not None:
             self._sender.close()
-        limit, num_gpus = self._settings.timeout_s, self._settings.asks.tensor_parallel
+        limit, num_gpus = self._settings.timeout_s, self._settings.resources.tensor_parallel
         self._sender = Sender(
             Source(self.policy.model, getattr(torch, self._settings.precision)),
             EngineClient(ray, actors, tensor_parallel=num_gpus, limit_s=limit),
@@ -243,22 +245,22 @@ class Rank:
                 f"{AGAIN}"
             )
         self._is_sent = True
-        found: tuple[int, int] = self._sender.send(version)
-        return found
+        sizes: tuple[int, int] = self._sender.send(version)
+        return sizes
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every parameter in float32, in order."""
-        return {name: 4 * one.numel() for name, one in self.policy.masters.items()}
+        return {name: 4 * master.numel() for name, master in self.policy.masters.items()}
 
     def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The whole parameters of these names, from rank 0; the others help and return nothing."""
-        return _whole({name: self.policy.masters[name] for name in names}, keep=self._rank == 0)
+        return _whole({name: self.policy.masters[name] for name in names}, is_receiver=self._rank == 0)
 
 
-def _whole(tensors: dict[str, Any], *, keep: bool) -> dict[str, Tensor]:
-    found = {}
-    for name, one in tensors.items():  # one at a time: only one rank keeps them
-        whole = one.detach().full_tensor()
-        if keep:
-            found[name] = whole.cpu().contiguous()
-    return found
+def _whole(tensors: dict[str, Any], *, is_receiver: bool) -> dict[str, Tensor]:
+    gathered = {}
+    for name, tensor in tensors.items():  # one at a time: only one rank keeps them
+        whole = tensor.detach().full_tensor()
+        if is_receiver:
+            gathered[name] = whole.cpu().contiguous()
+    return gathered

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import cast
 
 from outrider.errors import ConfigError
-from outrider.plugins.imports import search_in, searched
-from outrider.plugins.registry import stand_ins
+from outrider.plugins.imports import add_search_folder, search_folders
+from outrider.plugins.registry import substituted_kinds
 from outrider.train.settings import RunSettings
 
 
@@ -23,16 +23,16 @@ class Recipe:
     pickled: bytes
 
     @classmethod
-    def of(cls, settings: RunSettings) -> "Recipe":
+    def from_settings(cls, settings: RunSettings) -> "Recipe":
         """Raises ConfigError for an object in the place of a name: another process cannot make it."""
-        if objects := stand_ins():
+        if objects := substituted_kinds():
             raise ConfigError(
                 f"an object was given for {', '.join(objects)}: engines and rollout workers in processes of "
                 "their own make theirs by name, so give a name, or play in one process"
             )
         return cls(
             folder=os.getcwd(),
-            searched=tuple(str(one) for one in searched()),
+            searched=tuple(str(folder) for folder in search_folders()),
             pickled=pickle.dumps(settings),
         )
 
@@ -40,6 +40,6 @@ class Recipe:
         """In the other process: go to the folder, where it is there, and read them."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
-        for one in reversed(self.searched):
-            search_in(Path(one))
+        for folder in reversed(self.searched):
+            add_search_folder(Path(folder))
         return cast(RunSettings, pickle.loads(self.pickled))

@@ -9,20 +9,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from outrider.errors import ProcessGone
+from outrider.errors import ProcessLost
 from outrider.rollout.scheduler import Rollouts
 from outrider.scale.engine import EngineActor
-from outrider.scale.flight import RemoteFlight
-from outrider.scale.pool import pool_of
+from outrider.scale.flight import RemoteGroupPlayer
+from outrider.scale.pool import make_pool
 from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
 from outrider.scale.repairs import Repairs
 from outrider.scale.resources import Resources
-from outrider.scale.rollouts import RemoteRollouts, portable, who
+from outrider.scale.rollouts import WorkerRollouts, portable, worker_name
 from outrider.scale.session import Session
 from outrider.scale.stream import StreamEngineActor
 from outrider.scale.vllm import VllmEngineActor
-from outrider.scale.waiting import outcomes, results, silent
+from outrider.scale.waiting import outcomes, results, timeout_error
 from outrider.scale.weights import Carrier, Folder, ObjectStore
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Trace
@@ -30,7 +30,7 @@ from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Components
 from outrider.train.in_flight import GroupPlayer
 from outrider.train.learner import Learner
-from outrider.train.overlap import Ahead
+from outrider.train.overlap import RolloutPrefetch
 from outrider.train.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ _CLOSE_S: Final = 10.0
 _MOST_GROUPS: Final = 64  # of a worker at a time, a thread each
 
 
-class Remote:
-    """See :class:`outrider.train.components.Elsewhere`. ``session`` is a Ray that is there already,
+class RemoteProcesses:
+    """See :class:`outrider.train.components.RemoteRollouts`. ``session`` is a Ray that is there already,
     ``ranks`` the learner where it is in processes of its own. Ray restarts no actor, since that would have
     its first weights: :meth:`replace` does, with the newest.
     """
@@ -57,31 +57,33 @@ class Remote:
         ranks: "ShardedLearner | None" = None,
     ) -> None:
         self._settings, cluster = settings, settings.cluster
-        self._recipe = Recipe.of(settings)
-        self._ask = Resources.of(settings)
-        self._beside = None if ranks is None else ranks.places
+        self._recipe = Recipe.from_settings(settings)
+        self._resources = Resources.from_settings(settings)
+        self._trainer_placement = None if ranks is None else ranks.placement_group
         self._session = Session(cluster) if session is None else session
         self._owns_session = session is None
         self.workers: list[Any] = []
         self._engines: list[Any] = []
-        self._places: Any = None
+        self._placement: Any = None
         self._folder = folder
         self._parts: Any = None  # what workers are told comes of them
         self.repairs = Repairs(allowance or Allowance(cluster.max_restarts))
         try:
             self._carrier = self._made_carrier(folder)
-            self._places = self._own_places()
+            self._placement = self._reserve_placement()
             self._engines = [self._new_engine(number) for number in range(cluster.num_engines)]
             self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
-            built = self._built({f"engine {number}": one for number, one in enumerate(self._engines)})
+            built = self._build_actors(
+                {f"engine {number}": actor for number, actor in enumerate(self._engines)}
+            )
             self.engine_pids = [pid for pid, _ in built]
-            self.engine = pool_of(
+            self.engine = make_pool(
                 learner,
                 ranks if cluster.sends_directly else None,
                 self._carrier,
                 settings=settings.engine,
                 load_s=cluster.update_timeout_s,
-                anew=self._replace_asked,
+                anew=self._replace_process,
                 ray=self._session.ray,
                 actors=self._engines,
                 tokenizer=learner.language_model.tokenizer,
@@ -93,13 +95,13 @@ class Remote:
             self.close()
             raise
 
-    def _own_places(self) -> Any:
+    def _reserve_placement(self) -> Any:
         """Of the engines, where those are not on the ranks' GPUs, and of the workers behind them."""
         cluster = self._settings.cluster
-        return self._session.places(
-            [self._ask.engine_place] * (0 if self._ask.colocates else cluster.num_engines)
+        return self._session.reserve(
+            [self._resources.engine_bundle] * (0 if self._resources.colocates else cluster.num_engines)
             + [{"CPU": 1}] * cluster.num_rollout_workers,
-            of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
+            subject=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
             f"{cluster.num_rollout_workers} need",
         )
 
@@ -108,11 +110,15 @@ class Remote:
             return Folder(folder.resolve())
         return ObjectStore(self._session.ray)
 
-    def _actor(self, kind: type, place: int, num_calls: int, *, places: Any = None, **asked: Any) -> Any:
+    def _actor(
+        self, kind: type, bundle_index: int, num_calls: int, *, placement: Any = None, **options: Any
+    ) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        placed = PlacementGroupSchedulingStrategy(places or self._places, placement_group_bundle_index=place)
-        made = self._session.ray.remote(max_restarts=0, **({"num_cpus": 1} | asked))(kind)
+        placed = PlacementGroupSchedulingStrategy(
+            placement or self._placement, placement_group_bundle_index=bundle_index
+        )
+        made = self._session.ray.remote(max_restarts=0, **({"num_cpus": 1} | options))(kind)
         return made.options(scheduling_strategy=placed, max_concurrency=num_calls)
 
     def _new_engine(self, number: int) -> Any:
@@ -121,9 +127,9 @@ class Remote:
             kind = VllmEngineActor
         elif self._settings.cluster.batching == "stream":
             kind = StreamEngineActor
-        places = self._beside if self._ask.colocates else None
+        placement = self._trainer_placement if self._resources.colocates else None
         actor = self._actor(
-            kind, number, 1 if kind is EngineActor else 1000, places=places, **self._ask.engine
+            kind, number, 1 if kind is EngineActor else 1000, places=placement, **self._resources.engine
         )
         return actor.remote(self._recipe, number, str(self._folder), self._carrier)
 
@@ -131,12 +137,12 @@ class Remote:
         """Beside the engines. One thread plays, or one a group where weights come in between; others are
         asked for beats and for the end.
         """
-        settings, asked = self._settings, self._session.own_end
+        settings, options = self._settings, self._session.actor_options
         if settings.cluster.in_flight:
             num = max(1, settings.num_concurrent // settings.cluster.num_rollout_workers)
-            asked["concurrency_groups"] = {"play": min(num, _MOST_GROUPS)}
-        num_before = 0 if self._ask.colocates else settings.cluster.num_engines
-        actor = self._actor(RolloutWorker, num_before + number, 3, **asked)
+            options["concurrency_groups"] = {"play": min(num, _MOST_GROUPS)}
+        num_before = 0 if self._resources.colocates else settings.cluster.num_engines
+        actor = self._actor(RolloutWorker, num_before + number, 3, **options)
         return actor.remote(number, self._engines)
 
     @property
@@ -144,7 +150,7 @@ class Remote:
         """How often each process was replaced, by its name."""
         return self.repairs.num_replaced
 
-    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+    def replace(self, faults: Mapping[str, ProcessLost], *, num_groups: int) -> None:
         """Replace processes that are gone, and any that fail meanwhile, until all of them run again.
 
         Args:
@@ -154,7 +160,7 @@ class Remote:
         Raises ClusterFault if the limits on repairs are exceeded.
         """
         self.repairs.count("rollout/num_groups_replayed", num_groups)
-        left, done = dict(gone), set[str]()
+        left, done = dict(faults), set[str]()
         while left:
             name = max(left)  # workers first: those are told of new engines
             fault = left.pop(name)
@@ -167,12 +173,12 @@ class Remote:
         """Do not count the last ``num_repairs`` repairs: a task caused them, and its group is masked."""
         self.repairs.refund(num_repairs)
 
-    def _pid_of(self, name: str) -> int | None:
+    def _find_pid(self, name: str) -> int | None:
         """The process of a worker, if it runs on this machine for certain."""
         number = int(name.rpartition(" ")[2])
         return self.worker_pids[number] if self._session.is_local else None
 
-    def _replace(self, name: str, fault: ProcessGone, *, is_again: bool) -> dict[str, ProcessGone]:
+    def _replace(self, name: str, fault: ProcessLost, *, is_again: bool) -> dict[str, ProcessLost]:
         """Those that are gone since: the new process too, where a node that is being lost took it in. That
         happens once; then all may begin anew.
         """
@@ -183,40 +189,45 @@ class Remote:
             if kind == "rollout worker" and self._parts is not None:
                 self._replace_worker(int(number))
                 return {}
-        except ProcessGone as another:
+        except ProcessLost as another:
             if is_again:
                 raise
-            return {another.who: another}
+            return {another.process: another}
         raise fault
 
-    def _replace_asked(self, gone: ProcessGone, is_loading: bool) -> None:
+    def _replace_process(self, fault: ProcessLost, is_loading: bool) -> None:
         self.repairs.count("weights/num_failed", int(is_loading))
-        self.replace({gone.who: gone}, num_groups=0)
+        self.replace({fault.process: fault}, num_groups=0)
 
     def _replace_worker(self, number: int) -> None:
         self._end(self.workers[number], self.worker_pids[number])
         self.workers[number] = self._new_worker(number)
-        self._session.await_place(self.workers[number], who(number))
-        [self.worker_pids[number]] = self._built({who(number): self.workers[number]}, self._told())
+        self._session.await_placement(self.workers[number], worker_name(number))
+        [self.worker_pids[number]] = self._build_actors(
+            {worker_name(number): self.workers[number]}, self._worker_settings()
+        )
 
-    def _replace_engine(self, number: int) -> dict[str, ProcessGone]:
+    def _replace_engine(self, number: int) -> dict[str, ProcessLost]:
         """The workers that cannot be told of it, because they are gone too: a node has both."""
         self._end(self._engines[number], self.engine_pids[number])
         actor = self._engines[number] = self._new_engine(number)
-        self._session.await_place(actor, f"engine {number}")
-        [(self.engine_pids[number], _)] = self._built({f"engine {number}": actor})
+        self._session.await_placement(actor, f"engine {number}")
+        [(self.engine_pids[number], _)] = self._build_actors({f"engine {number}": actor})
         self.engine.put(number, actor)
-        calls = {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)}
-        what, setting = "taking another engine", "cluster.heartbeat_s"
+        calls = {
+            worker_name(index): item.use_engine.remote(number, actor)
+            for index, item in enumerate(self.workers)
+        }
+        action, setting = "taking another engine", "cluster.heartbeat_s"
         limit_s = self._settings.cluster.heartbeat_s
         until = time.monotonic() + limit_s
 
-        def late() -> dict[str, ProcessGone]:
+        def late() -> dict[str, ProcessLost]:
             is_late = time.monotonic() > until
-            return {name: silent(name, what, limit_s, setting) for name in calls} if is_late else {}
+            return {name: timeout_error(name, action, limit_s, setting) for name in calls} if is_late else {}
 
-        found = outcomes(self._session.ray, calls, what=what, watch=late)
-        return {name: one for name, one in found.items() if isinstance(one, ProcessGone)}
+        answers = outcomes(self._session.ray, calls, action=action, watch=late)
+        return {name: item for name, item in answers.items() if isinstance(item, ProcessLost)}
 
     def _end(self, actor: Any, pid: int) -> None:
         with suppress(Exception):
@@ -225,11 +236,11 @@ class Remote:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _built(self, actors: dict[str, Any], *given: Any) -> list[Any]:
+    def _build_actors(self, actors: dict[str, Any], *arguments: Any) -> list[Any]:
         return results(
             self._session.ray,
-            {name: actor.build.remote(*given) for name, actor in actors.items()},
-            what="its start",
+            {name: actor.build.remote(*arguments) for name, actor in actors.items()},
+            action="its start",
             limit_s=self._settings.cluster.update_timeout_s,
             setting="cluster.update_timeout_s",
         )
@@ -240,14 +251,17 @@ class Remote:
         """
         portable(parts.algorithm.hooks)
         self._parts = parts
-        self.worker_pids = self._built(
-            {who(number): one for number, one in enumerate(self.workers)}, self._told()
+        self.worker_pids = self._build_actors(
+            {worker_name(number): worker for number, worker in enumerate(self.workers)},
+            self._worker_settings(),
         )
 
-    def _told(self) -> Any:
+    def _worker_settings(self) -> Any:
         """Made when it is asked for: a buffer may have been rolled back since the run began."""
-        given = WorkerSettings.of(self._parts, self._recipe, context_length=self.engine.context_length)
-        return self._session.ray.put(given)
+        settings = WorkerSettings.from_components(
+            self._parts, self._recipe, context_length=self.engine.context_length
+        )
+        return self._session.ray.put(settings)
 
     def rollouts(
         self,
@@ -255,10 +269,10 @@ class Remote:
         *,
         training: bool,
         on_finished: Callable[[int, int], None],
-        ahead: Ahead | None = None,
+        prefetch: RolloutPrefetch | None = None,
     ) -> Rollouts:
         """Of training, with the algorithm's hooks, or of an evaluation."""
-        return RemoteRollouts(
+        return WorkerRollouts(
             self._session.ray,
             self,
             hooks=parts.algorithm.hooks if training else (),
@@ -267,42 +281,42 @@ class Remote:
             max_concurrent=self._settings.num_concurrent,
             heartbeat_s=self._settings.cluster.heartbeat_s,
             on_finished=on_finished,
-            whereabouts=parts.whereabouts,
-            ahead=ahead,
+            rollout_status=parts.rollout_status,
+            prefetch=prefetch,
             busy_s=self._settings.limits.step_timeout_s,
-            pid_of=self._pid_of,
+            find_pid=self._find_pid,
             note=self.repairs.note,
         )
 
-    def flight(self, parts: Components) -> GroupPlayer:
-        """See :class:`outrider.train.components.Elsewhere`."""
-        return RemoteFlight(
+    def group_player(self, parts: Components) -> GroupPlayer:
+        """See :class:`outrider.train.components.RemoteRollouts`."""
+        return RemoteGroupPlayer(
             self._session.ray,
             self,
             hooks=parts.algorithm.hooks,
             version=lambda: self.engine.weight_version,
             heartbeat_s=self._settings.cluster.heartbeat_s,
-            whereabouts=parts.whereabouts,
+            rollout_status=parts.rollout_status,
             busy_s=self._settings.limits.step_timeout_s,
-            pid_of=self._pid_of,
+            find_pid=self._find_pid,
             note=self.repairs.note,
         )
 
     def probes(self, trace: Trace) -> list[Trace]:
-        """See :class:`outrider.train.components.Elsewhere`."""
+        """See :class:`outrider.train.components.RemoteRollouts`."""
         return probes(self.engine, trace, num=len(self._engines))
 
     def busy_s(self) -> float:
-        """See :class:`outrider.train.components.Elsewhere`."""
+        """See :class:`outrider.train.components.RemoteRollouts`."""
         return self.engine.busy_s()
 
     def metrics(self) -> dict[str, float]:
         """Of the newest weights that were sent, and of processes that were replaced."""
-        return self.engine.sent | self.repairs.take_counts()
+        return self.engine.sent | self.repairs.pop_counts()
 
     def notes(self) -> list[str]:
-        """See :class:`outrider.train.components.Elsewhere`."""
-        return self.repairs.take_notes()
+        """See :class:`outrider.train.components.RemoteRollouts`."""
+        return self.repairs.pop_notes()
 
     def close(self) -> None:
         """End all actors, and Ray where it was started for them; may be called twice."""
@@ -313,16 +327,18 @@ class Remote:
             if self._settings.engine.has_own_processes:
                 started += self._engines
             ray.wait(
-                [one.close.remote() for one in started], num_returns=max(1, len(started)), timeout=_CLOSE_S
+                [process.close.remote() for process in started],
+                num_returns=max(1, len(started)),
+                timeout=_CLOSE_S,
             )
         for actor in [*self.workers, *self._engines]:
             with suppress(Exception):
                 ray.kill(actor, no_restart=True)
         self.workers, self._engines = [], []
         if hasattr(self, "engine"):
-            self.engine.let_go()
-        if self._places is not None:
-            self._session.give_back(self._places)
-            self._places = None
+            self.engine.drop_parcel()
+        if self._placement is not None:
+            self._session.release(self._placement)
+            self._placement = None
         if self._owns_session:
             self._session.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.train.settings import RunSettings
 
-Ask = dict[str, float]
+Bundle = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Resources:
     colocates: bool = False
 
     @classmethod
-    def of(cls, settings: RunSettings) -> "Resources":
+    def from_settings(cls, settings: RunSettings) -> "Resources":
         """Of a run."""
         return cls(
             device=settings.model.device,
@@ -29,12 +29,12 @@ class Resources:
         )
 
     @property
-    def rank_place(self) -> Ask:
+    def rank_bundle(self) -> Bundle:
         """A place for a rank, and for the engine beside it where there is one."""
         return {"CPU": 2, "GPU": 1} if self.colocates else self._with_gpus(1)
 
     @property
-    def engine_place(self) -> Ask:
+    def engine_bundle(self) -> Bundle:
         """A place for an engine of its own."""
         return self._with_gpus(self.tensor_parallel)
 
@@ -48,7 +48,7 @@ class Resources:
         """See :attr:`rank`."""
         return self._actor(0.5 if self.colocates else self.tensor_parallel)
 
-    def _with_gpus(self, num: float) -> Ask:
+    def _with_gpus(self, num: float) -> Bundle:
         return {"CPU": 1} | ({} if self.device == "cpu" else {"GPU": num})
 
     def _actor(self, num_gpus: float) -> dict[str, Any]:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
-from outrider.errors import ConfigError, ProcessGone
-from outrider.rollout.faults import lost
+from outrider.errors import ConfigError, ProcessLost
+from outrider.rollout.faults import lost_leaf
 from outrider.rollout.hooks import Hook, Portable
 from outrider.rollout.loop_lag import largest
 from outrider.rollout.scheduler import Modes, RolloutReport
-from outrider.rollout.whereabouts import Whereabouts
-from outrider.scale.vitals import cpu_seconds, last_place
-from outrider.scale.waiting import located, outcomes, silent, told
-from outrider.scale.worker import Beat, Job, Played
+from outrider.rollout.whereabouts import RolloutStatus
+from outrider.scale.vitals import cpu_seconds, read_location
+from outrider.scale.waiting import add_location, convert_error, outcomes, timeout_error
+from outrider.scale.worker import Heartbeat, Job, JobResult
 from outrider.trace import Trace
-from outrider.train.overlap import Ahead
+from outrider.train.overlap import RolloutPrefetch
 from outrider.types import Outcome, Task
 
 _BETWEEN_BEATS_S: Final = 1.0
@@ -39,7 +39,7 @@ class Crew(Protocol):
         """How often each process was, by its name."""
         ...
 
-    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+    def replace(self, faults: Mapping[str, ProcessLost], *, num_groups: int) -> None:
         """Put other processes in the place of these; ``num_groups`` are played again. Raises ClusterFault
         where that may not be.
         """
@@ -50,7 +50,7 @@ class Crew(Protocol):
         ...
 
 
-class RemoteRollouts:
+class WorkerRollouts:
     """See :class:`outrider.rollout.scheduler.Rollouts`. Hooks act as copies in the workers; those given here
     absorb what the copies gathered, worker by worker, and then see all groups in their order.
     """
@@ -66,18 +66,18 @@ class RemoteRollouts:
         max_concurrent: int,
         heartbeat_s: float,
         on_finished: Callable[[int, int], None],
-        whereabouts: Whereabouts,
-        ahead: Ahead | None = None,
+        rollout_status: RolloutStatus,
+        prefetch: RolloutPrefetch | None = None,
         busy_s: float = 0.0,
-        pid_of: Callable[[str], int | None] = lambda name: None,
+        find_pid: Callable[[str], int | None] = lambda name: None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._ahead, self._busy_s, self._pid_of, self._note = ahead, busy_s, pid_of, note
+        self._prefetch, self._busy_s, self._find_pid, self._note = prefetch, busy_s, find_pid, note
         self._ray, self._crew = ray, crew
         self._hooks, self._copied = hooks, portable(hooks)
         self._is_training, self._version = is_training, version
         self._max_concurrent, self._heartbeat_s = max_concurrent, heartbeat_s
-        self._on_finished, self._whereabouts = on_finished, whereabouts
+        self._on_finished, self._rollout_status = on_finished, rollout_status
         # by worker, of the batch: its part of the cap on calls, and what it has spent of that
         self._parts: dict[int, tuple[int, int, int]] = {}
         self._num_spent: dict[int, int] = {}
@@ -92,80 +92,85 @@ class RemoteRollouts:
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
         each = [tuple(modes(number) if callable(modes) else modes) for number in range(len(tasks))]
-        if len({len(one) for one in each}) > 1:
+        if len({len(entry) for entry in each}) > 1:
             raise ValueError("groups of one batch differ in size")
         jobs = self._jobs(tasks, each, training_step, continued=continued)
         # What is left for each worker to play, one part after the other.
         left = {number: [Part(job)] for number, job in jobs.items()}
-        played: dict[int, list[Played]] = {number: [] for number in jobs}
+        results: dict[int, list[JobResult]] = {number: [] for number in jobs}
         while now := {number: parts[0] for number, parts in left.items() if parts}:
-            found, gone = self._play(now, played, num_owed=sum(map(len, each)))
-            self._leave_if_given_up()
-            for number, one in found.items():
-                played[number].append(one)
+            finished, faults = self._play(now, results, num_pending=sum(map(len, each)))
+            self._raise_if_cancelled()
+            for number, entry in finished.items():
+                results[number].append(entry)
                 del left[number][0]
-            broken = {number: part for number, part in now.items() if number not in found}
+            broken = {number: part for number, part in now.items() if number not in finished}
             for number, part in broken.items():
-                part.note(gone.get(who(number)))
-            if gone:
-                self._crew.replace(gone, num_groups=sum(len(part.job.tasks) for part in broken.values()))
+                part.note(faults.get(worker_name(number)))
+            if faults:
+                self._crew.replace(faults, num_groups=sum(len(part.job.tasks) for part in broken.values()))
             for number, part in broken.items():
                 if part.is_lost:
-                    played[number].append(part.masked())
+                    results[number].append(part.masked())
                     self._crew.refund(len(part.charged))
                     part.charged.clear()
                 left[number][:1] = part.again()
-        if self._ahead is not None:
-            self._ahead.ended()
+        if self._prefetch is not None:
+            self._prefetch.mark_done()
         self._num_spent |= {
-            number: job.num_spent + sum(one.num_spent - job.num_spent for one in played[number])
+            number: job.num_spent + sum(entry.num_spent - job.num_spent for entry in results[number])
             for number, job in jobs.items()
         }
         # by worker, and not by who came to an end first
-        return self._merged(played, len(tasks))
+        return self._merged(results, len(tasks))
 
     def _play(
-        self, parts: Mapping[int, "Part"], played: Mapping[int, Sequence[Played]], *, num_owed: int
-    ) -> tuple[dict[int, Played], dict[str, ProcessGone]]:
+        self, parts: Mapping[int, "Part"], results: Mapping[int, Sequence[JobResult]], *, num_pending: int
+    ) -> tuple[dict[int, JobResult], dict[str, ProcessLost]]:
         """Let the workers play: what they bring, and the processes that are gone."""
-        workers = {who(number): self._crew.workers[number] for number in parts}
-        calls = {who(number): workers[who(number)].run.remote(part.job) for number, part in parts.items()}
-        if self._ahead is not None:
-            self._ahead.sent()
-        num_before = sum(_num_rollouts(one) for each in played.values() for one in each)
-        beats = Beats(
+        workers = {worker_name(number): self._crew.workers[number] for number in parts}
+        calls = {
+            worker_name(number): workers[worker_name(number)].run.remote(part.job)
+            for number, part in parts.items()
+        }
+        if self._prefetch is not None:
+            self._prefetch.mark_sent()
+        num_before = sum(_num_rollouts(result) for each in results.values() for result in each)
+        beats = HeartbeatMonitor(
             self._ray,
             workers,
             limit_s=self._heartbeat_s,
-            whereabouts=self._whereabouts,
-            on_ended=lambda num: self._on_finished(num_before + num, num_owed),
+            rollout_status=self._rollout_status,
+            on_finished=lambda num: self._on_finished(num_before + num, num_pending),
             busy_s=self._busy_s,
-            pid_of=self._pid_of,
+            find_pid=self._find_pid,
             note=self._note,
         )
         try:
-            outcome_of = outcomes(self._ray, calls, what="its rollouts", watch=partial(self._watch, beats))
+            worker_outcomes = outcomes(
+                self._ray, calls, action="its rollouts", watch=partial(self._watch, beats)
+            )
         finally:
             beats.close()
-        found: dict[int, Played] = {}
-        gone: dict[str, ProcessGone] = {}
+        finished: dict[int, JobResult] = {}
+        faults: dict[str, ProcessLost] = {}
         for number in parts:
-            outcome = outcome_of[who(number)]
-            if not isinstance(outcome, ProcessGone):
-                found[number] = outcome
-            elif outcome.who == who(number) and not outcome.is_silent:
-                gone[outcome.who] = located(outcome, beats.place_of(outcome.who))
+            outcome = worker_outcomes[worker_name(number)]
+            if not isinstance(outcome, ProcessLost):
+                finished[number] = outcome
+            elif outcome.process == worker_name(number) and not outcome.is_silent:
+                faults[outcome.process] = add_location(outcome, beats.last_location(outcome.process))
             else:
-                gone[outcome.who] = outcome
-        return found, gone
+                faults[outcome.process] = outcome
+        return finished, faults
 
-    def _watch(self, beats: "Beats") -> Mapping[str, ProcessGone]:
-        self._leave_if_given_up()
+    def _watch(self, beats: "HeartbeatMonitor") -> Mapping[str, ProcessLost]:
+        self._raise_if_cancelled()
         return beats()
 
-    def _leave_if_given_up(self) -> None:
-        if self._ahead is not None:
-            self._ahead.leave_if_given_up()
+    def _raise_if_cancelled(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.raise_if_cancelled()
 
     def _jobs(
         self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], step: int, *, continued: bool
@@ -195,29 +200,30 @@ class RemoteRollouts:
             begin += len(mine)
         return jobs
 
-    def _merged(self, played: Mapping[int, Sequence[Played]], num_groups: int) -> RolloutReport:
+    def _merged(self, results: Mapping[int, Sequence[JobResult]], num_groups: int) -> RolloutReport:
         size = len(self._crew.workers)
-        traces_of = {
-            number: [trace for one in each for trace in one.report.traces] for number, each in played.items()
+        traces_by_worker = {
+            number: [trace for result in each for trace in result.report.traces]
+            for number, each in results.items()
         }
-        traces: list[Trace] = [traces_of[group % size][group // size] for group in range(num_groups)]
-        ended = [one for each in played.values() for one in each]
-        for one in ended:
-            if one.gathered is None:  # masked
+        traces: list[Trace] = [traces_by_worker[group % size][group // size] for group in range(num_groups)]
+        all_results = [result for each in results.values() for result in each]
+        for result in all_results:
+            if result.gathered is None:  # masked
                 continue
-            for copied, gathered in zip(self._copied, one.gathered, strict=True):
+            for copied, gathered in zip(self._copied, result.gathered, strict=True):
                 copied.absorb(gathered)
         for trace in traces:
             for hook in self._hooks:
                 hook.after_group(trace)
-        reports = [one.report for one in ended]
+        reports = [result.report for result in all_results]
         return RolloutReport(
             traces=traces,
-            num_batches=max((one.num_batches for one in reports), default=0),
-            num_retries=sum(one.num_retries for one in reports),
-            faults=sum((one.faults for one in reports), Counter()),
-            fault_reasons=tuple(reason for one in reports for reason in one.fault_reasons),
-            loop_lag_s=largest([one.loop_lag_s for one in reports]),
+            num_batches=max((result.num_batches for result in reports), default=0),
+            num_retries=sum(result.num_retries for result in reports),
+            faults=sum((result.faults for result in reports), Counter()),
+            fault_reasons=tuple(reason for result in reports for reason in result.fault_reasons),
+            loop_lag_s=largest([result.loop_lag_s for result in reports]),
         )
 
 
@@ -230,10 +236,10 @@ class Part:
     job: Job
     is_alone: bool = False
     num_breaks: int = 0
-    charged: list[ProcessGone] = field(default_factory=list)  # shared by the parts of one part
-    faults: list[ProcessGone] = field(default_factory=list)
+    charged: list[ProcessLost] = field(default_factory=list)  # shared by the parts of one part
+    faults: list[ProcessLost] = field(default_factory=list)
 
-    def note(self, fault: ProcessGone | None) -> None:
+    def note(self, fault: ProcessLost | None) -> None:
         """The worker broke with this fault; None: another process did."""
         self.job = replace(self.job, is_again=True)
         if fault is None:
@@ -280,19 +286,19 @@ class Part:
             for index, (task, modes) in enumerate(zip(self.job.tasks, self.job.modes, strict=True))
         ]
 
-    def masked(self) -> Played:
+    def masked(self) -> JobResult:
         """The group without its rollouts."""
         return masked_group(self.job, self.faults[-1], num_spent=self.job.num_spent)
 
 
-def masked_group(job: Job, fault: ProcessGone, *, num_spent: int = 0) -> Played:
+def masked_group(job: Job, fault: ProcessLost, *, num_spent: int = 0) -> JobResult:
     """A group whose rollouts are all lost, because it breaks the worker that plays it."""
     [task], [modes] = job.tasks, job.modes
     reason = str(fault).partition("; ")[0]
     detail = f"not played again, because it breaks its rollout worker: {reason}"
     trace = Trace(task=task, modes=tuple(modes))
     for rollout in range(len(modes)):
-        trace.finish(lost(rollout, Outcome.ENVIRONMENT_FAULT, detail))
+        trace.finish(lost_leaf(rollout, Outcome.ENVIRONMENT_FAULT, detail))
     trace.number_by_rollout()
     report = RolloutReport(
         traces=[trace],
@@ -301,14 +307,14 @@ def masked_group(job: Job, fault: ProcessGone, *, num_spent: int = 0) -> Played:
         faults=Counter({Outcome.ENVIRONMENT_FAULT.value: len(modes)}),
         fault_reasons=(f"{Outcome.ENVIRONMENT_FAULT.value} in {task.key}: {detail}",),
     )
-    return Played(report=report, gathered=None, num_spent=num_spent)
+    return JobResult(report=report, gathered=None, num_spent=num_spent)
 
 
-def _num_rollouts(played: Played) -> int:
-    return sum(len(trace.leaves) for trace in played.report.traces)
+def _num_rollouts(result: JobResult) -> int:
+    return sum(len(trace.leaves) for trace in result.report.traces)
 
 
-def who(number: int) -> str:
+def worker_name(number: int) -> str:
     """How a worker is named in errors."""
     return f"rollout worker {number}"
 
@@ -326,18 +332,18 @@ def portable(hooks: Sequence[Hook]) -> list[Portable]:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingHeartbeat:
     """A heartbeat that was asked for at ``since``, and the processor time that the worker had used at
-    ``looked``.
+    ``checked``.
     """
 
     reference: Any
     since: float
-    looked: float
+    checked: float
     cpu_s: float | None
 
 
-class Beats:
+class HeartbeatMonitor:
     """Asks every worker how far it is, again and again; called while its rollouts are waited for, it names
     those that are silent.
 
@@ -351,82 +357,84 @@ class Beats:
         workers: Mapping[str, Any],
         *,
         limit_s: float,
-        whereabouts: Whereabouts,
-        on_ended: Callable[[int], None],
+        rollout_status: RolloutStatus,
+        on_finished: Callable[[int], None],
         busy_s: float = 0.0,
-        pid_of: Callable[[str], int | None] = lambda name: None,
+        find_pid: Callable[[str], int | None] = lambda name: None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._note, self._busy = note, set[str]()
         self._ray, self._workers, self._limit_s = ray, workers, limit_s
-        self._whereabouts, self._on_ended = whereabouts, on_ended
-        self._busy_s, self._pid_of = busy_s, pid_of
-        self._asked: dict[str, _Asked] = {}
-        self._known: dict[str, Beat] = {}
-        self._silent: dict[str, ProcessGone] = {}
-        self._num_told = 0
+        self._rollout_status, self._on_finished = rollout_status, on_finished
+        self._busy_s, self._find_pid = busy_s, find_pid
+        self._pending: dict[str, _PendingHeartbeat] = {}
+        self._known: dict[str, Heartbeat] = {}
+        self._silent: dict[str, ProcessLost] = {}
+        self._num_reported = 0
 
-    def __call__(self) -> dict[str, ProcessGone]:
+    def __call__(self) -> dict[str, ProcessLost]:
         """Take what has been answered, and ask again."""
         for name, worker in self._workers.items():
             if name in self._silent:
                 continue
-            if name not in self._asked:
+            if name not in self._pending:
                 now = time.monotonic()
-                self._asked[name] = _Asked(worker.beat.remote(), now, now, self._cpu_s(name))
+                self._pending[name] = _PendingHeartbeat(worker.beat.remote(), now, now, self._cpu_s(name))
                 continue
-            asked = self._asked[name]
-            ready, _ = self._ray.wait([asked.reference], timeout=0)
+            pending = self._pending[name]
+            ready, _ = self._ray.wait([pending.reference], timeout=0)
             now = time.monotonic()
-            if ready and now - asked.since >= _BETWEEN_BEATS_S:
-                self._take(name, asked.reference)
-                del self._asked[name]
-            elif not ready and now - asked.looked > self._limit_s and not self._is_busy(name, asked, now):
-                gone = silent(name, "a heartbeat", self._limit_s, "cluster.heartbeat_s")
-                self._silent[name] = located(gone, self.place_of(name))
-        num_ended = sum(beat.num_ended for beat in self._known.values())
-        if num_ended > self._num_told:
-            self._num_told = num_ended
-            self._on_ended(num_ended)
+            if ready and now - pending.since >= _BETWEEN_BEATS_S:
+                self._receive(name, pending.reference)
+                del self._pending[name]
+            elif (
+                not ready and now - pending.checked > self._limit_s and not self._is_busy(name, pending, now)
+            ):
+                fault = timeout_error(name, "a heartbeat", self._limit_s, "cluster.heartbeat_s")
+                self._silent[name] = add_location(fault, self.last_location(name))
+        num_finished = sum(beat.num_finished for beat in self._known.values())
+        if num_finished > self._num_reported:
+            self._num_reported = num_finished
+            self._on_finished(num_finished)
         return self._silent
 
-    def _is_busy(self, name: str, asked: _Asked, now: float) -> bool:
+    def _is_busy(self, name: str, pending: _PendingHeartbeat, now: float) -> bool:
         used = self._cpu_s(name)
-        if used is None or asked.cpu_s is None or now - asked.since > self._limit_s + self._busy_s:
+        if used is None or pending.cpu_s is None or now - pending.since > self._limit_s + self._busy_s:
             return False
-        is_busy = used - asked.cpu_s > _BUSY_SHARE * (now - asked.looked)
-        asked.looked, asked.cpu_s = now, used
+        is_busy = used - pending.cpu_s > _BUSY_SHARE * (now - pending.checked)
+        pending.checked, pending.cpu_s = now, used
         if is_busy and name not in self._busy:
             self._busy.add(name)
             self._note(
                 f"{name} works but has not answered for {self._limit_s:g} s (cluster.heartbeat_s), last seen "
-                f"at {self.place_of(name) or 'its start'}: a step that holds Python's lock delays the others"
+                f"at {self.last_location(name) or 'its start'}: a step that holds Python's lock delays the others"
             )
         return is_busy
 
     def _cpu_s(self, name: str) -> float | None:
-        pid = self._pid_of(name)
+        pid = self._find_pid(name)
         return None if pid is None else cpu_seconds(pid)
 
-    def place_of(self, name: str) -> str | None:
+    def last_location(self, name: str) -> str | None:
         """Task and place that a worker was last seen at."""
-        pid = self._pid_of(name)
+        pid = self._find_pid(name)
         beat = self._known.get(name)
-        return (None if pid is None else last_place(pid)) or (None if beat is None else beat.place)
+        return (None if pid is None else read_location(pid)) or (None if beat is None else beat.location)
 
-    def _take(self, name: str, reference: Any) -> None:
+    def _receive(self, name: str, reference: Any) -> None:
         try:
-            beat: Beat = self._ray.get(reference)
+            beat: Heartbeat = self._ray.get(reference)
         except Exception as error:
-            if isinstance(told(self._ray, error, name, "its rollouts"), ProcessGone):
+            if isinstance(convert_error(self._ray, error, name, "its rollouts"), ProcessLost):
                 return  # its rollouts say so too
             raise
         before = self._known.get(name)
-        if beat.place is not None and (before is None or beat.changed != before.changed):
-            self._whereabouts.at(name, beat.place)
+        if beat.location is not None and (before is None or beat.changed != before.changed):
+            self._rollout_status.set(name, beat.location)
         self._known[name] = beat
 
     def close(self) -> None:
         """No worker plays any more."""
         for name in self._workers:
-            self._whereabouts.ended(name)
+            self._rollout_status.remove(name)

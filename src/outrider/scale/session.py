@@ -19,7 +19,7 @@ from outrider.train.cluster_settings import ClusterSettings
 
 _PREFIX: Final = "outrider-ray-"
 _KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}  # what is asked of Ray
-_ASK_S: Final = 5.0  # for one answer
+_CONNECT_TIMEOUT_S: Final = 5.0  # for one answer
 _STORE_BYTES: Final = 2**30  # traces of a step and small weights: what does not fit Ray writes to disk
 _OWN_END: Final = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
@@ -84,7 +84,7 @@ class Session:
         """
         host, separator, port = self._settings.ray_address.removeprefix("ray://").rpartition(":")
         if separator and port.isdigit():
-            _wait_for(host, int(port), until)
+            _wait_until_reachable(host, int(port), until)
         self._has_begun = True
         while True:
             try:
@@ -96,31 +96,31 @@ class Session:
                 self.ray.shutdown()
 
     @property
-    def own_end(self) -> dict[str, Any]:
+    def actor_options(self) -> dict[str, Any]:
         """Options of an actor that starts processes: Ray is not to kill them when it ends the actor. They see
         its end, and end what they have started in turn; launchers that are killed would leave that behind.
         """
         return {} if self.is_local else {"runtime_env": {"env_vars": dict(_OWN_END)}}
 
-    def places(self, asked: Sequence[Mapping[str, float]], *, of: str) -> Any:
-        """So many processors and GPUs at each of several places; ``of`` says who asks. Raises ClusterFault
+    def reserve(self, bundles: Sequence[Mapping[str, float]], *, subject: str) -> Any:
+        """So many processors and GPUs at each of several places; ``subject`` says who asks. Raises ClusterFault
         where they do not come in time: Ray itself would wait for ever.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group([dict(one) for one in asked], strategy="PACK")
+        group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
         limit = self._settings.placement_timeout_s
         if not group.wait(limit):
-            wanted = {kind: sum(one.get(kind, 0) for one in asked) for kind in _KINDS}
-            told = " and ".join(f"{num:g} {_KINDS[kind]}" for kind, num in wanted.items() if num)
-            free = " and ".join(self._free(kind) for kind, num in wanted.items() if num)
+            totals = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in _KINDS}
+            request = " and ".join(f"{num:g} {_KINDS[kind]}" for kind, num in totals.items() if num)
+            free = " and ".join(self._free(kind) for kind, num in totals.items() if num)
             remove_placement_group(group)
             raise ClusterFault(
-                f"{of} {told}, and {free} were free within {limit:g} s (cluster.placement_timeout_s)"
+                f"{subject} {request}, and {free} were free within {limit:g} s (cluster.placement_timeout_s)"
             )
         return group
 
-    def await_place(self, actor: Any, who: str) -> None:
+    def await_placement(self, actor: Any, name: str) -> None:
         """Raises NoRepair where an actor that takes another one's place does not come to one in time: its
         node was lost, and no other one has room.
         """
@@ -129,7 +129,7 @@ class Session:
         if not ready:
             free = " and ".join(self._free(kind) for kind in _KINDS if self._has(kind))
             raise NoRepair(
-                f"{who} found no other place within {limit:g} s (cluster.placement_timeout_s): "
+                f"{name} found no other place within {limit:g} s (cluster.placement_timeout_s): "
                 f"{free} were free; {AGAIN}"
             )
 
@@ -140,12 +140,12 @@ class Session:
         there = self.ray.cluster_resources().get(kind, 0)
         return f"{self.ray.available_resources().get(kind, 0):g} of {there:g} {_KINDS[kind]}"
 
-    def give_back(self, places: Any) -> None:
+    def release(self, group: Any) -> None:
         """Let others have the processors of :meth:`places`: a Ray that is shared goes on."""
         from ray.util.placement_group import remove_placement_group
 
         with suppress(Exception):
-            remove_placement_group(places)
+            remove_placement_group(group)
 
     def close(self) -> None:
         """End Ray where it is the run's own, and what it left on disk; may be called twice."""
@@ -176,16 +176,16 @@ def _own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait_for(host: str, port: int, until: float) -> None:
+def _wait_until_reachable(host: str, port: int, until: float) -> None:
     """Raises OSError where nobody listens there in time."""
     while True:
         try:
-            socket.create_connection((host, port), timeout=_ASK_S).close()
+            socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
             return
         except OSError:
             if time.monotonic() > until:
                 raise
-        time.sleep(_ASK_S / 10)
+        time.sleep(_CONNECT_TIMEOUT_S / 10)
 
 
 def _remove_stale() -> None:

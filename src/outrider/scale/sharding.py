@@ -31,7 +31,7 @@ from outrider.engines.local.fused import fuse
 from outrider.engines.local.model import LanguageModel, longest_context
 from outrider.errors import ModelError
 from outrider.train.learning_settings import LoraSettings
-from outrider.train.update.adapters import choose_trained, layer_of, plain_names
+from outrider.train.update.adapters import choose_trained, layer_prefix, plain_names
 from outrider.train.update.scoring import Scoring
 
 
@@ -93,26 +93,33 @@ def choose_empty(
     in float32, drawn as one process draws them. No weight of the model has to be there for that: the place
     of each is taken by one number.
     """
-    held = [
-        (module, name, one) for module in model.modules() for name, one in _parameters(module)
+    parameters = [
+        (module, name, parameter) for module in model.modules() for name, parameter in _parameters(module)
     ]  # a tied one is in several modules
     if lora is not None:
-        stands = {id(one): torch.zeros((), dtype=precision).expand(one.shape) for _, _, one in held}
-        lent = {key: nn.Parameter(one) for key, one in stands.items()}
-        for module, name, one in held:
-            setattr(module, name, lent[id(one)])
+        placeholders = {
+            id(parameter): torch.zeros((), dtype=precision).expand(parameter.shape)
+            for _, _, parameter in parameters
+        }
+        shared = {key: nn.Parameter(parameter) for key, parameter in placeholders.items()}
+        for module, name, parameter in parameters:
+            setattr(module, name, shared[id(parameter)])
     choose_trained(model, lora=lora, trained_layers=trained_layers, seed=seed)
     if lora is None:
         return {}
-    for module, name, one in held:
-        setattr(module, name, one.requires_grad_(False))
-    own = {id(one) for _, _, one in held}
+    for module, name, parameter in parameters:
+        setattr(module, name, parameter.requires_grad_(False))
+    own = {id(parameter) for _, _, parameter in parameters}
     adapters: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        for name, one in _parameters(module):
-            if id(one) not in own:
-                adapters[f"{path}.{name}"] = one.detach().float()
-                setattr(module, name, nn.Parameter(torch.empty_like(one, dtype=torch.float32, device="meta")))
+        for name, parameter in _parameters(module):
+            if id(parameter) not in own:
+                adapters[f"{path}.{name}"] = parameter.detach().float()
+                setattr(
+                    module,
+                    name,
+                    nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="meta")),
+                )
     return adapters
 
 
@@ -158,7 +165,7 @@ def _fresh_buffers(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, Te
     be found out.
     """
     config = model.config.get_text_config()
-    found = []
+    module_buffers = []
     for name, module in model.named_modules():
         if not list(module.buffers(recurse=False)):
             continue
@@ -166,13 +173,13 @@ def _fresh_buffers(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, Te
             fresh = dict(type(module)(config=config).named_buffers(recurse=False))
         except TypeError as error:  # it is made of other things than the configuration
             fresh = _initialised(model, module)
-            if not all(bool(one.isfinite().all()) for one in fresh.values()):
+            if not all(bool(buffer.isfinite().all()) for buffer in fresh.values()):
                 raise ModelError(
                     f"cluster.num_trainers: the buffers of {name} cannot be made anew: "
                     "set cluster.num_trainers = 1"
                 ) from error
-        found.append((module, fresh))
-    return found
+        module_buffers.append((module, fresh))
+    return module_buffers
 
 
 @torch.no_grad()
@@ -184,11 +191,11 @@ def _initialised(model: PreTrainedModel, module: nn.Module) -> dict[str, Tensor]
         weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone
     shell._parameters = cast(Any, weights)
     shell._buffers = {
-        name: torch.full(one.shape, torch.nan) for name, one in module.named_buffers(recurse=False)
+        name: torch.full(buffer.shape, torch.nan) for name, buffer in module.named_buffers(recurse=False)
     }
     with contextlib.suppress(Exception):  # an architecture's own code, which may want its weights
         model._init_weights(shell)
-    return {name: cast(Tensor, one) for name, one in shell._buffers.items()}
+    return {name: cast(Tensor, buffer) for name, buffer in shell._buffers.items()}
 
 
 def allocate(root: nn.Module, model: PreTrainedModel, *, device: str = "cpu") -> None:
@@ -213,10 +220,10 @@ def fill(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> No
         converted, keys = _converted(folder, keys, tensors)
     if missing := [name for name in tensors if name not in keys and name not in converted]:
         raise ModelError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more of the model's weights")
-    wanted: dict[str, Any] = {
-        keys[name]: one.detach() for name, one in tensors.items() if name not in converted
+    state: dict[str, Any] = {
+        keys[name]: tensor.detach() for name, tensor in tensors.items() if name not in converted
     }
-    state_dict_loader.load(wanted, storage_reader=reader)
+    state_dict_loader.load(state, storage_reader=reader)
 
 
 @torch.no_grad()
@@ -227,42 +234,42 @@ def _converted(
     disable_progress_bar()
     model = empty_model(str(folder)).model
     mapping: list[Any] = list(get_model_conversion_mapping(model))
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    state, found = model.state_dict(), dict[str, str]()
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state, file_keys = model.state_dict(), dict[str, str]()
     layers: dict[str, list[str]] = {}  # files' keys by the layer that they are converted for
     for key in keys:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = key, None
         if pattern is None:
-            found[name] = key
+            file_keys[name] = key
         else:
-            layers.setdefault(layer_of(name), []).append(key)
-    pending = {name for name in tensors if name not in found}
+            layers.setdefault(layer_prefix(name), []).append(key)
+    pending = {name for name in tensors if name not in file_keys}
     done = set[str]()
     with ExitStack() as opened:
         slices = _slices(folder, opened)
         for layer, names in layers.items():
-            if not (wanted := {name for name in pending if layer_of(name) == layer}):
+            if not (targets := {name for name in pending if layer_prefix(name) == layer}):
                 continue
             read = {name: slices[name] for name in names}
             anew: list[Any] = list(get_model_conversion_mapping(model))  # the last ones hold what they read
             config = LoadStateDictConfig(weight_mapping=anew, dtype=torch.float32)
             convert_and_load_state_dict_in_model(model, read, config)
-            for name in wanted:
+            for name in targets:
                 whole = model.get_parameter_or_buffer(name)
                 if whole.device.type != "meta":
                     _copy(whole, tensors[name])
                     done.add(name)
             cast(nn.Module, model).to("meta")  # only one layer is in memory
-    return done, found
+    return done, file_keys
 
 
 def _slices(folder: Path, opened: ExitStack) -> dict[str, Any]:
     """Every weight of the files by its key, none of them read yet."""
-    found: dict[str, Any] = {}
+    slices: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
         file = opened.enter_context(safe_open(path, "pt"))
-        found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-    return found
+        slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return slices

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from outrider.errors import ConfigError
 from outrider.train.cluster_restarts import Allowance
-from outrider.train.components import Elsewhere
+from outrider.train.components import RemoteRollouts
 from outrider.train.learner import Learner
 from outrider.train.settings import RunSettings
 
@@ -21,29 +21,29 @@ def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
 
 def remote_rollouts(
     settings: RunSettings, learner: Learner, *, folder: Path, allowance: Allowance | None = None
-) -> Elsewhere:
+) -> RemoteRollouts:
     """For :func:`outrider.train.building.build`: starts Ray, where the learner has not, and the engines.
     Raises ConfigError without Ray.
     """
     require_ray("cluster.num_engines, num_rollout_workers and weights need")
-    from outrider.scale.remote import Remote
+    from outrider.scale.remote import RemoteProcesses
 
     if not settings.has_ranks:
-        return Remote(settings, learner, folder=folder, allowance=allowance)
+        return RemoteProcesses(settings, learner, folder=folder, allowance=allowance)
     from outrider.scale.learner import ShardedLearner
 
     assert isinstance(learner, ShardedLearner)  # :func:`sharded_learner` made it
-    return Remote(
+    return RemoteProcesses(
         settings, learner, folder=folder, allowance=allowance, session=learner.session, ranks=learner
     )
 
 
-def require_ray(what: str) -> None:
+def require_ray(subject: str) -> None:
     """Raises ConfigError, naming what to install."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{what} Ray: pip install 'outrider[cluster]'") from error
+        raise ConfigError(f"{subject} Ray: pip install 'outrider[cluster]'") from error
 
 
 def require_packages() -> None:

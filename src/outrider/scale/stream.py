@@ -22,7 +22,7 @@ class StreamEngineActor:
 
     def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:
         self._inner = EngineActor(recipe, number, str(folder), carrier)
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._waiting: list[tuple[Request, int, bool, asyncio.Future[Generation]]] = []
         self._serving: asyncio.Task[None] | None = None
 
@@ -36,44 +36,46 @@ class StreamEngineActor:
 
     async def _serve(self) -> None:
         while self._waiting:
-            taken, self._waiting = self._waiting, []
-            newest = max(one[1] for one in taken)
-            for version, or_newer in sorted({(newest if one[2] else one[1], one[2]) for one in taken}):
+            entries, self._waiting = self._waiting, []
+            newest = max(entry[1] for entry in entries)
+            for version, or_newer in sorted(
+                {(newest if entry[2] else entry[1], entry[2]) for entry in entries}
+            ):
                 batch = [
                     (request, future)
-                    for request, own, newer, future in taken
+                    for request, own, newer, future in entries
                     if newer == or_newer and (newer or own == version)
                 ]
                 try:
-                    found = await self._call(
+                    generations = await self._call(
                         self._inner.generate, _EVERYBODY, [request for request, _ in batch], version, or_newer
                     )
                 except Exception as error:  # each request's own: whoever waits for it decides
                     for _, future in batch:
                         future.set_exception(error)
                 else:
-                    for (_, future), generation in zip(batch, found, strict=True):
+                    for (_, future), generation in zip(batch, generations, strict=True):
                         future.set_result(generation)
         self._serving = None
 
-    async def _call(self, method: Any, *given: Any) -> Any:
-        async with self._one_at_a_time:
-            return await asyncio.to_thread(method, *given)
+    async def _call(self, method: Any, *arguments: Any) -> Any:
+        async with self._lock:
+            return await asyncio.to_thread(method, *arguments)
 
     async def build(self) -> tuple[int, int]:
         """See :class:`outrider.scale.engine.EngineActor`."""
-        found: tuple[int, int] = await self._call(self._inner.build)
-        return found
+        result: tuple[int, int] = await self._call(self._inner.build)
+        return result
 
     async def load(self, parcel: Parcel) -> tuple[int, int]:
         """See :class:`outrider.scale.engine.EngineActor`."""
-        found: tuple[int, int] = await self._call(self._inner.load, parcel)
-        return found
+        result: tuple[int, int] = await self._call(self._inner.load, parcel)
+        return result
 
     async def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
         """See :class:`outrider.scale.engine.EngineActor`."""
-        found: list[Generation] = await self._call(self._inner.generate, _EVERYBODY, requests, version)
-        return found
+        generations: list[Generation] = await self._call(self._inner.generate, _EVERYBODY, requests, version)
+        return generations
 
     async def release(self, client: str, cache_keys: Sequence[str]) -> None:
         """See :class:`outrider.scale.engine.EngineActor`."""
@@ -83,7 +85,7 @@ class StreamEngineActor:
         """See :class:`outrider.scale.engine.EngineActor`."""
         await self._call(self._inner.free_cache)
 
-    async def forget(self, client: str) -> None:
+    async def clear(self, client: str) -> None:
         """Nothing: what is kept is everybody's, and no bits are promised."""
 
     async def busy_s(self) -> float:

@@ -6,24 +6,24 @@ import weakref
 from pathlib import Path
 from typing import Final
 
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 
 _NAME: Final = "outrider-place"
 _SIZE: Final = 512
 
 
-class RecordedWhereabouts(Whereabouts):
-    """Also writes the newest place into memory that other processes can read (:func:`last_place`)."""
+class SharedRolloutStatus(RolloutStatus):
+    """Also writes the newest place into memory that other processes can read (:func:`read_location`)."""
 
     def __init__(self) -> None:
         super().__init__()
         self._file = os.memfd_create(_NAME)
         weakref.finalize(self, os.close, self._file)
 
-    def at(self, rollout: str, place: str) -> None:
+    def set(self, rollout: str, location: str) -> None:
         """Record the new location of a rollout and write it to the shared memory file."""
-        super().at(rollout, place)
-        line = f"{rollout}: {place}".encode("utf-8", "replace")[:_SIZE]
+        super().set(rollout, location)
+        line = f"{rollout}: {location}".encode("utf-8", "replace")[:_SIZE]
         os.pwrite(self._file, line.ljust(_SIZE, b"\0"), 0)
 
 
@@ -38,7 +38,7 @@ def cpu_seconds(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def last_place(pid: int) -> str | None:
+def read_location(pid: int) -> str | None:
     """The place that a worker's rollouts have moved to last; None if that cannot be read."""
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from outrider.engines.base import Generation, Request, VllmSettings
 from outrider.engines.local.model import longest_context, resolve_model, resolve_precision, turn_ends
-from outrider.engines.vllm_async import AsyncVllm, all_of
+from outrider.engines.vllm_async import AsyncVllm, stream_all
 from outrider.engines.vllm_requests import Requests
 from outrider.errors import ClusterFault, EngineFault
 from outrider.scale.engine import require_newer, require_version
@@ -40,27 +40,27 @@ class VllmEngineActor:
     async def build(self) -> tuple[int, int]:
         """See :class:`outrider.scale.engine.EngineActor`."""
         settings = self._recipe.settings()
-        given, cluster = settings.model, settings.cluster
+        model, cluster = settings.model, settings.cluster
         engine = cast(VllmSettings, settings.engine)
         self._sleeps = cluster.placement == "colocate"
-        folder = resolve_model(given.name)
-        longest = longest_context(AutoConfig.from_pretrained(folder), given.name)
-        ends, texts = turn_ends(given.name, AutoTokenizer.from_pretrained(folder), _configured(folder))
+        folder = resolve_model(model.name)
+        longest = longest_context(AutoConfig.from_pretrained(folder), model.name)
+        ends, texts = turn_ends(model.name, AutoTokenizer.from_pretrained(folder), _configured(folder))
         requests = Requests(
             eos_token_ids=ends,
             eos_texts=texts,
-            context_length=min(given.context_length or longest, longest),
+            context_length=min(model.context_length or longest, longest),
             top_k=engine.top_k,
         )
         self._engine = AsyncVllm(
             model=folder,
             requests=requests,
-            precision=resolve_precision(given.precision, given.device),
-            device=given.device,
+            precision=resolve_precision(model.precision, model.device),
+            device=model.device,
             settings=_with_memory(settings),
             backend=f"outrider-{cluster.weights}" if cluster.sends_directly else "outrider",
             num_gpus=cluster.tensor_parallel,
-            sleeps=self._sleeps and given.device != "cpu",
+            sleeps=self._sleeps and model.device != "cpu",
         )
         return os.getpid(), requests.context_length
 
@@ -68,13 +68,13 @@ class VllmEngineActor:
         """See :class:`outrider.scale.engine.EngineActor`."""
         require_newer(self._number, self._version, parcel.version)
         with self._renewing():
-            found = await self._engine.load(parcel.version, self._pieces(parcel))
-            if found != parcel.checksum:
+            checksum = await self._engine.load(parcel.version, self._pieces(parcel))
+            if checksum != parcel.checksum:
                 raise ClusterFault(
                     f"the weights of version {parcel.version} did not arrive as they were sent"
                 )
             self._version = parcel.version
-        return parcel.version, found
+        return parcel.version, checksum
 
     @contextmanager
     def _renewing(self) -> Iterator[None]:
@@ -82,13 +82,13 @@ class VllmEngineActor:
         self._version = None
         self._may_begin.clear()
         try:
-            with self._told():
+            with self._as_cluster_fault():
                 yield
         finally:
             self._may_begin.set()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _as_cluster_fault(self) -> Iterator[None]:
         """A fault of vLLM's that is of no request is the run's."""
         try:
             with self._ending():
@@ -100,24 +100,24 @@ class VllmEngineActor:
         """The rank that sends: this and the next three are the calls of
         :class:`outrider.scale.direct.EngineClient`.
         """
-        with self._told():
+        with self._as_cluster_fault():
             await self._engine.meet(info)
 
     async def begin_update(self) -> None:
         """Weights will come."""
         self._version = None
         self._may_begin.clear()
-        with self._told():
+        with self._as_cluster_fault():
             await self._engine.begin_update()
 
     async def take(self, info: Mapping[str, Any]) -> None:
         """They come."""
-        with self._told():
+        with self._as_cluster_fault():
             await self._engine.take(info)
 
     async def end_update(self, version: int) -> int:
         """All are here; the version that they have now."""
-        with self._told():
+        with self._as_cluster_fault():
             await self._engine.end_update(version)
         self._version = version
         self._may_begin.set()
@@ -131,11 +131,11 @@ class VllmEngineActor:
         self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
     ) -> list[Generation]:
         """See :class:`outrider.scale.engine.EngineActor`."""
-        version = await self._held(version, or_newer)
+        version = await self._await_version(version, or_newer)
         with self._busy():
-            return await all_of(self._engine, requests, version)
+            return await stream_all(self._engine, requests, version)
 
-    async def _held(self, version: int, or_newer: bool) -> int:
+    async def _await_version(self, version: int, or_newer: bool) -> int:
         """The version that answers, once nothing is half loaded. Raises ClusterFault for another one."""
         await self._may_begin.wait()
         if or_newer and self._version is not None:
@@ -145,7 +145,7 @@ class VllmEngineActor:
 
     async def stream(self, request: Request, version: int, or_newer: bool = False) -> Generation:
         """One request, beside all others. Raises what :meth:`generate` raises."""
-        version = await self._held(version, or_newer)
+        version = await self._await_version(version, or_newer)
         with self._busy():
             return await self._engine.stream(request, version)
 
@@ -176,13 +176,13 @@ class VllmEngineActor:
         """The trainers' turn: where they are on the same GPUs the engine sleeps until the next weights."""
         if self._sleeps:
             self._version = None
-            with self._told():
+            with self._as_cluster_fault():
                 await self._engine.sleep()
 
     async def release(self, client: str, cache_keys: Sequence[str]) -> None:
         """Nothing to do: vLLM evicts blocks when it needs them."""
 
-    async def forget(self, client: str) -> None:
+    async def clear(self, client: str) -> None:
         """Nothing: what is kept is everybody's, and no bits are promised."""
 
     async def busy_s(self) -> float:

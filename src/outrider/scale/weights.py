@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outrider.engines.base import EngineSettings
 from outrider.errors import ClusterFault, ConfigError
 from outrider.train.learner import Learner
-from outrider.train.update.adapters import broken_ties, in_folder, merged
+from outrider.train.update.adapters import broken_ties, merge_adapters, to_folder_format
 
 PIECE_BYTES: Final = 128 * 2**20
 
@@ -102,7 +102,7 @@ class Parcel:
     checksum: int
 
 
-def of_engines(learner: Learner, engine: EngineSettings) -> dict[str, Tensor]:
+def engine_weights(learner: Learner, engine: EngineSettings) -> dict[str, Tensor]:
     """What engines have to get. One that generates with the model that trains: what trains, adapters by their
     own names. Any other one: all weights, adapters merged, since vLLM loads the projections of a layer
     together and leaves those that it did not get undefined; vLLM gets them by the names of the model's
@@ -111,9 +111,9 @@ def of_engines(learner: Learner, engine: EngineSettings) -> dict[str, Tensor]:
     model = learner.language_model.model
     if not engine.is_exact:
         require_ties(model)
-        weights = merged(model)
-        return dict(in_folder(model, weights.items())) if engine.has_own_processes else weights
-    return {name: one for name, one in model.named_parameters() if name in learner.trained}
+        weights = merge_adapters(model)
+        return dict(to_folder_format(model, weights.items())) if engine.has_own_processes else weights
+    return {name: parameter for name, parameter in model.named_parameters() if name in learner.trained}
 
 
 def require_ties(model: nn.Module) -> None:
@@ -130,7 +130,7 @@ def pack(tensors: Mapping[str, Tensor], *, version: int, carrier: Carrier) -> Pa
     handles: list[Any] = []
     checksum = num_bytes = 0
     try:
-        for names in pieces({name: one.nbytes for name, one in tensors.items()}):
+        for names in pieces({name: tensor.nbytes for name, tensor in tensors.items()}):
             # a tensor may be a view into a larger one, or shared: each is written on its own
             piece = save({name: tensors[name].detach().cpu().clone().contiguous() for name in names})
             checksum, num_bytes = zlib.crc32(piece, checksum), num_bytes + len(piece)

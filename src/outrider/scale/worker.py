@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from outrider.algorithms.algorithm import Algorithm
 from outrider.engines.local.model import resolve_model
 from outrider.environments.base import CallCapped
-from outrider.environments.families import make_family
+from outrider.environments.families import make_task_set
 from outrider.errors import ConfigError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
@@ -23,9 +23,9 @@ from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Portable
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.scale.engine import RemoteEngine
-from outrider.scale.flight_worker import FlightEngine, Room
+from outrider.scale.flight_worker import AsyncGroupEngine, RolloutSlots
 from outrider.scale.recipe import Recipe
-from outrider.scale.vitals import RecordedWhereabouts
+from outrider.scale.vitals import SharedRolloutStatus
 from outrider.train.building import make_algorithm
 from outrider.train.components import Components, token_counter
 from outrider.train.rendering import make_renderer
@@ -47,7 +47,7 @@ class WorkerSettings:
     servers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: Components, recipe: Recipe, *, context_length: int) -> "WorkerSettings":
+    def from_components(cls, parts: Components, recipe: Recipe, *, context_length: int) -> "WorkerSettings":
         """As the parts are now."""
         model, buffer = parts.learner.language_model.model, parts.buffer
         return cls(
@@ -84,7 +84,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class JobResult:
     """The groups of a job, what the copies of the hooks have gathered, and the calls that the worker has
     spent of its part of the batch's cap, where there is one; ``seconds`` it took. ``gathered`` is None for a
     group that is masked because it breaks its worker.
@@ -97,14 +97,14 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """That the worker lives, the rollouts that have ended, when something last moved, and where the one is
     that waits longest.
     """
 
-    num_ended: int
+    num_finished: int
     changed: float
-    place: str | None
+    location: str | None
 
 
 class RolloutWorker:
@@ -113,39 +113,39 @@ class RolloutWorker:
     def __init__(self, number: int, engines: Sequence[Any]) -> None:
         self._number, self._engines = number, list(engines)
         self._is_built = False
-        self._whereabouts = RecordedWhereabouts()
-        self._num_ended = 0
-        self._idle: list[Algorithm] = []  # with copies of the hooks, for groups of :meth:`play`
-        self._leaves = threading.Event()
+        self._rollout_status = SharedRolloutStatus()
+        self._num_finished = 0
+        self._free_algorithms: list[Algorithm] = []  # with copies of the hooks, for groups of :meth:`play`
+        self._stop_requested = threading.Event()
 
-    def build(self, given: WorkerSettings) -> int:
+    def build(self, worker_settings: WorkerSettings) -> int:
         """Make everything that a run makes for its rollouts, from the settings; the process id. Raises
         ConfigError where a tool server is another one here.
         """
         import ray
 
-        settings = self._settings = given.recipe.settings()
-        self._given = given
-        _require_same_servers(given.servers, server_digests(settings.environment), self._number)
+        settings = self._settings = worker_settings.recipe.settings()
+        self._worker_settings = worker_settings
+        _require_same_servers(worker_settings.servers, server_digests(settings.environment), self._number)
         set_threads(settings.num_threads, device="cpu")
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model.name))
         self._renderer = make_renderer(tokenizer, settings.model, settings.environment)
-        self._family = make_family(settings.environment)
-        self._factory = self._family.make()
+        self._task_set = make_task_set(settings.environment)
+        self._factory = self._task_set.make()
         self._buffer: StepTraceBuffer | None = None
-        if given.buffer is not None:
-            path, revision = given.buffer
+        if worker_settings.buffer is not None:
+            path, revision = worker_settings.buffer
             embedder = load_embedder(settings.buffer.embedder)
             self._buffer = StepTraceBuffer(path, embedder, mode="read", revision=revision)
         self._algorithm = self._new_algorithm()
-        self._room = Room(max(1, settings.num_concurrent // settings.cluster.num_rollout_workers))
-        self._asked: dict[str, Any] = {
+        self._slots = RolloutSlots(max(1, settings.num_concurrent // settings.cluster.num_rollout_workers))
+        self._engine_options: dict[str, Any] = {
             "client": f"worker {self._number}",
             "tokenizer": self._renderer.tokenizer,
-            "context_length": given.context_length,
+            "context_length": worker_settings.context_length,
             "timeout_s": settings.cluster.turn_timeout_s,
         }
-        self._engine = RemoteEngine(ray, self._engines, first=self._number, **self._asked)
+        self._engine = RemoteEngine(ray, self._engines, first=self._number, **self._engine_options)
         self._is_built = True
         return os.getpid()
 
@@ -153,10 +153,10 @@ class RolloutWorker:
         return make_algorithm(
             self._settings,
             self._buffer,
-            vocabulary_size=self._given.vocabulary_size,
-            stateful=self._family.stateful,
+            vocabulary_size=self._worker_settings.vocabulary_size,
+            stateful=self._task_set.stateful,
             num_tokens=token_counter(self._renderer),
-            train_tasks=self._given.train_tasks,
+            train_tasks=self._worker_settings.train_tasks,
         )
 
     def use_engine(self, number: int, engine: Any) -> None:
@@ -165,58 +165,60 @@ class RolloutWorker:
         if self._is_built:  # else the one before died in the run's very first transfer
             self._engine.put(number, engine)
 
-    def run(self, job: Job) -> Played:
+    def run(self, job: Job) -> JobResult:
         """Play the groups. Raises what :meth:`outrider.rollout.scheduler.Scheduler.run` raises, and
         ClusterFault of an engine.
         """
-        self._num_ended = 0
+        self._num_finished = 0
         self._engine.load(job.version)
         if job.is_again:
-            self._engine.forget()
+            self._engine.clear()
         return self._play(job, self._algorithm, self._engine)
 
-    def play(self, job: Job, snapshots: Sequence[Any]) -> Played:
+    def play(self, job: Job, snapshots: Sequence[Any]) -> JobResult:
         """Play one group, with the weights of ``job.version`` or newer ones in each turn, beside other calls
         of this; ``snapshots`` are the job's. Raises what :meth:`run` raises.
         """
         import ray
 
-        with self._room.of(len(job.modes[0])):
+        with self._slots.reserve(len(job.modes[0])):
             began = time.perf_counter()
-            engine = FlightEngine(ray, self._engines, first=job.engine, step=job.training_step, **self._asked)
+            engine = AsyncGroupEngine(
+                ray, self._engines, first=job.engine, step=job.training_step, **self._engine_options
+            )
             engine.load(job.version)
             try:
-                algorithm = self._idle.pop()
+                algorithm = self._free_algorithms.pop()
             except IndexError:
                 algorithm = self._new_algorithm()
             try:
                 mine = replace(
-                    job, snapshots=snapshots, max_concurrent=min(job.max_concurrent, self._room.size)
+                    job, snapshots=snapshots, max_concurrent=min(job.max_concurrent, self._slots.size)
                 )
-                played = self._play(mine, algorithm, engine)
+                result = self._play(mine, algorithm, engine)
             finally:
-                self._idle.append(algorithm)
-            return replace(played, seconds=time.perf_counter() - began)
+                self._free_algorithms.append(algorithm)
+            return replace(result, seconds=time.perf_counter() - began)
 
     def leave(self) -> None:
         """Nobody wants what :meth:`play` plays: no further turn of it begins."""
-        self._leaves.set()
+        self._stop_requested.set()
 
-    def _play(self, job: Job, algorithm: Algorithm, engine: RemoteEngine) -> Played:
+    def _play(self, job: Job, algorithm: Algorithm, engine: RemoteEngine) -> JobResult:
         hooks = algorithm.hooks if job.is_training else ()
         copies = [hook for hook in hooks if isinstance(hook, Portable)]
         for hook, snapshot in zip(copies, job.snapshots, strict=True):
             hook.restore(snapshot)
         capped = self._factory if isinstance(self._factory, CallCapped) else None
         if capped is not None:
-            capped.take_share(*job.calls)
+            capped.set_share(*job.calls)
             if job.continued:
-                capped.go_on(job.num_spent)
-        modes = [tuple(one) for one in job.modes]
+                capped.resume_batch(job.num_spent)
+        modes = [tuple(group_modes) for group_modes in job.modes]
         report = self._scheduler(job, algorithm, engine).run(
             job.tasks, modes=modes.__getitem__, training_step=job.training_step, continued=job.continued
         )
-        return Played(
+        return JobResult(
             report=report,
             gathered=[hook.gathered() for hook in copies],
             num_spent=0 if capped is None else capped.num_spent(),
@@ -230,7 +232,7 @@ class RolloutWorker:
             renderer=self._renderer,
             factory=self._factory,
             limits=settings.limits,
-            sampling=Sampling(temperature=temperature, stop=self._family.stop),
+            sampling=Sampling(temperature=temperature, stop=self._task_set.stop),
             run_seed=settings.seed,
             hooks=algorithm.hooks if job.is_training else (),
             max_concurrent=job.max_concurrent,
@@ -238,20 +240,22 @@ class RolloutWorker:
             limits_calls=job.is_training,
             group_timeout_s=settings.train.group_timeout_s if job.is_training else None,
             on_finished=self._on_finished,
-            whereabouts=self._whereabouts,
+            rollout_status=self._rollout_status,
             ends_groups=False,
-            is_over=lambda: job.is_training and self._leaves.is_set(),
+            is_over=lambda: job.is_training and self._stop_requested.is_set(),
             streams=settings.cluster.batching == "stream",
         )
 
-    def _on_finished(self, num_ended: int, num_owed: int) -> None:
-        self._num_ended = num_ended
+    def _on_finished(self, num_finished: int, num_pending: int) -> None:
+        self._num_finished = num_finished
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """Answered while :meth:`run` plays."""
-        told = self._whereabouts.told()
-        place = f"{told[0].longest}: {told[0].place}" if told else None
-        return Beat(num_ended=self._num_ended, changed=self._whereabouts.changed, place=place)
+        statuses = self._rollout_status.snapshot()
+        location = f"{statuses[0].longest}: {statuses[0].location}" if statuses else None
+        return Heartbeat(
+            num_finished=self._num_finished, changed=self._rollout_status.changed, location=location
+        )
 
     def close(self) -> None:
         """End what environments and tools have started."""

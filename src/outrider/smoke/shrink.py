@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.config import NONE, to_toml
-from outrider.smoke.stand_ins import StandIns, embedder_of
+from outrider.smoke.stand_ins import SmokeAssets, buffer_embedder
 from outrider.train.settings import RunSettings
 from outrider.train.state.recorded import RECORD
 
 _GROUP: Final = 4
-_AT_MOST: Final[Mapping[str, int]] = {
+_LIMITS: Final[Mapping[str, int]] = {
     "rollout.max_turns": 2, "rollout.max_turn_tokens": 16, "rollout.max_response_tokens": 1024,
     "rollout.max_observation_tokens": 128, "rollout.max_splice_tokens": 256,
     "train.num_steps": 1, "train.tasks_per_step": 2, "update.num_mini_batches": 2, "update.num_epochs": 1,
@@ -28,7 +28,7 @@ _ROOM: Final[dict[str, Any]] = {
 }  # fmt: skip
 _CUTS: Final = ("rollout.max_turns", "environment.max_moves")
 # of an environment, an algorithm or an engine, at any depth
-_NAMED_AT_MOST: Final[Mapping[str, int]] = {
+_LIMITS_BY_NAME: Final[Mapping[str, int]] = {
     "num_train": 2, "num_valid": 2, "num_test": 2, "num_train_variations": 2, "num_valid_variations": 2,
     "num_test_variations": 2, "max_moves": 4, "max_extra_batches": 1, "max_tip_tokens": 16,
     "num_candidates": 2, "num_simulators": 1, "num_servers": 1,
@@ -38,42 +38,45 @@ _SIZES: Final = ("environment.num_train", "environment.num_train_variations")
 _FILES: Final = ("corpus", "pages", "products", "attributes", "human_goals", "data", "demonstrations")
 
 
-def smoke_overrides(settings: RunSettings, names: StandIns, *, server: str) -> list[str]:
+def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -> list[str]:
     """``section.key=value`` for all that differs from ``settings``. ``server``: URL of the stand-in for
     endpoints. What shrinks stays in proportion where it can: hybrid rollouts of a group of 16 are as many of
     four.
     """
     tree = settings.model_dump(mode="json")
     before = dict(_leaves(tree))
-    wanted = {key: min(limit, before[key] or limit) for key, limit in _AT_MOST.items() if before[key]}
-    wanted |= _SET | {"model.name": str(names.model), "model.initial_checkpoint": None}
-    if (given := settings.model.initial_checkpoint) is not None:
-        wanted["model.initial_checkpoint"] = smoke_checkpoint(given, names)
+    overrides = {key: min(limit, before[key] or limit) for key, limit in _LIMITS.items() if before[key]}
+    overrides |= _SET | {"model.name": str(names.model), "model.initial_checkpoint": None}
+    if (checkpoint := settings.model.initial_checkpoint) is not None:
+        overrides["model.initial_checkpoint"] = smoke_checkpoint(checkpoint, names)
     if tree["engine"]["type"] == "vllm":
-        wanted["engine"] = {"type": "local"}
-    wanted |= _buffer(settings, names)
-    wanted |= _cluster(tree)
+        overrides["engine"] = {"type": "local"}
+    overrides |= _buffer(settings, names)
+    overrides |= _cluster(tree)
     for section in ("environment", "algorithm", "engine"):
-        if section not in wanted:
-            wanted |= dict(_shrunk(tree[section], f"{section}.", _share(tree, section)))
-    wanted |= (files := dict(_files(tree["environment"], names)))
-    if stages := _stages(tree["train"], is_stand_in=bool(files)):  # their patterns name any training task
-        wanted = {key: value for key, value in wanted.items() if key not in _SIZES} | stages
-    wanted |= {
+        if section not in overrides:
+            overrides |= dict(_shrunk(tree[section], f"{section}.", _share(tree, section)))
+    overrides |= (files := dict(_files(tree["environment"], names)))
+    if stages := _stages(tree["train"], is_replaced=bool(files)):  # their patterns name any training task
+        overrides = {key: value for key, value in overrides.items() if key not in _SIZES} | stages
+    overrides |= {
         key: None for key, value in before.items() if _is_lost(key, value, ("algorithm", "cold_start"))
     }
-    wanted |= dict(_endpoints(tree, "", server))
+    overrides |= dict(_endpoints(tree, "", server))
     if settings.cold_start.num_examples:
-        wanted = {key: value for key, value in wanted.items() if key not in _CUTS} | _ROOM
+        overrides = {key: value for key, value in overrides.items() if key not in _CUTS} | _ROOM
     if settings.train.num_steps or settings.cold_start.num_examples:
-        wanted["evaluation.at_start"] = False  # there is one at the end
-    return [_override(key, value) for key, value in wanted.items() if before.get(key, ...) != value]
+        overrides["evaluation.at_start"] = False  # there is one at the end
+    return [_override(key, value) for key, value in overrides.items() if before.get(key, ...) != value]
 
 
-def left_out(settings: RunSettings) -> str:
+def describe_omissions(settings: RunSettings) -> str:
     """What ``--smoke`` does not try, in one line; empty where nothing is left out."""
     tree = settings.model_dump(mode="json")
-    names = [f"{key} = {tree['cluster'][key]}" for key in (one.partition(".")[2] for one in _cluster(tree))]
+    names = [
+        f"{key} = {tree['cluster'][key]}"
+        for key in (dotted_key.partition(".")[2] for dotted_key in _cluster(tree))
+    ]
     parts = [f"[cluster] ({', '.join(names)})"] if names else []
     if tree["engine"]["type"] == "vllm":
         parts.append("engine.type = vllm")
@@ -82,33 +85,35 @@ def left_out(settings: RunSettings) -> str:
     return f"--smoke leaves out {' and '.join(parts)}: everything runs in one process, with the local engine"
 
 
-def smoke_checkpoint(given: str, names: StandIns) -> str | None:
-    """The newest checkpoint of the run that ``given`` is one of, whatever its step, if that was a smoke run;
+def smoke_checkpoint(checkpoint: str, names: SmokeAssets) -> str | None:
+    """The newest checkpoint of the run that ``checkpoint`` is one of, whatever its step, if that was a smoke run;
     the weights of another model are left out. What is not there stays as it is, and is told.
     """
-    run = Path(given).parent.parent
+    run = Path(checkpoint).parent.parent
     if not (run / RECORD).is_file():
-        return given
+        return checkpoint
     if f'name = "{names.model}"' not in (run / RECORD).read_text(encoding="utf-8"):
         return None
-    found = sorted(Path(given).parent.glob("step-*"))
-    return str(found[-1]) if found else given
+    checkpoints = sorted(Path(checkpoint).parent.glob("step-*"))
+    return str(checkpoints[-1]) if checkpoints else checkpoint
 
 
-def _buffer(settings: RunSettings, names: StandIns) -> dict[str, Any]:
+def _buffer(settings: RunSettings, names: SmokeAssets) -> dict[str, Any]:
     path, embedder = settings.buffer.path, settings.buffer.embedder
     if path is None:
         return {"buffer.embedder": "hash"}
     if Path(path).exists():
-        return {"buffer.embedder": embedder_of(Path(path), embedder)}
+        return {"buffer.embedder": buffer_embedder(Path(path), embedder)}
     return {"buffer.path": str(names.buffer), "buffer.embedder": "hash"}
 
 
-def _stages(train: Mapping[str, Any], *, is_stand_in: bool) -> dict[str, Any]:
+def _stages(train: Mapping[str, Any], *, is_replaced: bool) -> dict[str, Any]:
     """A step of each, so that the run crosses their borders; the tasks of a stand-in have other names."""
     if not train["stages"] or not train["num_steps"]:
         return {}
-    stages = [{"tasks": ["*"] if is_stand_in else one["tasks"], "num_steps": 1} for one in train["stages"]]
+    stages = [
+        {"tasks": ["*"] if is_replaced else stage["tasks"], "num_steps": 1} for stage in train["stages"]
+    ]
     del stages[-1]["num_steps"]
     return {"train.stages": stages, "train.num_steps": len(stages)}
 
@@ -137,11 +142,11 @@ def _shrunk(tree: Mapping[str, Any], above: str, share: float) -> Iterator[tuple
             yield f"{above}{key}", max(1, round(value * share))
         elif key == "embedder":
             yield f"{above}{key}", "hash"
-        elif key in _NAMED_AT_MOST:
-            yield f"{above}{key}", min(_NAMED_AT_MOST[key], value or _NAMED_AT_MOST[key])
+        elif key in _LIMITS_BY_NAME:
+            yield f"{above}{key}", min(_LIMITS_BY_NAME[key], value or _LIMITS_BY_NAME[key])
 
 
-def _files(tree: Mapping[str, Any], names: StandIns) -> Iterator[tuple[str, Any]]:
+def _files(tree: Mapping[str, Any], names: SmokeAssets) -> Iterator[tuple[str, Any]]:
     """Files of an environment that are not there: of a data set and of a corpus there are stand-ins,
     environments of their own go back to what they ship.
     """
@@ -165,16 +170,18 @@ def _endpoints(tree: Mapping[str, Any], above: str, server: str) -> Iterator[tup
             yield f"{above}{key}", server
         elif isinstance(value, Mapping):
             yield from _endpoints(value, f"{above}{key}.", server)
-        elif isinstance(value, list) and (changed := _elsewhere(value, server)) != value:
+        elif isinstance(value, list) and (changed := _replace_base_url(value, server)) != value:
             yield f"{above}{key}", changed
 
 
-def _elsewhere(value: Any, server: str) -> Any:
+def _replace_base_url(value: Any, server: str) -> Any:
     if isinstance(value, list):
-        return [_elsewhere(one, server) for one in value]
+        return [_replace_base_url(item, server) for item in value]
     if not isinstance(value, Mapping):
         return value
-    return {key: server if key == "base_url" else _elsewhere(one, server) for key, one in value.items()}
+    return {
+        key: server if key == "base_url" else _replace_base_url(item, server) for key, item in value.items()
+    }
 
 
 def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

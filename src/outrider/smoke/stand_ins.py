@@ -23,7 +23,7 @@ _EMBEDDER: Final = "hash"
 
 
 @dataclass(frozen=True, slots=True)
-class StandIns:
+class SmokeAssets:
     """Names below one folder, which :func:`write` fills."""
 
     folder: Path
@@ -54,12 +54,12 @@ class StandIns:
         return self.folder / "steps.sqlite"
 
 
-def stand_ins() -> StandIns:
+def smoke_assets() -> SmokeAssets:
     """Those of this version, which need not be there yet."""
-    return StandIns(cache_folder() / f"smoke-{__version__}")
+    return SmokeAssets(cache_folder() / f"smoke-{__version__}")
 
 
-def write(names: StandIns) -> None:
+def write(names: SmokeAssets) -> None:
     """Makes what is named, once on a machine."""
     if names.folder.is_dir():
         return
@@ -69,14 +69,15 @@ def write(names: StandIns) -> None:
     from outrider.smoke.model import save_model
 
     with first_folder(names.folder) as folder:
-        made = StandIns(folder)
+        made = SmokeAssets(folder)
         save_model(made.model)
-        asked = [f"How much is {one}?" for one in _NUMBERS]
-        _write_lines(made.questions, [{"question": one, "answer": "4"} for one in asked])
+        questions = [f"How much is {phrase}?" for phrase in _NUMBERS]
+        _write_lines(made.questions, [{"question": phrase, "answer": "4"} for phrase in questions])
         _write_lines(
-            made.passages, [{"id": one, "title": one, "text": f"{one} is four."} for one in _NUMBERS]
+            made.passages,
+            [{"id": phrase, "title": phrase, "text": f"{phrase} is four."} for phrase in _NUMBERS],
         )
-        _write_lines(made.trajectories, [_chat(number, one) for number, one in enumerate(asked)])
+        _write_lines(made.trajectories, [_chat(number, phrase) for number, phrase in enumerate(questions)])
         read = import_trajectories(made.trajectories)
         with StepTraceBuffer(made.buffer, load_embedder(_EMBEDDER), mode="write") as buffer:
             buffer.add_trajectories(read.trajectories, questions=read.questions)
@@ -84,10 +85,10 @@ def write(names: StandIns) -> None:
 
 def _chat(number: int, question: str) -> dict[str, Any]:
     """One search and the answer; returns differ, so that a critic has something to learn."""
-    said = ("user", question), ("assistant", "<search>two</search>"), ("tool", "is four."), (
+    turns = ("user", question), ("assistant", "<search>two</search>"), ("tool", "is four."), (
         "assistant", "<answer>\\boxed{4}</answer>"
     )  # fmt: skip
-    messages = [{"role": role, "content": text} for role, text in said]
+    messages = [{"role": role, "content": text} for role, text in turns]
     return {"question": question, "reward": float(number % 2), "messages": messages}
 
 
@@ -95,15 +96,15 @@ def _write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def embedder_of(buffer: Path, named: str) -> str:
-    """The one that a buffer which is there was built with, as far as it is the hash or ``named``."""
+def buffer_embedder(buffer: Path, default: str) -> str:
+    """The one that a buffer which is there was built with, as far as it is the hash or ``default``."""
     from outrider.memory.embedder import load_embedder
 
     hashed = load_embedder(_EMBEDDER)
     try:
         check_file(buffer, embedder=hashed.name, dim=hashed.dim)
     except Exception:  # whatever is wrong with it, the run tells
-        return named
+        return default
     return _EMBEDDER
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from outrider.testing.common import GARBAGE, require
-from outrider.tokens.calls import CallFormat, FoundCalls, call_id, fault_of
+from outrider.tokens.calls import CallFormat, ParsedCalls, call_id, find_call_error
 from outrider.types import ToolCall, ToolSchema
 
 _TYPES: Final = ("string", "integer", "number", "boolean", "array", "object")
@@ -37,25 +37,27 @@ def check_call_format(form: CallFormat) -> None:
     that the tool's schema names; what is cut off is no call of other arguments; a description that names the
     tools.
     """
-    require(all(isinstance(one, str) and one for one in form.markers), f"markers: {form.markers!r}")
+    require(all(isinstance(marker, str) and marker for marker in form.markers), f"markers: {form.markers!r}")
     tools = (_TOOL, _PLAIN)
     for text in GARBAGE:
-        found = _read(form, text, tools)
-        require(not found.calls, f"{text[:40]!r} is read as calls: {found.calls!r}")
+        parsed = _read(form, text, tools)
+        require(not parsed.calls, f"{text[:40]!r} is read as calls: {parsed.calls!r}")
     single = [[_call(0, "look_up", arguments)] for arguments in _ARGUMENTS]
     several = [_call(0, "look_up", _ARGUMENTS[1]), _call(1, "clock", {}), _call(2, "look_up", _ARGUMENTS[5])]
     for calls in (*single, several):
         _require_read_back(form, calls, tools)
-    told = form.describe(tools)
+    description = form.describe(tools)
     for tool in tools:
-        require(str(tool["name"]) in told, f"describe does not name {tool['name']}: {told[:200]!r}")
+        require(
+            str(tool["name"]) in description, f"describe does not name {tool['name']}: {description[:200]!r}"
+        )
 
 
 def _call(number: int, name: str, arguments: Mapping[str, Any]) -> ToolCall:
     return ToolCall(name=name, arguments=dict(arguments), call_id=call_id(number))
 
 
-def _read(form: CallFormat, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+def _read(form: CallFormat, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
     try:
         return form.read(text, tools)
     except Exception as error:
@@ -64,14 +66,14 @@ def _read(form: CallFormat, text: str, tools: Sequence[ToolSchema]) -> FoundCall
 
 def _require_read_back(form: CallFormat, calls: Sequence[ToolCall], tools: Sequence[ToolSchema]) -> None:
     text = form.write(calls)
-    found = _read(form, text, tools)
+    parsed = _read(form, text, tools)
     require(
-        found.calls == tuple(calls) and not found.problems and not found.content.strip(),
-        f"{text[:200]!r} is read as {found!r}",
+        parsed.calls == tuple(calls) and not parsed.problems and not parsed.content.strip(),
+        f"{text[:200]!r} is read as {parsed!r}",
     )
     for end in range(0, len(text), 7):
         whole = _read(form, text[:end], tools).calls
-        good = [call for call in whole if not fault_of(call, tools)]
+        good = [call for call in whole if not find_call_error(call, tools)]
         require(
             good == list(calls[: len(good)]), f"{text[:end][-80:]!r}, which is cut off, is read as {good!r}"
         )

@@ -15,29 +15,29 @@ GARBAGE: Final = (
 )  # fmt: skip
 
 
-def require(condition: object, told: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raises AssertionError, whatever the interpreter is told about assertions."""
     if not condition:
-        raise AssertionError(told)
+        raise AssertionError(message)
 
 
-def require_finite(values: Mapping[str, Any] | Iterable[tuple[str, Any]], of: str) -> None:
+def require_finite(values: Mapping[str, Any] | Iterable[tuple[str, Any]], subject: str) -> None:
     """Every value is a finite number."""
     for name, value in dict(values).items():
         is_number = isinstance(value, int | float) and math.isfinite(value)
-        require(is_number, f"{of}: {name} is {value!r}, which is no finite number")
+        require(is_number, f"{subject}: {name} is {value!r}, which is no finite number")
 
 
-def require_picklable(what: str, value: Any) -> None:
+def require_picklable(label: str, value: Any) -> None:
     """Other processes get a copy of it."""
     try:
         same = pickle.loads(pickle.dumps(value))
     except Exception as error:
-        raise AssertionError(f"{what} cannot go to another process: {error}") from error
-    require(same == value, f"{what} is another one after pickle")
+        raise AssertionError(f"{label} cannot go to another process: {error}") from error
+    require(same == value, f"{label} is another one after pickle")
 
 
-def settings_inside(plugin: Any) -> Settings | None:
+def find_settings(plugin: Any) -> Settings | None:
     """The settings that it was made with, where it keeps them as ``settings`` or ``config``."""
-    kept = (getattr(plugin, name, None) for name in ("settings", "config"))
-    return next((found for found in kept if isinstance(found, Settings)), None)
+    candidates = (getattr(plugin, name, None) for name in ("settings", "config"))
+    return next((candidate for candidate in candidates if isinstance(candidate, Settings)), None)

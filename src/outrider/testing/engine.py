@@ -35,7 +35,7 @@ def check_engine(
     ]
     requests.append(Request(request_id="greedy", token_ids=ids, max_tokens=1, seed=9, temperature=0.0))
     first = _generate(engine, requests)
-    engine.release([one.cache_key for one in requests if one.cache_key is not None])
+    engine.release([request.cache_key for request in requests if request.cache_key is not None])
     engine.release(["nobody"])
     engine.free_cache()
     engine.free_cache()
@@ -52,40 +52,40 @@ def check_engine(
 
 
 def _generate(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
-    found = engine.generate(requests)
-    names = [one.request_id for one in found]
+    generations = engine.generate(requests)
+    names = [item.request_id for item in generations]
     require(
-        names == [one.request_id for one in requests],
+        names == [item.request_id for item in requests],
         f"results {names} are not in the order of the requests",
     )
-    for request, one in zip(requests, found, strict=True):
-        num = len(one.token_ids)
+    for request, item in zip(requests, generations, strict=True):
+        num = len(item.token_ids)
         require(
             0 < num <= request.max_tokens,
-            f"{one.request_id}: {num} tokens, asked for 1 to {request.max_tokens}",
+            f"{item.request_id}: {num} tokens, asked for 1 to {request.max_tokens}",
         )
         require(
-            len(one.logprobs) == len(one.entropies) == num,
-            f"{one.request_id}: not one log-prob and entropy per token",
+            len(item.logprobs) == len(item.entropies) == num,
+            f"{item.request_id}: not one log-prob and entropy per token",
         )
-        require_finite({f"log-prob {i}": value for i, value in enumerate(one.logprobs)}, one.request_id)
-        require_finite({f"entropy {i}": value for i, value in enumerate(one.entropies)}, one.request_id)
-        require(max(one.logprobs) <= 1e-6, f"{one.request_id}: a log-prob above 0")
-        require(min(one.entropies) >= -1e-6, f"{one.request_id}: an entropy below 0")
+        require_finite({f"log-prob {i}": value for i, value in enumerate(item.logprobs)}, item.request_id)
+        require_finite({f"entropy {i}": value for i, value in enumerate(item.entropies)}, item.request_id)
+        require(max(item.logprobs) <= 1e-6, f"{item.request_id}: a log-prob above 0")
+        require(min(item.entropies) >= -1e-6, f"{item.request_id}: an entropy below 0")
         require(
-            isinstance(one.finish_reason, FinishReason),
-            f"{one.request_id}: finish_reason {one.finish_reason!r}",
+            isinstance(item.finish_reason, FinishReason),
+            f"{item.request_id}: finish_reason {item.finish_reason!r}",
         )
         require(
-            one.weight_version == engine.weight_version,
-            f"{one.request_id}: another weight version than the engine's",
+            item.weight_version == engine.weight_version,
+            f"{item.request_id}: another weight version than the engine's",
         )
     require(engine.generate([]) == [], "no request, and yet a result")
-    return found
+    return generations
 
 
-def _require_same(one: Sequence[Generation], other: Sequence[Generation], when: str) -> None:
-    for first, second in zip(one, other, strict=True):
+def _require_same(expected: Sequence[Generation], actual: Sequence[Generation], when: str) -> None:
+    for first, second in zip(expected, actual, strict=True):
         same = first.token_ids == second.token_ids and first.logprobs == second.logprobs
         require(same, f"{first.request_id}: other tokens or log-probs for the same seed {when}")
 

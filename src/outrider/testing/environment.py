@@ -9,19 +9,19 @@ from outrider.environments.base import (
     CopyableEnvironment,
     Environment,
     StepResult,
-    TaskFamily,
+    TaskSet,
     episode_result,
     start_episode,
     take_step,
     turn_message,
 )
 from outrider.errors import DataError, InvalidResult, NonFiniteResult
-from outrider.testing.common import GARBAGE, require, require_picklable, settings_inside
+from outrider.testing.common import GARBAGE, find_settings, require, require_picklable
 from outrider.types import Message, Task
 
 
 def check_environment(
-    family: TaskFamily,
+    task_set: TaskSet,
     *,
     split: str = "train",
     num_tasks: int = 2,
@@ -35,31 +35,31 @@ def check_environment(
     for what a policy may write; a copy that is independent; everything closes twice; tasks and settings go to
     other processes.
     """
-    _check_family(family, split)
-    tasks = list(islice(family.tasks(split), num_tasks))
-    factory = family.make()
+    _check_task_set(task_set, split)
+    tasks = list(islice(task_set.tasks(split), num_tasks))
+    factory = task_set.make()
     try:
         for task in tasks:
-            for script in _scripts(family, task, texts):
+            for script in _scripts(task_set, task, texts):
                 _check_episode(factory, task, script[:max_turns])
     finally:
         factory.close()
         factory.close()
-        family.close()
-        family.close()
+        task_set.close()
+        task_set.close()
 
 
-def _check_family(family: TaskFamily, split: str) -> None:
-    require(isinstance(family.name, str) and family.name, "name is no text")
+def _check_task_set(task_set: TaskSet, split: str) -> None:
+    require(isinstance(task_set.name, str) and task_set.name, "name is no text")
     require(
-        all(isinstance(one, str) and one for one in family.stop),
-        f"stop holds what is no text: {family.stop!r}",
+        all(isinstance(stop, str) and stop for stop in task_set.stop),
+        f"stop holds what is no text: {task_set.stop!r}",
     )
-    require(isinstance(family.stateful, bool), f"stateful is {family.stateful!r}, not True or False")
-    tasks = family.tasks(split)
+    require(isinstance(task_set.stateful, bool), f"stateful is {task_set.stateful!r}, not True or False")
+    tasks = task_set.tasks(split)
     require(len(tasks) > 0, f"the split {split!r} has no task")
     require(
-        list(tasks) == list(family.tasks(split)),
+        list(tasks) == list(task_set.tasks(split)),
         f"the split {split!r} is another list when it is asked for again",
     )
     keys = [task.key for task in tasks]
@@ -67,26 +67,26 @@ def _check_family(family: TaskFamily, split: str) -> None:
     others = {"train", "test"} - {split}
     for other in others:
         with suppress(DataError):  # not every family has both
-            shared = set(keys) & {task.key for task in family.tasks(other)}
+            shared = set(keys) & {task.key for task in task_set.tasks(other)}
             require(not shared, f"the task {min(shared, default='')!r} is in {split!r} and in {other!r}")
     for task in tasks[:2]:
         require_picklable(f"the task {task.key!r}", task)
-    if (settings := settings_inside(family)) is not None:
+    if (settings := find_settings(task_set)) is not None:
         require_picklable("the settings", settings)
 
 
-def _scripts(family: TaskFamily, task: Task, texts: Sequence[str]) -> list[list[str]]:
+def _scripts(task_set: TaskSet, task: Task, texts: Sequence[str]) -> list[list[str]]:
     """Scripts to play: garbage, garbage inside what ends a turn, what was asked for, and the expert's way."""
-    endings = [f"{text}{stop}" for stop in family.stop for text in ("", "x", "<x>")]
-    closing = [stop for stop in family.stop if stop.startswith("</")]
+    endings = [f"{text}{stop}" for stop in task_set.stop for text in ("", "x", "<x>")]
+    closing = [stop for stop in task_set.stop if stop.startswith("</")]
     tags = [f"<{stop[2:]}{word}{stop}" for stop in closing for word in ("?", "go", "1")]
     scripts = [list(GARBAGE), endings, tags, list(texts)]
-    expert = family.expert(task, 0)
+    expert = task_set.expert(task, 0)
     return [script for script in (*scripts, [step.text for step in expert or ()]) if script]
 
 
 @dataclass(slots=True)
-class _Played:
+class _EpisodeRecord:
     """Record of an episode: of equal seeds and texts it must be equal."""
 
     prompt: Sequence[Message]
@@ -98,10 +98,10 @@ def _check_episode(factory: Callable[[Task], Environment], task: Task, script: S
     first = _play(factory(task), script, seed=3)
     again = _play(factory(task), script, seed=3)
     require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
-    for i, (one, other) in enumerate(zip(first.results, again.results, strict=False)):
+    for i, (result, other) in enumerate(zip(first.results, again.results, strict=False)):
         require(
-            one == other,
-            f"{task.key}: step {i} ({script[i][:40]!r}) gives {one!r}, and {other!r} with the same seed",
+            result == other,
+            f"{task.key}: step {i} ({script[i][:40]!r}) gives {result!r}, and {other!r} with the same seed",
         )
     require(
         len(first.results) == len(again.results),
@@ -111,7 +111,7 @@ def _check_episode(factory: Callable[[Task], Environment], task: Task, script: S
     _check_copy(factory(task), task, script, first)
 
 
-def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Played:
+def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
     try:
         try:
             prompt = start_episode(environment, seed)
@@ -123,7 +123,7 @@ def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Pla
             results.append(_step(environment, text))
             if results[-1].done:
                 break
-        return _Played(prompt, results, episode_result(environment))
+        return _EpisodeRecord(prompt, results, episode_result(environment))
     finally:
         environment.close()
         environment.close()
@@ -131,18 +131,18 @@ def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Pla
 
 def _step(environment: Environment, text: str) -> StepResult:
     try:
-        found = take_step(environment, turn_message(environment, text))
+        result = take_step(environment, turn_message(environment, text))
     except (InvalidResult, NonFiniteResult) as error:
         raise AssertionError(f"step after {text[:40]!r}: {error}") from error
     except Exception as error:
         raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
     require(
-        found.observations or found.done,
+        result.observations or result.done,
         f"no message after {text[:40]!r}, and the episode goes on",
     )
-    require(found.done or not found.truncated, "truncated without done")
+    require(result.done or not result.truncated, "truncated without done")
     _require_record(environment, f"after {text[:40]!r}")
-    return found
+    return result
 
 
 def _require_record(environment: Environment, when: str) -> None:
@@ -155,7 +155,7 @@ def _require_record(environment: Environment, when: str) -> None:
     require(record == episode_result(environment), f"result {when} is another one when it is asked for again")
 
 
-def _check_copy(environment: Environment, task: Task, script: Sequence[str], whole: _Played) -> None:
+def _check_copy(environment: Environment, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
     """A copy in the middle goes its own way, and the original ends as if there had been none."""
     try:
         if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:

@@ -32,30 +32,32 @@ def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable
 
 def _check(hook: Portable, copy: Portable) -> None:
     name = type(hook).__name__
-    taken = _sent(hook.snapshot(), f"{name}.snapshot()")
+    snapshot = _pickled_copy(hook.snapshot(), f"{name}.snapshot()")
     for _ in range(2):
-        copy.restore(_sent(taken, f"{name}.snapshot()"))
-        require(equal(copy.snapshot(), taken), f"{name}: a restored copy is not what was taken")
-    before = _sent(hook.gathered(), f"{name}.gathered()")
-    hook.absorb(_sent(copy.gathered(), f"{name}.gathered()"))
-    require(equal(hook.snapshot(), taken), f"{name}.absorb changes what a copy needs: after_group does that")
+        copy.restore(_pickled_copy(snapshot, f"{name}.snapshot()"))
+        require(equal(copy.snapshot(), snapshot), f"{name}: a restored copy is not what was taken")
+    before = _pickled_copy(hook.gathered(), f"{name}.gathered()")
+    hook.absorb(_pickled_copy(copy.gathered(), f"{name}.gathered()"))
+    require(
+        equal(hook.snapshot(), snapshot), f"{name}.absorb changes what a copy needs: after_group does that"
+    )
     require(equal(hook.gathered(), before), f"{name}: a copy that did nothing has gathered something")
 
 
-def _sent(value: Any, what: str) -> Any:
+def _pickled_copy(value: Any, label: str) -> Any:
     """As another process gets it."""
     try:
         return pickle.loads(pickle.dumps(value))
     except Exception as error:
-        raise AssertionError(f"{what} cannot go to another process: {error}") from error
+        raise AssertionError(f"{label} cannot go to another process: {error}") from error
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(left: Any, right: Any) -> bool:
     """Whether plain data with arrays in it is the same, bit by bit."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.asarray(one).dtype == np.asarray(other).dtype and np.array_equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return np.asarray(left).dtype == np.asarray(right).dtype and np.array_equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return list(left) == list(right) and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right)

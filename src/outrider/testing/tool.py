@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
-from outrider.testing.common import GARBAGE, require, require_picklable, settings_inside
+from outrider.testing.common import GARBAGE, find_settings, require, require_picklable
 from outrider.tools.base import SchemaTool, Tool, ToolOutput
-from outrider.tools.described import tried_arguments
+from outrider.tools.described import trial_arguments
 from outrider.types import Json
 
 _Input: TypeAlias = str | Mapping[str, Json]
@@ -31,40 +31,42 @@ def check_tool(
     require(is_tag, f"the name {tool.name!r} is no tag: lower-case letters, digits and _")
     usage = getattr(type(tool), "usage", "")
     require(not usage or f"<{tool.name}>" in usage, f"usage does not show <{tool.name}>: {usage!r}")
-    if (settings := settings_inside(tool)) is not None:
+    if (settings := find_settings(tool)) is not None:
         require_picklable("the settings", settings)
     # an empty call never reaches a tool
-    given: list[_Input] = [text for text in (*GARBAGE, *texts) if text.strip()]
-    given += tried_arguments(tool.schema) if isinstance(tool, SchemaTool) else []
+    inputs: list[_Input] = [text for text in (*GARBAGE, *texts) if text.strip()]
+    inputs += trial_arguments(tool.schema) if isinstance(tool, SchemaTool) else []
     try:
-        alone = [_call(tool, one) for one in given]
-        succeeds = not isinstance(tool, SchemaTool) or not all(one.failed for one in alone)
-        require(succeeds, f"no call succeeds (texts= may bring one): {given[-1]!r} gives {alone[-1].text!r}")
+        alone = [_call(tool, item) for item in inputs]
+        succeeds = not isinstance(tool, SchemaTool) or not all(item.failed for item in alone)
+        require(succeeds, f"no call succeeds (texts= may bring one): {inputs[-1]!r} gives {alone[-1].text!r}")
         if not is_deterministic:
             return
         with ThreadPoolExecutor(num_threads) as pool:
-            together = list(pool.map(lambda one: _call(tool, one), given))
-        for said, one, other in zip(given, alone, together, strict=True):
-            require(one == other, f"{_shown(said)} gives {one!r}, and {other!r} beside other calls")
+            together = list(pool.map(lambda item: _call(tool, item), inputs))
+        for call_input, item, other in zip(inputs, alone, together, strict=True):
+            require(item == other, f"{_shorten(call_input)} gives {item!r}, and {other!r} beside other calls")
     finally:
         tool.close()
         tool.close()
 
 
-def _call(tool: Tool, given: _Input) -> ToolOutput:
-    how = "run_text" if isinstance(given, str) else "run_call"
+def _call(tool: Tool, call_input: _Input) -> ToolOutput:
+    method = "run_text" if isinstance(call_input, str) else "run_call"
     try:
-        if isinstance(given, str):
-            found = tool.run_text(given)
+        if isinstance(call_input, str):
+            output = tool.run_text(call_input)
         else:
             assert isinstance(tool, SchemaTool)  # arguments are drawn for no other
-            found = tool.run_call(given)
+            output = tool.run_call(call_input)
     except Exception as error:
-        raise AssertionError(f"{how} raises for {_shown(given)}: {type(error).__name__}: {error}") from error
-    is_text = isinstance(found, ToolOutput) and isinstance(found.text, str)
-    require(is_text, f"{how} gives {found!r} for {_shown(given)}, no ToolOutput with text")
-    return found
+        raise AssertionError(
+            f"{method} raises for {_shorten(call_input)}: {type(error).__name__}: {error}"
+        ) from error
+    is_text = isinstance(output, ToolOutput) and isinstance(output.text, str)
+    require(is_text, f"{method} gives {output!r} for {_shorten(call_input)}, no ToolOutput with text")
+    return output
 
 
-def _shown(given: _Input) -> str:
-    return repr(given[:40] if isinstance(given, str) else given)
+def _shorten(call_input: _Input) -> str:
+    return repr(call_input[:40] if isinstance(call_input, str) else call_input)

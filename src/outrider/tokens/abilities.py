@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import Any, Final
 
 from outrider.errors import ModelError
-from outrider.tokens.template import ANSWERED, ASKED, MARK, Chat, Template
+from outrider.tokens.template import ASSISTANT_MESSAGE, MARK, USER_MESSAGE, Chat, Template
 from outrider.types import ToolCall, ToolSchema
 
 # Of letters alone: no template escapes it.
 CALL_MARK: Final = "markedargument"
-STAND_IN_TOOL: Final[ToolSchema] = {
+PLACEHOLDER_TOOL: Final[ToolSchema] = {
     "name": "lookup",
     "description": "d",
     "parameters": {
@@ -38,11 +38,11 @@ class CallShape:
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         # a template that wants an object may refuse the text of what is none, as it does behind a server
-        said = call.arguments_text if self.arguments_are_text or call.raw else dict(call.arguments)
+        arguments = call.arguments_text if self.arguments_are_text or call.raw else dict(call.arguments)
         return {
             "type": "function",
             "id": call.call_id,
-            "function": {"name": call.name, "arguments": said},
+            "function": {"name": call.name, "arguments": arguments},
         }
 
 
@@ -56,21 +56,21 @@ class Abilities:
         self._template = template
 
     @cached_property
-    def takes_system(self) -> bool:
+    def supports_system(self) -> bool:
         """Whether a system message is shown."""
-        return self._template.takes([{"role": "system", "content": MARK}, ASKED])
+        return self._template.renders_mark([{"role": "system", "content": MARK}, USER_MESSAGE])
 
     @cached_property
-    def takes_repeats(self) -> bool:
+    def supports_repeats(self) -> bool:
         """Whether two user messages may stand in a row."""
-        return self._template.takes([ASKED, {"role": "user", "content": MARK}])
+        return self._template.renders_mark([USER_MESSAGE, {"role": "user", "content": MARK}])
 
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the model is told which tools there are."""
-        system: Chat = [{"role": "system", "content": "s"}] if self.takes_system else []
-        tool = {**STAND_IN_TOOL, "name": CALL_MARK}
-        return self._template.takes([*system, ASKED], tools=[tool], mark=CALL_MARK)
+        system: Chat = [{"role": "system", "content": "s"}] if self.supports_system else []
+        tool = {**PLACEHOLDER_TOOL, "name": CALL_MARK}
+        return self._template.renders_mark([*system, USER_MESSAGE], tools=[tool], mark=CALL_MARK)
 
     @cached_property
     def reasoning_key(self) -> str | None:
@@ -79,14 +79,18 @@ class Abilities:
         return next((key for key in keys if self._shows_reasoning(key)), None)
 
     def _shows_reasoning(self, key: str) -> bool:
-        return self._template.takes([ASKED, {"role": "assistant", "content": "b", key: MARK}], opened=False)
+        return self._template.renders_mark(
+            [USER_MESSAGE, {"role": "assistant", "content": "b", key: MARK}], opened=False
+        )
 
     @cached_property
     def call_shape(self) -> CallShape | None:
         """How calls of an assistant message are shown; None where they are not."""
         call = ToolCall(name="lookup", arguments={"key": CALL_MARK}, call_id="call00000")
         for shape in _SHAPES:
-            if self._template.takes([ASKED, shape.message([call], "")], opened=False, mark=CALL_MARK):
+            if self._template.renders_mark(
+                [USER_MESSAGE, shape.message([call], "")], opened=False, mark=CALL_MARK
+            ):
                 return shape
         return None
 
@@ -97,17 +101,19 @@ class Abilities:
         """
         shape = self.call_shape
         if shape is None:
-            return dict(ANSWERED), MARK
+            return dict(ASSISTANT_MESSAGE), MARK
         calls = [
             ToolCall(
-                name=one.get("name") or "lookup",
-                arguments={"key": CALL_MARK if one is results[-1] else "b"},
-                call_id=one.get("tool_call_id") or f"call{number:05d}",
+                name=result.get("name") or "lookup",
+                arguments={"key": CALL_MARK if result is results[-1] else "b"},
+                call_id=result.get("tool_call_id") or f"call{number:05d}",
             )
-            for number, one in enumerate(results)
+            for number, result in enumerate(results)
         ]
         whole = shape.message(calls, "")
-        if len(calls) > 1 and not self._template.takes([ASKED, whole], opened=False, mark=CALL_MARK):
+        if len(calls) > 1 and not self._template.renders_mark(
+            [USER_MESSAGE, whole], opened=False, mark=CALL_MARK
+        ):
             return shape.message(calls[-1:], ""), CALL_MARK
         return whole, CALL_MARK
 

@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 from outrider.errors import ModelError
-from outrider.tokens.abilities import STAND_IN_TOOL, Abilities
-from outrider.tokens.calls import form_named, read_turn
+from outrider.tokens.abilities import PLACEHOLDER_TOOL, Abilities
+from outrider.tokens.calls import get_call_format, read_turn
 from outrider.tokens.closing import TurnClosing, WrittenClosing
 from outrider.tokens.conversation import ChatWriter
 from outrider.tokens.parsed import THINKING_END, ParsedTurn, opened_thinking, split_thinking
-from outrider.tokens.template import ANSWERED, ASKED, MARK, Chat, Template, templates_of
-from outrider.tokens.tokenizer import Tokenizer, text_of
+from outrider.tokens.template import ASSISTANT_MESSAGE, MARK, USER_MESSAGE, Chat, Template, load_templates
+from outrider.tokens.tokenizer import Tokenizer, decode_text
 from outrider.types import Message, Role, ToolSchema
 
 HistoryThinking = Literal["keep", "strip"]
@@ -33,7 +33,7 @@ class ChatRenderer:
     spells a special token (a chat marker in a question, a page or a retrieved step) gets a space after its
     first character: only the template writes markers.
 
-    Not every template knows every conversation. Where it has no system message (``takes_system``), or drops
+    Not every template knows every conversation. Where it has no system message (``supports_system``), or drops
     it, its text goes in front of the first user message, and where roles must alternate, neighbours of one
     role become one message: both joined by an empty line, as Mistral's and Gemma's makers do. Tools that a
     template does not show are told in the system message, in the words of ``call_format``.
@@ -58,21 +58,21 @@ class ChatRenderer:
     ) -> None:
         self.tokenizer = tokenizer
         plain, with_tools = (
-            templates_of(tokenizer, template_kwargs or {}) if template is None else (template,) * 2
+            load_templates(tokenizer, template_kwargs or {}) if template is None else (template,) * 2
         )
         self.template = with_tools if "tool" in observations else plain
         self._other_template = plain if self.template is with_tools else with_tools
         self._call_format_name = call_format
-        self.call_format = None if call_format is None else form_named(call_format)
+        self.call_format = None if call_format is None else get_call_format(call_format)
         self.history_thinking = history_thinking
         self._turn_end = self._plain_closing(is_answered="user" in observations)
         self.end_of_turn: tuple[int, ...] = self._turn_end.ids
-        asked = self.template.behind("user messages", [{"role": "user", "content": MARK}], opened=True)
-        self.opening: tuple[int, ...] = tuple(self.template.encode_behind((), asked))
-        self._opened = opened_thinking(asked)
+        opening_text = self.template.behind("user messages", [{"role": "user", "content": MARK}], opened=True)
+        self.opening: tuple[int, ...] = tuple(self.template.encode_behind((), opening_text))
+        self._opened = opened_thinking(opening_text)
         self.abilities = Abilities(self.template)
-        self.takes_system = self.abilities.takes_system
-        self.closing = self._found_closing(asked)
+        self.supports_system = self.abilities.supports_system
+        self.closing = self._find_closing(opening_text)
         self._writer = ChatWriter(
             self.template, self.abilities, self.call_format, keeps_thinking=history_thinking == "keep"
         )
@@ -94,26 +94,32 @@ class ChatRenderer:
             template=self._other_template,
         )
 
-    def _found_closing(self, asked: str) -> TurnClosing:
+    def _find_closing(self, opening_text: str) -> TurnClosing:
         """How turns end. Behind an answer some templates write nothing of their own (GLM): the token that
         begins the next message ends the turn then, unless it begins the assistant's messages too.
         """
-        closing = TurnClosing.of(self.tokenizer, self.end_of_turn)
+        closing = TurnClosing.from_ids(self.tokenizer, self.end_of_turn)
         if self._turn_end.text.strip():
             return closing
-        opening = self.template.first_marker(asked)
-        found: list[int] = []
-        for following in (self._text_behind_answer, self._text_behind_call):
+        opening = self.template.first_marker(opening_text)
+        token_ids: list[int] = []
+        for read_text in (self._text_behind_answer, self._text_behind_call):
             try:
-                marker = self.template.first_marker(following())
+                marker = self.template.first_marker(read_text())
             except ModelError:
                 continue
-            if marker is not None and (opening is None or marker[1] != opening[1]) and marker[1] not in found:
-                found.append(marker[1])
-        return replace(closing, token_id=found[0], next_roles=tuple(found)) if found else closing
+            if (
+                marker is not None
+                and (opening is None or marker[1] != opening[1])
+                and marker[1] not in token_ids
+            ):
+                token_ids.append(marker[1])
+        return replace(closing, token_id=token_ids[0], next_roles=tuple(token_ids)) if token_ids else closing
 
     def _text_behind_answer(self) -> str:
-        return self.template.behind("an observation after an answer", [ASKED, ANSWERED, ASKED], opened=True)
+        return self.template.behind(
+            "an observation after an answer", [USER_MESSAGE, ASSISTANT_MESSAGE, USER_MESSAGE], opened=True
+        )
 
     def _text_behind_call(self) -> str:
         return self._after_calls(
@@ -124,15 +130,15 @@ class ChatRenderer:
         """The closing of a turn without calls. Raises ModelError where a user message cannot follow it and
         has to.
         """
-        closed = self.template.behind("assistant messages", [ASKED, ANSWERED])
+        closed = self.template.behind("assistant messages", [USER_MESSAGE, ASSISTANT_MESSAGE])
         try:
             return self.template.closing(closed, self._text_behind_answer())
         except ModelError as error:
             if is_answered:
-                told = str(error).removeprefix("the tokenizer has no usable chat template: ")
+                reason = str(error).removeprefix("the tokenizer has no usable chat template: ")
                 raise ModelError(
                     f"the chat template of {self.template.name} refuses a user message behind an answer: "
-                    f"{told}"
+                    f"{reason}"
                 ) from error
             return self.template.written_closing(closed)
 
@@ -152,8 +158,8 @@ class ChatRenderer:
     ) -> str:
         """A conversation rendered at once, without its inline messages, as a server renders it."""
         renderer = self.with_tools(bool(tools) or any(message.role == "tool" for message in messages))
-        chat, told = renderer._writer.chat(messages, tools)
-        return renderer.template.render(chat, opened=opened, tools=told)
+        chat, template_tools = renderer._writer.chat(messages, tools)
+        return renderer.template.render(chat, opened=opened, tools=template_tools)
 
     def bridge(self, previous_ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids that follow ``previous_ids`` (an assistant turn, closed or not) so that ``messages`` are said
@@ -175,15 +181,15 @@ class ChatRenderer:
             closing, rest = self._after_calls(chat)
         else:
             closing = self._turn_end
-            following = self.template.behind("answers", [ASKED, ANSWERED, *chat], opened=True)
-            if not following.startswith(closing.text):
+            text = self.template.behind("answers", [USER_MESSAGE, ASSISTANT_MESSAGE, *chat], opened=True)
+            if not text.startswith(closing.text):
                 raise ModelError(
                     "the chat template closes the last assistant message differently from an earlier one"
                 )
-            rest = following[len(closing.text) :]
+            rest = text[len(closing.text) :]
         closing, rest = self._with_next_role(closing, rest)
         missing = closing.missing(previous_ids)
-        if self._ended_otherwise(previous_ids) and closing.text.strip() and not self.closing.next_roles:
+        if self._ends_with_eos(previous_ids) and closing.text.strip() and not self.closing.next_roles:
             missing = closing.behind_marker
         return (*missing, *self.template.encode_behind((*previous_ids, *missing), rest))
 
@@ -196,7 +202,7 @@ class ChatRenderer:
             return closing, rest
         return self.template.written_closing(closing.text + marker[0]), rest[len(marker[0]) :]
 
-    def _ended_otherwise(self, previous_ids: Sequence[int]) -> bool:
+    def _ends_with_eos(self, previous_ids: Sequence[int]) -> bool:
         """Whether the turn ends with the tokenizer's end token, which is not the template's."""
         if not previous_ids or self.closing.token_id is None:
             return False
@@ -204,13 +210,17 @@ class ChatRenderer:
 
     def _after_calls(self, chat: Chat) -> tuple[WrittenClosing, str]:
         """The closing of a turn that calls tools, and the text of their results behind it."""
-        stand_in, mark = self.abilities.calling_turn([one for one in chat if one["role"] == "tool"])
-        closed = self.template.behind("tool calls", [ASKED, stand_in], mark=mark)
-        followed = self.template.behind("tool results", [ASKED, stand_in, *chat], opened=True, mark=mark)
+        placeholder, mark = self.abilities.calling_turn(
+            [message for message in chat if message["role"] == "tool"]
+        )
+        closed = self.template.behind("tool calls", [USER_MESSAGE, placeholder], mark=mark)
+        followed = self.template.behind(
+            "tool results", [USER_MESSAGE, placeholder, *chat], opened=True, mark=mark
+        )
         common = self.template.closing(closed, followed).text
         end = self._turn_end.text
         if not common.endswith(end):  # a marker of its own for turns that call
-            last = [found.start() for found in self.template.markers.finditer(common)][-1:]
+            last = [match.start() for match in self.template.markers.finditer(common)][-1:]
             end = common[last[0] :] if last else common
         closing = self._turn_end if end == self._turn_end.text else self.template.written_closing(end)
         return closing, followed[len(common) :]
@@ -221,7 +231,7 @@ class ChatRenderer:
         """See :meth:`outrider.tokens.renderer.Renderer.parse`."""
         return read_turn(self.turn_text(token_ids, context=context), self.call_format, tools)
 
-    def message_of(self, text: str, tools: Sequence[ToolSchema]) -> Message:
+    def parse_message(self, text: str, tools: Sequence[ToolSchema]) -> Message:
         """A turn as a message of the history; calls that cannot be read stay in its words."""
         turn = read_turn(text, self.call_format, tools)
         if turn.problems:
@@ -238,18 +248,20 @@ class ChatRenderer:
         """
         if is_closed and token_ids and token_ids[-1] in self.closing.next_roles:
             token_ids = token_ids[:-1]
-        skips = not self._kept
-        if self._kept:
+        skips = not self._visible_tokens
+        if self._visible_tokens:
             special = self.tokenizer.added_tokens_decoder
             token_ids = [
-                i for i in token_ids if i in self._kept or i not in special or not special[i].special
+                i
+                for i in token_ids
+                if i in self._visible_tokens or i not in special or not special[i].special
             ]
         if context:
             text = self.template.continuation.decode(token_ids, skip_special_tokens=skips)
             if self.template.continuation.adds_blank_behind(context):
                 text = text.removeprefix(" ")
         else:
-            text = text_of(self.tokenizer, token_ids, skip_special_tokens=skips)
+            text = decode_text(self.tokenizer, token_ids, skip_special_tokens=skips)
         if self.lead and self._is_opened(context):
             text = text.removeprefix(self.lead)
         if is_closed:
@@ -278,7 +290,7 @@ class ChatRenderer:
     def _drops_white_space(self) -> tuple[bool, bool]:
         """Whether the template drops white space in front of an answer, and behind it (Llama 2 and 3)."""
         answer = {"role": "assistant", "content": f"\n \n{MARK}\n \n"}
-        text = self.template.render([ASKED, answer], opened=False)
+        text = self.template.render([USER_MESSAGE, answer], opened=False)
         before, _, behind = text.partition(MARK)
         return not before.endswith("\n \n"), not behind.startswith("\n \n")
 
@@ -292,8 +304,8 @@ class ChatRenderer:
         ids_of_ends = set(self.closing.token_ids)
         if self.tokenizer.eos_token_id is not None:
             ids_of_ends.add(self.tokenizer.eos_token_id)
-        ends = [end for one in sorted(ids_of_ends) if (end := self._added_text(one))]
-        while is_closed and (end := next((one for one in ends if text.rstrip().endswith(one)), "")):
+        ends = [end for item in sorted(ids_of_ends) if (end := self._added_text(item))]
+        while is_closed and (end := next((item for item in ends if text.rstrip().endswith(item)), "")):
             text = text.rstrip().removesuffix(end)
         for end in ends:
             text = text.replace(end, f"{end[0]} {end[1:]}")
@@ -312,7 +324,7 @@ class ChatRenderer:
         if self.closing.stop:
             return self.template.encode_behind(context, self.closing.text)
         if self.closing.next_roles:
-            read = read_turn(text, self.call_format, [STAND_IN_TOOL]) if self.call_format else None
+            read = read_turn(text, self.call_format, [PLACEHOLDER_TOOL]) if self.call_format else None
             is_call = read is not None and bool(read.tool_calls or read.problems)
             marker = self.closing.next_roles[-1 if is_call else 0]
             return self.template.encode_behind(context, self._turn_end.text + self._added_text(marker))
@@ -332,7 +344,7 @@ class ChatRenderer:
         """Whether a turn begins behind these ids."""
         if not context:
             return False
-        end = text_of(self.tokenizer, context[-len(self.opening) - 1 :], skip_special_tokens=False)
+        end = decode_text(self.tokenizer, context[-len(self.opening) - 1 :], skip_special_tokens=False)
         return end.endswith(self._generation)
 
     @property
@@ -346,22 +358,22 @@ class ChatRenderer:
         """White space that the template writes between the opening of a turn and its text, and that a policy
         which writes as its template does writes itself.
         """
-        opened = self.template.render([ASKED], opened=True)
-        whole = self.template.render([ASKED, ANSWERED], opened=False)
+        opened = self.template.render([USER_MESSAGE], opened=True)
+        whole = self.template.render([USER_MESSAGE, ASSISTANT_MESSAGE], opened=False)
         lead = whole[len(opened) :].split(MARK)[0] if whole.startswith(opened) else ""
         return lead if lead.isspace() else ""
 
     @cached_property
     def _generation(self) -> str:
         """The text that opens a turn: from its last marker on, as it is decoded."""
-        text = text_of(self.tokenizer, self.opening, skip_special_tokens=False)
+        text = decode_text(self.tokenizer, self.opening, skip_special_tokens=False)
         before = text[: len(text) - len(self._opened)]
-        starts = [found.start() for found in self.template.markers.finditer(before)]
+        starts = [match.start() for match in self.template.markers.finditer(before)]
         return text[starts[-1] :] if starts else text
 
     @cached_property
-    def _kept(self) -> frozenset[int]:
+    def _visible_tokens(self) -> frozenset[int]:
         """Special tokens that are part of what the policy says."""
-        wanted = {*_THINKING, *(self.call_format.markers if self.call_format else ())}
+        markers = {*_THINKING, *(self.call_format.markers if self.call_format else ())}
         added = self.tokenizer.added_tokens_decoder
-        return frozenset(i for i, token in added.items() if token.special and str(token) in wanted)
+        return frozenset(i for i, token in added.items() if token.special and str(token) in markers)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.tokens.tokenizer import Tokenizer, text_of
+from outrider.tokens.tokenizer import Tokenizer, decode_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,12 @@ class TurnClosing:
     next_roles: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, end_of_turn: Sequence[int]) -> "TurnClosing":
+    def from_ids(cls, tokenizer: Tokenizer, end_of_turn: Sequence[int]) -> "TurnClosing":
         """The first added token in what the template writes behind an answer, else its text."""
         added = tokenizer.added_tokens_decoder
         marker = next((i for i in end_of_turn if i in added and str(added[i]).strip()), None)
         closing = list(end_of_turn) if marker is None else [marker]
-        return cls(token_id=marker, text=text_of(tokenizer, closing, skip_special_tokens=True).strip())
+        return cls(token_id=marker, text=decode_text(tokenizer, closing, skip_special_tokens=True).strip())
 
     @property
     def token_ids(self) -> frozenset[int]:
@@ -43,8 +43,8 @@ class TurnClosing:
 
     def cut(self, text: str) -> str:
         """A closed turn's text without its closing."""
-        said, found, behind = text.rpartition(self.text) if self.text else ("", "", "")
-        return said if found and not behind.strip() else text
+        head, marker, behind = text.rpartition(self.text) if self.text else ("", "", "")
+        return head if marker and not behind.strip() else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
 
-from outrider.tokens.tokenizer import Tokenizer, text_of
+from outrider.tokens.tokenizer import Tokenizer, decode_text
 
 _PROBE: Final = "a b\na  b"
 # Text to encode in front of a continuation. One is enough unless a token spans it and what follows it.
@@ -37,14 +37,14 @@ class Continuation:
         if last is not None and last in self._added:
             is_special = last in self._stripping or self._adds_blank_at_start
             return self._behind_token(last, text) if is_special else self._encode(text)
-        return self._in_text(text) if self._adds_blank_at_start else self._encode(text)
+        return self._encode_in_text(text) if self._adds_blank_at_start else self._encode(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text that the ids add to a conversation, with its first blank."""
         if self._decoding_anchor is None:
-            return text_of(self._tokenizer, ids, skip_special_tokens=skip_special_tokens)
+            return decode_text(self._tokenizer, ids, skip_special_tokens=skip_special_tokens)
         anchor, text = self._decoding_anchor
-        whole = text_of(self._tokenizer, [anchor, *ids], skip_special_tokens=skip_special_tokens)
+        whole = decode_text(self._tokenizer, [anchor, *ids], skip_special_tokens=skip_special_tokens)
         return whole[len(text) :]
 
     def adds_blank_behind(self, ids: Sequence[int]) -> bool:
@@ -56,9 +56,9 @@ class Continuation:
 
     def _behind_token(self, token: int, text: str) -> list[int]:
         ids = self._encode(self._added[token] + text)
-        return ids[1:] if ids and ids[0] == token else self._in_text(text)
+        return ids[1:] if ids and ids[0] == token else self._encode_in_text(text)
 
-    def _in_text(self, text: str) -> list[int]:
+    def _encode_in_text(self, text: str) -> list[int]:
         """A boundary of tokens behind the anchor means that nothing in front of it changed what follows."""
         for anchor in self._anchors:
             before = self._encode(anchor)
@@ -71,12 +71,12 @@ class Continuation:
     def _anchors(self) -> tuple[str, ...]:
         """Those that the vocabulary spells."""
         unknown = getattr(self._tokenizer, "unk_token_id", None)
-        known = (one for one in _ANCHORS if unknown is None or unknown not in self._encode(one))
-        return tuple(one for one in known if self._encode(one))
+        known = (anchor for anchor in _ANCHORS if unknown is None or unknown not in self._encode(anchor))
+        return tuple(anchor for anchor in known if self._encode(anchor))
 
     @cached_property
     def _adds_blank_at_start(self) -> bool:
-        return self._in_text(_PROBE) != self._encode(_PROBE)
+        return self._encode_in_text(_PROBE) != self._encode(_PROBE)
 
     @cached_property
     def _adds_blank_behind_tokens(self) -> bool:
@@ -85,15 +85,15 @@ class Continuation:
         token = next((i for i in special if self._encode(self._added[i]) == [i]), None)
         if token is None or not self._adds_blank_at_start:
             return False
-        return self._behind_token(token, _PROBE) != self._in_text(_PROBE)
+        return self._behind_token(token, _PROBE) != self._encode_in_text(_PROBE)
 
     @cached_property
     def _decoding_anchor(self) -> tuple[int, str] | None:
         """An id and its text, to decode others behind; None where pieces decode as they do together."""
         ids = self._encode(_PROBE)
         whole = self._decode(ids)
-        pieces = [self._decode(ids[:at]) + self._decode(ids[at:]) for at in range(1, len(ids))]
-        if all(one == whole for one in pieces):
+        pieces = [self._decode(ids[:index]) + self._decode(ids[index:]) for index in range(1, len(ids))]
+        if all(piece == whole for piece in pieces):
             return None
         # Letters, and no bytes of a byte fallback: these decode together with the bytes behind them.
         for anchor in ("a", "A", "0", "."):
@@ -104,4 +104,4 @@ class Continuation:
         return None
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return text_of(self._tokenizer, ids, skip_special_tokens=False)
+        return decode_text(self._tokenizer, ids, skip_special_tokens=False)

@@ -34,58 +34,60 @@ class ChatWriter:
     ) -> tuple[Chat, Sequence[ToolSchema]]:
         """The messages but the inline ones, and the tools that the template itself has to show."""
         if tools and not self._abilities.shows_tools:
-            messages, tools = self._told(messages, tools), ()
+            messages, tools = self._with_tool_descriptions(messages, tools), ()
         chat: Chat = []
         joins = False
         for message in messages:
             if message.role == "inline":
                 continue
-            is_system = message.role == "system" and not self._abilities.takes_system
-            one = self._one(message, "user" if is_system else message.role)
-            if self._joins(chat, one, is_wanted=joins):
-                chat[-1]["content"] += f"\n\n{one['content']}"
+            is_system = message.role == "system" and not self._abilities.supports_system
+            entry = self._to_dict(message, "user" if is_system else message.role)
+            if self._joins(chat, entry, is_forced=joins):
+                chat[-1]["content"] += f"\n\n{entry['content']}"
             else:
-                chat.append(one)
+                chat.append(entry)
             joins = is_system
         return chat, [self._plain(tool) for tool in tools]
 
-    def _joins(self, chat: Chat, one: Mapping[str, Any], *, is_wanted: bool) -> bool:
-        if not chat or chat[-1]["role"] != one["role"] or one["role"] == "tool":
+    def _joins(self, chat: Chat, entry: Mapping[str, Any], *, is_forced: bool) -> bool:
+        if not chat or chat[-1]["role"] != entry["role"] or entry["role"] == "tool":
             return False
-        return is_wanted or not self._abilities.takes_repeats
+        return is_forced or not self._abilities.supports_repeats
 
-    def _one(self, message: Message, role: str) -> dict[str, Any]:
-        one: dict[str, Any] = {"role": role, "content": self._template.plain(message.content)}
+    def _to_dict(self, message: Message, role: str) -> dict[str, Any]:
+        entry: dict[str, Any] = {"role": role, "content": self._template.plain(message.content)}
         if role == "tool":
             ids = {"tool_call_id": message.tool_call_id, "name": message.tool_name}
-            return one | {key: value for key, value in ids.items() if value}
+            return entry | {key: value for key, value in ids.items() if value}
         if role == "assistant":
-            return self._assistant(message, one)
-        return one
+            return self._assistant(message, entry)
+        return entry
 
-    def _assistant(self, message: Message, one: dict[str, Any]) -> dict[str, Any]:
+    def _assistant(self, message: Message, entry: dict[str, Any]) -> dict[str, Any]:
         calls = [
             replace(call, arguments=self._plain(call.arguments), raw=self._template.plain(call.raw))
             for call in message.tool_calls
         ]
         shape = self._abilities.call_shape if calls else None
         if shape is not None:
-            one = shape.message(calls, one["content"])
+            entry = shape.message(calls, entry["content"])
         elif calls:
             if self._call_format is None:
                 raise ModelError("the chat template has no place for tool calls: name their form")
             written = self._call_format.write(calls)
-            one["content"] = f"{one['content']}\n{written}" if one["content"] else written
+            entry["content"] = f"{entry['content']}\n{written}" if entry["content"] else written
         if message.reasoning:
             thinking = self._template.plain(message.reasoning)
             key = self._abilities.reasoning_key
             if key is not None:
-                one[key] = thinking
+                entry[key] = thinking
             elif self._keeps_thinking:
-                one["content"] = f"<think>\n{thinking}\n</think>\n\n{one['content'] or ''}"
-        return one
+                entry["content"] = f"<think>\n{thinking}\n</think>\n\n{entry['content'] or ''}"
+        return entry
 
-    def _told(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Sequence[Message]:
+    def _with_tool_descriptions(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> Sequence[Message]:
         """The tools in the words of the form of calls, behind the system message's own."""
         if self._call_format is None:
             raise ModelError("the chat template does not show tools to the model: name the form of calls")
@@ -100,5 +102,5 @@ class ChatWriter:
         if isinstance(value, str):
             return self._template.plain(value)
         if isinstance(value, Mapping):
-            return {self._plain(key): self._plain(one) for key, one in value.items()}
-        return [self._plain(one) for one in value] if isinstance(value, list | tuple) else value
+            return {self._plain(key): self._plain(item) for key, item in value.items()}
+        return [self._plain(item) for item in value] if isinstance(value, list | tuple) else value

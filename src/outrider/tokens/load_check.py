@@ -11,20 +11,20 @@ from typing import Final
 
 from outrider.errors import ModelError
 from outrider.plugins.names import known_names
-from outrider.tokens.abilities import STAND_IN_TOOL
+from outrider.tokens.abilities import PLACEHOLDER_TOOL
 from outrider.tokens.calls import CALL_FORMATS
-from outrider.tokens.calls.rewriting import in_form
+from outrider.tokens.calls.rewriting import convert_calls
 from outrider.tokens.chat import ChatRenderer
 from outrider.tokens.template import named_templates
-from outrider.tokens.tokenizer import text_of
+from outrider.tokens.tokenizer import decode_text
 from outrider.tokens.written import Appended, append
 from outrider.types import Message, Role, ToolCall, ToolSchema
 
-_SHOWN = 24  # characters on each side of a difference
-TOOLS: Final[tuple[ToolSchema, ...]] = (STAND_IN_TOOL,)
+_CONTEXT_CHARS = 24  # characters on each side of a difference
+TOOLS: Final[tuple[ToolSchema, ...]] = (PLACEHOLDER_TOOL,)
 
 
-def _said(content: str = "", *, thinks: bool = False, num_calls: int = 0) -> Message:
+def _assistant_message(content: str = "", *, thinks: bool = False, num_calls: int = 0) -> Message:
     calls = tuple(
         ToolCall(name="lookup", arguments={"key": "c"}, call_id=f"call{number:05d}")
         for number in range(num_calls)
@@ -36,35 +36,35 @@ def _result(number: int = 0) -> Message:
     return Message(role="tool", content="found", tool_call_id=f"call{number:05d}", tool_name="lookup")
 
 
-_ASKED: Final = Message(role="user", content="Question")
-_OBSERVED: Final = Message(role="user", content="Observation")
-_ANSWER: Final = _said("Answer")
-_CALLED: Final = _said(num_calls=1)
-_CALL_BESIDE_WORDS: Final = _said("Answer", num_calls=1)
+_QUESTION: Final = Message(role="user", content="Question")
+_OBSERVATION: Final = Message(role="user", content="Observation")
+_ANSWER: Final = _assistant_message("Answer")
+_CALL: Final = _assistant_message(num_calls=1)
+_CALL_WITH_TEXT: Final = _assistant_message("Answer", num_calls=1)
 _WORDS: Final = "words beside a call"
 
 ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
     {
-        "an answer, then a user message": (_ANSWER, _OBSERVED),
-        "blanks around an answer": (_said(" \nAnswer\n "), _OBSERVED),
-        "two user messages in a row": (_ANSWER, _OBSERVED, _OBSERVED),
-        "thinking, then a user message": (_said("Answer", thinks=True), _OBSERVED),
-        "a call, then its result": (_said(num_calls=1), _result()),
-        _WORDS: (_CALL_BESIDE_WORDS, _result()),
-        "several calls, then their results": (_said(num_calls=2), _result(0), _result(1)),
+        "an answer, then a user message": (_ANSWER, _OBSERVATION),
+        "blanks around an answer": (_assistant_message(" \nAnswer\n "), _OBSERVATION),
+        "two user messages in a row": (_ANSWER, _OBSERVATION, _OBSERVATION),
+        "thinking, then a user message": (_assistant_message("Answer", thinks=True), _OBSERVATION),
+        "a call, then its result": (_assistant_message(num_calls=1), _result()),
+        _WORDS: (_CALL_WITH_TEXT, _result()),
+        "several calls, then their results": (_assistant_message(num_calls=2), _result(0), _result(1)),
         "a result, another call, then its result": (
-            _said(num_calls=1), _result(), _said(num_calls=1), _result(),
+            _assistant_message(num_calls=1), _result(), _assistant_message(num_calls=1), _result(),
         ),
         "a call that cannot be read, then what was wrong": (_ANSWER, _result()),
-        "thinking and a call, then its result": (_said(thinks=True, num_calls=1), _result()),
+        "thinking and a call, then its result": (_assistant_message(thinks=True, num_calls=1), _result()),
         "a result, thinking, then another result": (
-            _said(num_calls=1), _result(), _said(thinks=True, num_calls=1), _result(),
+            _assistant_message(num_calls=1), _result(), _assistant_message(thinks=True, num_calls=1), _result(),
         ),
         "a call, its result, an answer, then a user message": (
-            _said(num_calls=1), _result(), _ANSWER, _OBSERVED,
+            _assistant_message(num_calls=1), _result(), _ANSWER, _OBSERVATION,
         ),
         "thinking, a result, an answer, then a user message": (
-            _said(thinks=True, num_calls=1), _result(), _ANSWER, _OBSERVED,
+            _assistant_message(thinks=True, num_calls=1), _result(), _ANSWER, _OBSERVATION,
         ),
     }
 )  # fmt: skip
@@ -95,15 +95,15 @@ class LoadCheck:
         """Lines for a person, each with what to do."""
         lines = [
             f"the chat template of {self.name} renders {order} differently at once than appended "
-            f"({where}): a server that renders it sees other ids than training"
-            for order, where in self.differs.items()
+            f"({detail}): a server that renders it sees other ids than training"
+            for order, detail in self.differs.items()
         ]
         if self.templates:
-            for_tools = "tool_use" if "tool_use" in self.templates else "default"
+            tools_template = "tool_use" if "tool_use" in self.templates else "default"
             others = "default" if "default" in self.templates else "tool_use"
             lines.append(
                 f"the tokenizer of {self.name} has the chat templates {', '.join(self.templates)}: "
-                f"{for_tools} renders conversations with tools, {others} renders others"
+                f"{tools_template} renders conversations with tools, {others} renders others"
             )
         if self.demonstrated:
             lines.append(
@@ -147,50 +147,51 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
     tools = TOOLS if uses_tools else ()
     differs: dict[str, str] = {}
     for order, messages in ORDERS.items():
-        if not {one.role for one in messages} - {"assistant"} <= set(observations):
+        if not {message.role for message in messages} - {"assistant"} <= set(observations):
             continue
         appended = _appended(renderer, order, messages, tools)
         if renderer.history_thinking == "strip":
             _require_whole(renderer, order, appended.messages, tools)
-        if where := difference(renderer, appended.token_ids, appended.messages, tools):
-            differs[order] = where
+        if detail := difference(renderer, appended.token_ids, appended.messages, tools):
+            differs[order] = detail
     unread = _unread(renderer) if uses_tools else ""
     is_read = uses_tools and not unread and renderer.call_format is not None and _WORDS not in differs
     return LoadCheck(
         name=renderer.template.name,
         differs=differs,
         unread=unread,
-        readers=tuple(forms_of(renderer)) if unread else (),
+        readers=tuple(matching_formats(renderer)) if unread else (),
         writes_date=_writes_date(renderer),
         hides_tools=uses_tools and not renderer.abilities.shows_tools,
-        demonstrated=_demonstrated(renderer, _ANSWER, tools),
-        demonstrated_call=_demonstrated(renderer, _CALL_BESIDE_WORDS, tools) if is_read else "",
+        demonstrated=_demonstration_difference(renderer, _ANSWER, tools),
+        demonstrated_call=_demonstration_difference(renderer, _CALL_WITH_TEXT, tools) if is_read else "",
         templates=_template_names(renderer),
         end=_own_end(renderer),
     )
 
 
-def _demonstrated(renderer: ChatRenderer, said: Message, tools: Sequence[ToolSchema]) -> str:
+def _demonstration_difference(renderer: ChatRenderer, message: Message, tools: Sequence[ToolSchema]) -> str:
     """Where the ids of a demonstrated turn part from those of the conversation rendered at once."""
     messages = _conversation([])
     prompt = renderer.prompt(messages, tools)
-    text = said.content
-    if said.tool_calls and renderer.call_format is not None:
-        text += f"\n{CALL_FORMATS['hermes'].write(said.tool_calls)}"
-        text = in_form(text, renderer.call_format, tools)
+    text = message.content
+    if message.tool_calls and renderer.call_format is not None:
+        text += f"\n{CALL_FORMATS['hermes'].write(message.tool_calls)}"
+        text = convert_calls(text, renderer.call_format, tools)
     text = renderer.demonstration(text, prompt)
     turn = renderer.turn_ids(text, prompt, is_closed=False)
     try:
-        text = renderer.whole_text([*messages, said], tools, opened=False)
+        text = renderer.whole_text([*messages, message], tools, opened=False)
     except ModelError as error:
         return f"at once it is refused: {_reason(error)}"
     whole = renderer.template.encode(text)
     ours, theirs = (
-        text_of(renderer.tokenizer, list(ids), skip_special_tokens=False) for ids in ((*prompt, *turn), whole)
+        decode_text(renderer.tokenizer, list(ids), skip_special_tokens=False)
+        for ids in ((*prompt, *turn), whole)
     )
     if whole[: len(prompt) + len(turn)] == [*prompt, *turn] or theirs.startswith(ours):
         return ""
-    return _parting(ours, theirs)
+    return _describe_difference(ours, theirs)
 
 
 def _template_names(renderer: ChatRenderer) -> tuple[str, ...]:
@@ -203,22 +204,22 @@ def _own_end(renderer: ChatRenderer) -> str:
     token = renderer.tokenizer.eos_token_id
     if renderer.closing.token_ids or renderer.closing.stop or token is None:
         return ""
-    return text_of(renderer.tokenizer, [token], skip_special_tokens=False)
+    return decode_text(renderer.tokenizer, [token], skip_special_tokens=False)
 
 
 def _appended(
     renderer: ChatRenderer, order: str, messages: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> Appended:
     role = messages[-1].role
-    told = f"the chat template of {renderer.template.name} refuses a {role} message ({order})"
+    problem = f"the chat template of {renderer.template.name} refuses a {role} message ({order})"
     try:
         appended = append(renderer, _conversation(messages), tools)
     except ModelError as error:
-        raise ModelError(f"{told}: {_reason(error)}") from error
-    text = text_of(renderer.tokenizer, appended.token_ids, skip_special_tokens=False)
-    wanted = _readable(renderer, messages[-1].content)
-    if text.count(wanted) < sum(one.content == messages[-1].content for one in messages):
-        raise ModelError(f"{told}: it drops its text")
+        raise ModelError(f"{problem}: {_reason(error)}") from error
+    text = decode_text(renderer.tokenizer, appended.token_ids, skip_special_tokens=False)
+    expected = _readable(renderer, messages[-1].content)
+    if text.count(expected) < sum(message.content == messages[-1].content for message in messages):
+        raise ModelError(f"{problem}: it drops its text")
     return appended
 
 
@@ -237,7 +238,7 @@ def _require_whole(
 
 def _readable(renderer: ChatRenderer, text: str) -> str:
     """The text as ids of this tokenizer show it."""
-    return text_of(renderer.tokenizer, renderer.template.encode(text), skip_special_tokens=False).strip()
+    return decode_text(renderer.tokenizer, renderer.template.encode(text), skip_special_tokens=False).strip()
 
 
 def _writes_date(renderer: ChatRenderer) -> bool:
@@ -251,13 +252,13 @@ def written_call(renderer: ChatRenderer) -> str:
     shape = renderer.abilities.call_shape
     if shape is None:
         return ""
-    asked = {"role": "user", "content": "q"}
-    written = renderer.template.render([asked, shape.message(_CALLED.tool_calls, "")], opened=False)
-    before = renderer.template.render([asked], opened=True)
+    question = {"role": "user", "content": "q"}
+    written = renderer.template.render([question, shape.message(_CALL.tool_calls, "")], opened=False)
+    before = renderer.template.render([question], opened=True)
     return written[len(before) :] if written.startswith(before) else written
 
 
-def forms_of(renderer: ChatRenderer) -> list[str]:
+def matching_formats(renderer: ChatRenderer) -> list[str]:
     """The forms of calls that read the template's own; none where it has no place for calls, or writes them
     in a form of its own.
     """
@@ -276,7 +277,7 @@ def _with(renderer: ChatRenderer, form: str) -> ChatRenderer:
 def _reads(renderer: ChatRenderer, written: str) -> bool:
     read = renderer.parse(renderer.template.encode(written), tools=TOOLS)
     # words that nobody said are markers of another form
-    return read.tool_calls == _CALLED.tool_calls and not read.content and not read.problems
+    return read.tool_calls == _CALL.tool_calls and not read.content and not read.problems
 
 
 def _unread(renderer: ChatRenderer) -> str:
@@ -286,7 +287,7 @@ def _unread(renderer: ChatRenderer) -> str:
 
 
 def _conversation(messages: Sequence[Message]) -> list[Message]:
-    return [Message(role="system", content="Rules"), _ASKED, *messages]
+    return [Message(role="system", content="Rules"), _QUESTION, *messages]
 
 
 def _reason(error: ModelError) -> str:
@@ -307,17 +308,17 @@ def difference(
     if list(token_ids) == list(whole):
         return ""
     ours, theirs = (
-        text_of(renderer.tokenizer, list(ids), skip_special_tokens=False) for ids in (token_ids, whole)
+        decode_text(renderer.tokenizer, list(ids), skip_special_tokens=False) for ids in (token_ids, whole)
     )
     if ours == theirs:  # a token over the seam of two pieces: the policy's own stay as they were sampled
         return ""
-    return _parting(ours, theirs)
+    return _describe_difference(ours, theirs)
 
 
-def _parting(ours: str, theirs: str) -> str:
-    at = next(
+def _describe_difference(ours: str, theirs: str) -> str:
+    index = next(
         (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
         min(len(ours), len(theirs)),
     )
-    here = slice(max(0, at - _SHOWN), at + _SHOWN)
-    return f"appended {ours[here]!r}, at once {theirs[here]!r}"
+    window = slice(max(0, index - _CONTEXT_CHARS), index + _CONTEXT_CHARS)
+    return f"appended {ours[window]!r}, at once {theirs[window]!r}"

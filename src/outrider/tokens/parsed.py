@@ -50,16 +50,16 @@ def split_thinking(text: str, form: "CallFormat | None" = None) -> tuple[str, st
 
 def _is_in_call(words: str, form: "CallFormat | None") -> bool:
     """Whether a call has begun in these words and is still open at their end: thinking may rehearse one."""
-    ends = [found.end() for found in _CALL_END.finditer(words)]
+    ends = [match.end() for match in _CALL_END.finditer(words)]
     words = words[ends[-1] :] if ends else words
     if _CALL.search(words) or form is None:
         return _CALL.search(words) is not None
-    own = [one for one in form.markers if not _CALL_END.fullmatch(one)]
+    own = [marker for marker in form.markers if not _CALL_END.fullmatch(marker)]
     is_bare = _PYTHON_TAG in form.markers and _BARE_CALL.search(words) is not None
-    return is_bare or any(one in words for one in own)
+    return is_bare or any(marker in words for marker in own)
 
 
 def opened_thinking(text: str) -> str:
     """The block of thinking that ``text`` (what a template writes before a turn) opens and leaves open."""
-    found = re.search(rf"{_OPEN}\s*\Z", text)
-    return found[0] if found else ""
+    match = re.search(rf"{_OPEN}\s*\Z", text)
+    return match[0] if match else ""

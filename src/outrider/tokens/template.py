@@ -13,8 +13,8 @@ from outrider.types import ToolSchema
 Chat: TypeAlias = list[dict[str, Any]]
 
 MARK: Final = "\u241euser\u241e"
-ASKED: Final = {"role": "user", "content": "a"}
-ANSWERED: Final = {"role": "assistant", "content": MARK}
+USER_MESSAGE: Final = {"role": "user", "content": "a"}
+ASSISTANT_MESSAGE: Final = {"role": "assistant", "content": MARK}
 
 
 class Template:
@@ -75,14 +75,14 @@ class Template:
                 f"the tokenizer has no usable chat template: it refuses {roles}: {reason}"
             ) from error
 
-    def behind(self, what: str, chat: Chat, *, opened: bool = False, mark: str = MARK) -> str:
+    def behind(self, label: str, chat: Chat, *, opened: bool = False, mark: str = MARK) -> str:
         """The template's text behind the mark. Raises ModelError where the mark was dropped."""
         text = self.render(chat, opened=opened)
         if mark not in text:
-            raise ModelError(f"the chat template drops {what}")
+            raise ModelError(f"the chat template drops {label}")
         return text.split(mark, 1)[1]
 
-    def takes(
+    def renders_mark(
         self, chat: Chat, *, opened: bool = True, tools: Sequence[ToolSchema] = (), mark: str = MARK
     ) -> bool:
         """Whether a conversation with the mark in it is rendered with it."""
@@ -93,7 +93,7 @@ class Template:
 
     def plain(self, text: str) -> str:
         """The text with nothing in it that reads as a marker."""
-        return self.markers.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        return self.markers.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a whole text that may hold the template's markers."""
@@ -105,8 +105,8 @@ class Template:
 
     def first_marker(self, text: str) -> tuple[str, int] | None:
         """The text up to the end of the added token that it begins with, blanks aside, and the token's id."""
-        found = self._next_marker.match(text)
-        return (found[0], self._added[found[1]]) if found else None
+        match = self._next_marker.match(text)
+        return (match[0], self._added[match[1]]) if match else None
 
     def closing(self, closed: str, followed: str) -> WrittenClosing:
         """The closing of an answer, the last one or not: some templates write one marker more where a
@@ -134,47 +134,47 @@ class Template:
         behind = tuple(self.encode_behind((), marker))
         has_blanks = self.first_marker(marker) is not None and ids[len(ids) - len(behind) :] == behind
         num_blank = len(ids) - len(behind) if has_blanks else 0
-        marker_at = next((n for n, i in enumerate(ids) if i in self._added.values()), -1)
-        return WrittenClosing(text=text, ids=ids, num_blank=num_blank, behind_marker=ids[marker_at + 1 :])
+        marker_index = next((n for n, i in enumerate(ids) if i in self._added.values()), -1)
+        return WrittenClosing(text=text, ids=ids, num_blank=num_blank, behind_marker=ids[marker_index + 1 :])
 
 
-def templates_of(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> tuple[Template, Template]:
+def load_templates(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> tuple[Template, Template]:
     """The templates for conversations without and with tools; one for both unless the tokenizer has several,
     and unless ``variables`` choose one of these (``chat_template``). Raises ModelError if none is the default
     one.
     """
-    named = named_templates(tokenizer)
+    templates = named_templates(tokenizer)
     chosen = variables.get("chat_template")
-    if not named or chosen is not None:
+    if not templates or chosen is not None:
         others = {name: value for name, value in variables.items() if name != "chat_template"}
-        source = named.get(chosen, chosen) if isinstance(chosen, str) else None
-        one = Template(
+        source = templates.get(chosen, chosen) if isinstance(chosen, str) else None
+        template = Template(
             tokenizer,
             others,
             chosen=source,
             with_tools=chosen == "tool_use",
             is_chosen=source is not None,
         )
-        return one, one
-    default, for_tools = named.get("default"), named.get("tool_use")
-    if default is None and for_tools is None:
+        return template, template
+    default, tools_template = templates.get("default"), templates.get("tool_use")
+    if default is None and tools_template is None:
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise ModelError(
-            f"{name} has the chat templates {', '.join(sorted(named))} and no default: name one in "
+            f"{name} has the chat templates {', '.join(sorted(templates))} and no default: name one in "
             "model.template_kwargs (chat_template)"
         )
-    plain = for_tools if default is None else default
-    with_tools = plain if for_tools is None else for_tools
+    plain = tools_template if default is None else default
+    with_tools = plain if tools_template is None else tools_template
     assert plain is not None and with_tools is not None
-    one = Template(tokenizer, variables, chosen=plain, with_tools=plain is for_tools)
+    template = Template(tokenizer, variables, chosen=plain, with_tools=plain is tools_template)
     if with_tools is plain:
-        return one, one
-    return one, Template(tokenizer, variables, chosen=with_tools, with_tools=True)
+        return template, template
+    return template, Template(tokenizer, variables, chosen=with_tools, with_tools=True)
 
 
 def named_templates(tokenizer: Tokenizer) -> dict[str, str]:
     """Name -> text of a tokenizer's templates; empty if it has one without a name."""
     templates = getattr(tokenizer, "chat_template", None)
     if isinstance(templates, list | tuple):  # as tokenizer_config.json holds them
-        templates = {str(one["name"]): one["template"] for one in templates}
+        templates = {str(entry["name"]): entry["template"] for entry in templates}
     return dict(templates) if isinstance(templates, Mapping) else {}

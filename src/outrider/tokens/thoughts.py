@@ -53,7 +53,7 @@ def without_thoughts(text: str) -> str:
     markers is returned unchanged. The time is proportional to the length.
     """
     text = _without_channels(text)
-    shown: list[str] = []
+    parts: list[str] = []
     fallback = ""
     position = 0
     opened: str | None = None  # the kind of the open block
@@ -67,19 +67,19 @@ def without_thoughts(text: str) -> str:
                 num_nested += 1
             continue
         if not is_closing:
-            shown.append(text[position : match.start()])
+            parts.append(text[position : match.start()])
             opened = kind
             num_opened += 1
             continue
         # No block is open. Of a block that was closed before, this may be a repeated closing at the very end.
         is_repeated = num_opened > 0 and num_nested == 0
-        fallback = "".join(shown) + text[position : match.start()] if is_repeated else ""
+        fallback = "".join(parts) + text[position : match.start()] if is_repeated else ""
         num_nested = max(num_nested - 1, 0)
-        shown, position = [], match.end()
+        parts, position = [], match.end()
     if opened is None:
-        shown.append(text[position:])
-    found = "".join(shown)
-    return found if found.strip() else fallback or found
+        parts.append(text[position:])
+    result = "".join(parts)
+    return result if result.strip() else fallback or result
 
 
 def _kind(match: re.Match[str]) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-from outrider.tokens.tokenizer import Tokenizer, text_of
+from outrider.tokens.tokenizer import Tokenizer, decode_text
 
 _FALLBACK: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BLANK: Final = "\u2581"  # what SentencePiece writes for a blank
@@ -14,7 +14,7 @@ _LOST: Final = "\ufffd"
 
 
 def token_bytes(
-    tokenizer: Tokenizer, token_ids: Sequence[int], *, said: str | None = None
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, visible_text: str | None = None
 ) -> tuple[bytes, ...]:
     """The bytes of every token of a turn. Joined, they are the UTF-8 of the turn's text with its special
     tokens, even if a character is spread over several tokens.
@@ -22,23 +22,23 @@ def token_bytes(
     A vocabulary spells bytes in one of two ways: byte-level BPE writes one letter per byte, SentencePiece
     writes ``<0xE4>``. For other vocabularies, all bytes of a character belong to the token that completes it.
     SentencePiece also writes a blank in front of a first word, and templates white space in front of an
-    answer. If ``said`` (the turn's text as it is passed on) is given, white space in front of it is left out.
+    answer. If ``visible_text`` (the turn's text as it is passed on) is given, white space in front of it is left out.
     """
-    text = text_of(tokenizer, token_ids, skip_special_tokens=False)
-    pieces = _spelled(tokenizer, token_ids)
+    text = decode_text(tokenizer, token_ids, skip_special_tokens=False)
+    pieces = _vocabulary_bytes(tokenizer, token_ids)
     if pieces is not None:
         shorter = [pieces[0][1:], *pieces[1:]] if pieces and pieces[0].startswith(b" ") else pieces
-        if _reads_as(pieces, text) or _reads_as(shorter, text):
-            if said is not None:
-                return _without_lead(pieces, said)
-            return tuple(pieces if _reads_as(pieces, text) else shorter)
-    pieces = _by_decoding(tokenizer, token_ids)
-    return tuple(pieces) if said is None else _without_lead(pieces, said)
+        if _matches_text(pieces, text) or _matches_text(shorter, text):
+            if visible_text is not None:
+                return _without_lead(pieces, visible_text)
+            return tuple(pieces if _matches_text(pieces, text) else shorter)
+    pieces = _decode_pieces(tokenizer, token_ids)
+    return tuple(pieces) if visible_text is None else _without_lead(pieces, visible_text)
 
 
-def _without_lead(pieces: Sequence[bytes], said: str) -> tuple[bytes, ...]:
-    """The bytes without what they have more of white space at the beginning than ``said``."""
-    num_more = _num_blanks(b"".join(pieces)) - _num_blanks(said.encode())
+def _without_lead(pieces: Sequence[bytes], visible_text: str) -> tuple[bytes, ...]:
+    """The bytes without what they have more of white space at the beginning than ``visible_text``."""
+    num_more = _num_blanks(b"".join(pieces)) - _num_blanks(visible_text.encode())
     left: list[bytes] = []
     for piece in pieces:
         left.append(piece[max(0, num_more) :])
@@ -55,7 +55,7 @@ def token_text(piece: bytes) -> str:
     return piece.decode("utf-8", "backslashreplace")
 
 
-def _reads_as(pieces: Sequence[bytes], text: str) -> bool:
+def _matches_text(pieces: Sequence[bytes], text: str) -> bool:
     """Whether the bytes are those of the text, up to an incomplete character: decoders replace it, and some
     the bytes in front of it too.
     """
@@ -64,7 +64,7 @@ def _reads_as(pieces: Sequence[bytes], text: str) -> bool:
     return joined.startswith(head.encode()) if lost else joined == text.encode()
 
 
-def _spelled(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes] | None:
+def _vocabulary_bytes(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes] | None:
     """Every token's bytes as the vocabulary spells them; None if this tokenizer does not tell."""
     names = getattr(tokenizer, "convert_ids_to_tokens", None)
     if names is None:
@@ -81,8 +81,8 @@ def _spelled(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes] | None:
             return None
         elif is_byte_level:
             pieces.append(_from_letters(name))
-        elif found := _FALLBACK.fullmatch(name):
-            pieces.append(bytes([int(found[1], 16)]))
+        elif match := _FALLBACK.fullmatch(name):
+            pieces.append(bytes([int(match[1], 16)]))
         else:
             pieces.append(name.replace(_BLANK, " ").encode())
     return pieces
@@ -104,8 +104,8 @@ def _types(decoder: Any) -> set[str]:
     if not isinstance(decoder, Mapping):
         return set()
     inner = decoder.get("decoders")
-    found = {str(decoder.get("type"))}
-    return found.union(*map(_types, inner)) if isinstance(inner, list) else found
+    names = {str(decoder.get("type"))}
+    return names.union(*map(_types, inner)) if isinstance(inner, list) else names
 
 
 def _from_letters(name: str) -> bytes:
@@ -118,18 +118,18 @@ def _from_letters(name: str) -> bytes:
 @cache
 def _letters() -> Mapping[str, int]:
     """The letter of each byte in byte-level BPE: printable Latin-1 as itself, the others from U+0100 on."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-def _by_decoding(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[bytes]:
+def _decode_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[bytes]:
     """What every token adds to the text. Decoding starts a few tokens earlier, since many decoders treat the
     first token of a text in their own way.
     """
 
     def text(first: int, last: int) -> str:
-        return text_of(tokenizer, token_ids[first:last], skip_special_tokens=False)
+        return decode_text(tokenizer, token_ids[first:last], skip_special_tokens=False)
 
     pieces: list[bytes] = []
     start = read = 0

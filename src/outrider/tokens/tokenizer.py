@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         ...
 
 
-def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+def decode_text(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """The text that the ids spell, character by character.
 
     Some tokenizers are configured to tidy it (``a , b`` becomes ``a, b``): a tool would get other text than

@@ -28,32 +28,32 @@ def append(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[
 
     Raises ModelError where the template refuses one of them.
     """
-    first = next(number for number, one in enumerate(messages) if one.role == "assistant")
-    told: list[Message] = list(messages[:first])
-    ids = list(renderer.prompt(told, tools))
+    first = next(number for number, item in enumerate(messages) if item.role == "assistant")
+    history: list[Message] = list(messages[:first])
+    ids = list(renderer.prompt(history, tools))
     rest = list(messages[first:])
     while rest:
-        said = rest.pop(0)
+        message = rest.pop(0)
         is_opened = bool(renderer.opened(ids))
-        text = turn_text(renderer, told, said, tools, is_opened=is_opened)
+        text = turn_text(renderer, history, message, tools, is_opened=is_opened)
         turn = renderer.template.encode_behind(ids, text)
         read = renderer.parse(turn, context=ids, tools=tools)
-        as_read = replace(said, content=read.content, reasoning=read.reasoning, tool_calls=read.tool_calls)
-        if [one.name for one in read.tool_calls] != [one.name for one in said.tool_calls]:
-            as_read = said
+        as_read = replace(message, content=read.content, reasoning=read.reasoning, tool_calls=read.tool_calls)
+        if [item.name for item in read.tool_calls] != [item.name for item in message.tool_calls]:
+            as_read = message
         ids += turn
-        told.append(as_read)
-        num_answers = next((n for n, one in enumerate(rest) if one.role == "assistant"), len(rest))
+        history.append(as_read)
+        num_answers = next((n for n, item in enumerate(rest) if item.role == "assistant"), len(rest))
         answers, rest = rest[:num_answers], rest[num_answers:]
         ids += renderer.with_tools(bool(tools)).bridge(ids, answers)
-        told += answers
-    return Appended(token_ids=tuple(ids), messages=tuple(told))
+        history += answers
+    return Appended(token_ids=tuple(ids), messages=tuple(history))
 
 
 def turn_text(
     renderer: ChatRenderer,
     before: Sequence[Message],
-    said: Message,
+    message: Message,
     tools: Sequence[ToolSchema],
     *,
     is_opened: bool,
@@ -63,19 +63,19 @@ def turn_text(
     """
     try:
         opened = renderer.whole_text(before, tools)
-        closed = renderer.whole_text([*before, said], tools, opened=False)
+        closed = renderer.whole_text([*before, message], tools, opened=False)
     except ModelError:
-        return _composed(renderer, said, is_opened=is_opened)
+        return _compose(renderer, message, is_opened=is_opened)
     written = closed[len(opened) :] if closed.startswith(opened) else None
-    if written is None or not _says(written, said):
-        return _composed(renderer, said, is_opened=is_opened)
+    if written is None or not _is_complete(written, message):
+        return _compose(renderer, message, is_opened=is_opened)
     return _without_closing(renderer, written)
 
 
-def _says(written: str, said: Message) -> bool:
+def _is_complete(written: str, message: Message) -> bool:
     """Whether nothing of the turn was dropped."""
-    return all(part in written for part in (said.content.strip(), said.reasoning.strip())) and all(
-        call.name in written for call in said.tool_calls
+    return all(part in written for part in (message.content.strip(), message.reasoning.strip())) and all(
+        call.name in written for call in message.tool_calls
     )
 
 
@@ -83,17 +83,17 @@ def _without_closing(renderer: ChatRenderer, written: str) -> str:
     end = renderer.turn_end_text
     if not end:
         return written
-    head, found, behind = written.rpartition(end)
-    if found and not renderer.template.markers.sub("", behind).strip():
+    head, marker, behind = written.rpartition(end)
+    if marker and not renderer.template.markers.sub("", behind).strip():
         return head
     markers = list(renderer.template.markers.finditer(written))
     return written[: markers[-1].start()] if markers else written
 
 
-def _composed(renderer: ChatRenderer, said: Message, *, is_opened: bool) -> str:
+def _compose(renderer: ChatRenderer, message: Message, *, is_opened: bool) -> str:
     call_format: CallFormat = renderer.call_format or CALL_FORMATS["hermes"]
-    thinking = f"{said.reasoning}\n</think>\n\n" if said.reasoning or is_opened else ""
+    thinking = f"{message.reasoning}\n</think>\n\n" if message.reasoning or is_opened else ""
     begun = renderer.lead if not is_opened else ""
     begun += "<think>\n" if thinking and not is_opened else ""
-    calls = call_format.write(said.tool_calls) if said.tool_calls else ""
-    return begun + thinking + "\n".join(part for part in (said.content, calls) if part)
+    calls = call_format.write(message.tool_calls) if message.tool_calls else ""
+    return begun + thinking + "\n".join(part for part in (message.content, calls) if part)

@@ -22,7 +22,7 @@ class FairPool(Generic[ItemT]):
         self._waiting: deque[_Turn[ItemT]] = deque()
         self._lock = threading.Lock()
 
-    def take(self) -> ItemT:
+    def acquire(self) -> ItemT:
         """An item for this thread alone; waits behind all who asked before. Give it back with
         :meth:`give`.
 
@@ -35,8 +35,8 @@ class FairPool(Generic[ItemT]):
                 if self._idle and not self._waiting:
                     return self._idle.pop()
                 self._waiting.append(turn)
-            with uncounted(turn.came.set):
-                turn.came.wait()
+            with uncounted(turn.ready.set):
+                turn.ready.wait()
             if is_abandoned():
                 raise CallAbandoned
         except BaseException:  # interrupted: leave the line, or pass on what was handed over just now
@@ -44,11 +44,11 @@ class FairPool(Generic[ItemT]):
                 if turn in self._waiting:
                     self._waiting.remove(turn)
             for item in turn.item:
-                self.give(item)
+                self.release(item)
             raise
         return turn.item[0]
 
-    def give(self, item: ItemT) -> None:
+    def release(self, item: ItemT) -> None:
         """Hand the item to the thread that has waited longest; it is idle when nobody waits."""
         with self._lock:
             if not self._waiting:
@@ -56,12 +56,12 @@ class FairPool(Generic[ItemT]):
                 return
             turn = self._waiting.popleft()
             turn.item.append(item)
-        turn.came.set()
+        turn.ready.set()
 
 
 class _Turn(Generic[ItemT]):
     """One thread's place in the line."""
 
     def __init__(self) -> None:
-        self.came = threading.Event()
+        self.ready = threading.Event()
         self.item: list[ItemT] = []

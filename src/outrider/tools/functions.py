@@ -17,10 +17,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from outrider.errors import ConfigError, ToolFault
-from outrider.tokens.calls import fault_of
+from outrider.tokens.calls import find_call_error
 from outrider.tools.base import ToolOutput
 from outrider.tools.described import text_argument, usage_line
-from outrider.tools.signatures import Undescribed, described_function, error_line
+from outrider.tools.signatures import Undescribed, describe_function, error_line
 from outrider.types import Json, ToolCall, ToolSchema
 
 
@@ -45,8 +45,8 @@ class CalledByText(ABC):
 
     def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
         """One call with named arguments; those that the schema does not take are told. Raises ToolFault."""
-        if told := fault_of(ToolCall(name=self.name, arguments=arguments), [self.schema]):
-            return ToolOutput(text=told, failed=True)
+        if problem := find_call_error(ToolCall(name=self.name, arguments=arguments), [self.schema]):
+            return ToolOutput(text=problem, failed=True)
         return self._run(arguments)
 
     @abstractmethod
@@ -67,18 +67,20 @@ class FunctionTool(CalledByText):
     converters: ClassVar[Mapping[str, TypeAdapter[Any]]] = {}
 
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        given: dict[str, Any] = dict(arguments)
-        for name in self.converters.keys() & given.keys():
+        values: dict[str, Any] = dict(arguments)
+        for name in self.converters.keys() & values.keys():
             try:
-                given[name] = self.converters[name].validate_python(given[name])
+                values[name] = self.converters[name].validate_python(values[name])
             except ValidationError as error:
                 return ToolOutput(
                     text=f"The argument {name!r} of {self.name}: {error_line(error)}", failed=True
                 )
         try:
-            found = _awaited(type(self).function(**given))
+            result = _await_result(type(self).function(**values))
             text = (
-                found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=_as_json)
+                result
+                if isinstance(result, str)
+                else json.dumps(result, ensure_ascii=False, default=_as_json)
             )
         except ToolFault:
             raise
@@ -113,15 +115,15 @@ def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
     if refusal := _refusal(function, name):
         raise ConfigError(f"{label} cannot be a tool: {refusal}")
     try:
-        described, converters = described_function(function, name)
+        schema, converters = describe_function(function, name)
     except Undescribed as error:
         raise ConfigError(f"{label} cannot be a tool: {error}") from error
     fields = {
         "function": staticmethod(function),
         "converters": converters,
         "name": name,
-        "usage": usage_line(described),
-        "schema": described,
+        "usage": usage_line(schema),
+        "schema": schema,
         "__module__": function.__module__,
         "__doc__": function.__doc__,
     }
@@ -132,34 +134,36 @@ def _refusal(function: Callable[..., Any], name: str) -> str:
     """Why a call by arguments' names cannot reach it, with what to do; empty where one can."""
     if not name:
         return "it has no name: write a function (def) that calls it"
-    inside = inspect.unwrap(function)
-    if inspect.isgeneratorfunction(inside) or inspect.isasyncgenfunction(inside):
+    wrapped = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(wrapped) or inspect.isasyncgenfunction(wrapped):
         return "it is a generator: return a text or a list instead of yield"
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
         return "it has no signature: write a function (def) that calls it"
-    for one in parameters:
-        match one.kind:
+    for parameter in parameters:
+        match parameter.kind:
             case inspect.Parameter.VAR_POSITIONAL | inspect.Parameter.VAR_KEYWORD:
-                stars = "*" if one.kind is inspect.Parameter.VAR_POSITIONAL else "**"
-                return f"{stars}{one.name} is no argument with a name: take a list, or name each argument"
+                stars = "*" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else "**"
+                return (
+                    f"{stars}{parameter.name} is no argument with a name: take a list, or name each argument"
+                )
             case inspect.Parameter.POSITIONAL_ONLY:
-                return f"{one.name} is positional only, and calls name their arguments: leave the / out"
+                return f"{parameter.name} is positional only, and calls name their arguments: leave the / out"
     return ""
 
 
-def _awaited(found: Any) -> Any:
+def _await_result(result: Any) -> Any:
     """What a function returned, at its end where it is a coroutine."""
-    if not inspect.isawaitable(found):
-        return found
+    if not inspect.isawaitable(result):
+        return result
 
-    async def ended() -> Any:
-        return await found
+    async def wait() -> Any:
+        return await result
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(ended())
+        return asyncio.run(wait())
     with ThreadPoolExecutor(1) as pool:  # the caller's own loop, a notebook's say, waits for this call
-        return pool.submit(asyncio.run, ended()).result()
+        return pool.submit(asyncio.run, wait()).result()

@@ -11,16 +11,16 @@ from outrider.tools.call_clock import CallAbandoned, is_abandoned, uncounted
 ValueT = TypeVar("ValueT")
 
 
-class Once(Generic[ValueT]):
+class SingleFlightCache(Generic[ValueT]):
     """Keeps ``size`` values; the one that was asked for longest ago goes first. What raised is not kept."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, Future[ValueT]] = OrderedDict()
+        self._futures: OrderedDict[Hashable, Future[ValueT]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._futures)
 
     def get(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
         """The value of a key, made by the first who asks; the others wait for it, or for its exception.
@@ -37,24 +37,24 @@ class Once(Generic[ValueT]):
 
     def _get(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
+            future = self._futures.get(key)
+            if future is not None:
+                self._futures.move_to_end(key)
             else:
-                mine: Future[ValueT] = Future()
-                self._kept[key] = mine
-                if len(self._kept) > self._size:
-                    self._kept.popitem(last=False)
-        if found is not None:
+                own_future: Future[ValueT] = Future()
+                self._futures[key] = own_future
+                if len(self._futures) > self._size:
+                    self._futures.popitem(last=False)
+        if future is not None:
             with uncounted():
-                return found.result()
+                return future.result()
         try:
             value = make()
         except BaseException as error:
             with self._lock:
-                if self._kept.get(key) is mine:
-                    del self._kept[key]
-            mine.set_exception(error)
+                if self._futures.get(key) is own_future:
+                    del self._futures[key]
+            own_future.set_exception(error)
             raise
-        mine.set_result(value)
+        own_future.set_result(value)
         return value

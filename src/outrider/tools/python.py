@@ -114,13 +114,13 @@ class PythonTool:
                 stacklevel=2,
             )
         self._servers = FairPool([_server(config) for _ in range(config.num_servers)])
-        first = self._servers.take()
+        first = self._servers.acquire()
         try:
             first.start()
         except (ServerLost, OSError) as error:
             raise ToolUnavailable(f"python tool: {error}") from error
         finally:
-            self._servers.give(first)
+            self._servers.release(first)
 
     @property
     def num_restarts(self) -> int:
@@ -133,7 +133,7 @@ class PythonTool:
         """
         if os.getpid() != self._owner:
             raise ToolFault("python tool: belongs to another process; make one tool in every process")
-        server = self._servers.take()
+        server = self._servers.acquire()
         try:
             if self._closed:
                 raise ToolFault("python tool: closed")
@@ -141,7 +141,7 @@ class PythonTool:
             with uncounted():
                 status, seconds, output = self._call(server, code.encode("utf-8", "surrogatepass"))
         finally:
-            self._servers.give(server)
+            self._servers.release(server)
         if status == "fault":
             raise ToolFault(f"python tool: {output.decode('utf-8', 'replace')}")
         text, truncated = cut(output.decode("utf-8", "replace").rstrip(), self.config.max_output_chars)
@@ -167,10 +167,10 @@ class PythonTool:
     def close(self) -> None:
         """Stop the servers once their calls have ended. May be called twice."""
         self._closed = True
-        servers = [self._servers.take() for _ in range(self.config.num_servers)]
+        servers = [self._servers.acquire() for _ in range(self.config.num_servers)]
         for server in servers:
             server.stop()
-            self._servers.give(server)
+            self._servers.release(server)
 
     def __enter__(self) -> Self:
         return self

@@ -140,8 +140,8 @@ def _prepare(settings: Settings) -> Callable[[str, int], int]:
     gc.collect()
     gc.freeze()  # the children must not copy these pages only because a collection touches them
 
-    def lock(folder: str, kept: int) -> int:
-        """Returns the only descriptor beside the standard ones that stays open: ``kept``, under a new
+    def lock(folder: str, descriptor: int) -> int:
+        """Returns the only descriptor beside the standard ones that stays open: ``descriptor``, under a new
         number.
         """
         sandbox.drop_capabilities()
@@ -150,7 +150,7 @@ def _prepare(settings: Settings) -> Callable[[str, int], int]:
             writing = sandbox.write_ruleset(folder)
             sandbox.restrict(reading)
             sandbox.restrict(writing)
-        os.dup2(kept, 3)
+        os.dup2(descriptor, 3)
         os.closerange(4, _NUM_SERVER_FILES)
         if program is not None:
             sandbox.install_filter(program)
@@ -203,29 +203,29 @@ def _handle(sock: socket.socket, settings: Settings, lock: Callable[[str, int], 
     # A socket and no pipe: the code could open its end of a pipe again by /proc/self/fd and read there what
     # it wrote.
     source, sink = socket.socketpair()
-    hears, says = os.pipe()
+    status_reader, status_writer = os.pipe()
     start = time.monotonic()
     worker = os.fork()
     if worker == 0:
-        _work(code, sink.fileno(), says, folder, lock)
+        _work(code, sink.fileno(), status_writer, folder, lock)
     sink.close()
-    os.close(says)
+    os.close(status_writer)
     try:
         with wall_limit(worker, settings.limits.wall_seconds + _WALL_GRACE):
             ending, output = watch(worker, source, sock, folder, settings.limits, sized=sized)
     finally:
         shutil.rmtree(folder)
     seconds = time.monotonic() - start
-    said = os.read(hears, 1 << 12)  # its writers have ended
-    if said == _LOCKED:
+    message = os.read(status_reader, 1 << 12)  # its writers have ended
+    if message == _LOCKED:
         _answer(sock, ending.status, seconds, output + _note(ending, output))
     else:
         _answer(
-            sock, "fault", seconds, (said or b"the worker ended before it was locked") + _note(ending, b"")
+            sock, "fault", seconds, (message or b"the worker ended before it was locked") + _note(ending, b"")
         )
 
 
-def _work(code: str, sink: int, says: int, folder: str, lock: Callable[[str, int], int]) -> NoReturn:
+def _work(code: str, sink: int, status_writer: int, folder: str, lock: Callable[[str, int], int]) -> NoReturn:
     """The worker: locks itself in, says so, runs the code and ends."""
     status = EXIT_ERROR
     try:
@@ -238,14 +238,14 @@ def _work(code: str, sink: int, says: int, folder: str, lock: Callable[[str, int
         os.environ.update(HOME=folder, TMPDIR=folder)
         sys.argv = [""]
         random.seed(0)  # the same code gives the same output
-        says = lock(folder, says)
+        status_writer = lock(folder, status_writer)
         for name in [name for name in sys.modules if name.partition(".")[0] == "outrider"]:
             del sys.modules[name]
     except BaseException as error:
-        os.write(says, f"cannot lock the worker: {error}".encode())
+        os.write(status_writer, f"cannot lock the worker: {error}".encode())
         os._exit(status)
-    os.write(says, _LOCKED)
-    os.close(says)
+    os.write(status_writer, _LOCKED)
+    os.close(status_writer)
     status = run_program(code)
     os._exit(status)
 

@@ -36,7 +36,7 @@ class PythonAdapter:
 
     def run_text(self, text: str) -> ToolOutput:
         """Run the code once. A program that prints nothing is no failure; the text says so."""
-        result = self._tool.run(code_of(text))
+        result = self._tool.run(extract_code(text))
         return ToolOutput(text=result.output or "(no output)", failed=result.status != "ok")
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class PythonAdapter:
         self._tool.close()
 
 
-def code_of(text: str) -> str:
+def extract_code(text: str) -> str:
     """The program in what a model wrote: without a Markdown fence around it, and without an indentation that
     all lines share. Neither can be Python, so nothing that runs is changed.
     """

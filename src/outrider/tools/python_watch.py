@@ -59,19 +59,19 @@ def watch(
     output = bytearray()
     source.setblocking(False)
     deadline = time.monotonic() + limits.wall_seconds
-    look_at_disk = time.monotonic() + _TICK
+    next_disk_check = time.monotonic() + _TICK
     ready = select.poll()
     ready.register(source, select.POLLIN)
     ready.register(parent, 0)
     cause = None
-    reading, ended = True, 0
-    while not ended and cause is None:
+    reading, exited_pid = True, 0
+    while not exited_pid and cause is None:
         now = time.monotonic()
         if now >= deadline:
             cause = Ending(status="timeout", note=f"stopped: ran longer than {limits.wall_seconds:g} s")
-        elif now >= look_at_disk and not sized:
+        elif now >= next_disk_check and not sized:
             cause = _disk_excess(worker, folder, limits)
-            look_at_disk = time.monotonic() + _TICK
+            next_disk_check = time.monotonic() + _TICK
         for descriptor, _ in ready.poll(1000 * (_TICK if reading else 0.001)):
             if descriptor == parent.fileno():
                 os._exit(1)
@@ -82,8 +82,8 @@ def watch(
                 ready.unregister(source)
         if len(output) > limits.output_bytes:
             break
-        ended, status, usage = os.wait4(worker, os.WNOHANG)
-    if not ended:
+        exited_pid, status, usage = os.wait4(worker, os.WNOHANG)
+    if not exited_pid:
         os.kill(worker, signal.SIGKILL)
         _, status, usage = os.wait4(worker, 0)
     with contextlib.suppress(ProcessLookupError):
@@ -131,15 +131,15 @@ def _disk_excess(worker: int, folder: str, limits: Limits) -> Ending | None:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 sizes.append(_size(entry.stat(follow_symlinks=False)))
-    opened = f"/proc/{worker}/fd"
+    descriptors_folder = f"/proc/{worker}/fd"
     # A process that is just ending may not be looked into (PermissionError); one that runs cannot hide, since
     # prctl and exec are forbidden to it.
     with contextlib.suppress(FileNotFoundError, PermissionError):
-        for descriptor in os.listdir(opened):
+        for descriptor in os.listdir(descriptors_folder):
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                found = os.stat(os.path.join(opened, descriptor))
-                if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                    sizes.append(_size(found))
+                info = os.stat(os.path.join(descriptors_folder, descriptor))
+                if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
+                    sizes.append(_size(info))
     # A file that was removed and closed, but is mapped, is in neither place; what was written to it was
     # written.
     if max(sum(sizes), _written(worker, limits)) > limits.disk_bytes:
@@ -149,8 +149,8 @@ def _disk_excess(worker: int, folder: str, limits: Limits) -> Ending | None:
     return None
 
 
-def _size(found: os.stat_result) -> int:
-    return max(found.st_size, 512 * found.st_blocks)
+def _size(info: os.stat_result) -> int:
+    return max(info.st_size, 512 * info.st_blocks)
 
 
 def _written(worker: int, limits: Limits) -> int:

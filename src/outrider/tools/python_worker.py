@@ -65,7 +65,7 @@ def _report(error: BaseException) -> int:
         if isinstance(error, MemoryError):
             os.write(2, b"MemoryError\n")
             return EXIT_MEMORY
-        print("".join(_of_program(error).format()), end="", file=sys.stderr)
+        print("".join(_program_traceback(error).format()), end="", file=sys.stderr)
     except MemoryError:
         return EXIT_MEMORY
     except BaseException:
@@ -74,18 +74,18 @@ def _report(error: BaseException) -> int:
     return EXIT_ERROR
 
 
-def _of_program(error: BaseException) -> traceback.TracebackException:
+def _program_traceback(error: BaseException) -> traceback.TracebackException:
     """The traceback with the program's own lines only: paths of libraries differ between machines and cost
     tokens.
     """
-    shown = traceback.TracebackException.from_exception(error)
-    parts = [shown]
+    report = traceback.TracebackException.from_exception(error)
+    parts = [report]
     for part in parts:  # grows while it is walked
         part.stack = traceback.StackSummary.from_list(
             [frame for frame in part.stack if frame.filename == FILENAME]
         )
         parts += [other for other in (part.__cause__, part.__context__) if other is not None]
-    return shown
+    return report
 
 
 def _exit_status(code: object) -> int:

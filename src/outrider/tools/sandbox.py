@@ -57,12 +57,12 @@ def problems() -> tuple[str, ...]:
     """Parts of the full lock that this machine lacks, each as a short phrase; empty where none is missing."""
     if sys.platform != "linux":
         return (f"Landlock and seccomp (this is {sys.platform}, not Linux)",)
-    found = []
+    missing = []
     if landlock_abi() < 1:
-        found.append("Landlock (Linux 5.13 or newer with CONFIG_SECURITY_LANDLOCK)")
+        missing.append("Landlock (Linux 5.13 or newer with CONFIG_SECURITY_LANDLOCK)")
     if not seccomp_works():
-        found.append(f"seccomp filters for {platform.machine()} (known: {', '.join(AUDIT_ARCH)})")
-    return tuple(found)
+        missing.append(f"seccomp filters for {platform.machine()} (known: {', '.join(AUDIT_ARCH)})")
+    return tuple(missing)
 
 
 def landlock_abi() -> int:
@@ -179,8 +179,8 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> int:
+def _check(result: int, operation: str) -> int:
     if result < 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"{what}: {os.strerror(error)}")
+        raise OSError(error, f"{operation}: {os.strerror(error)}")
     return result

@@ -136,14 +136,14 @@ def filter_program(machine: str) -> bytes:
         _op(_RETURN, _KILL),
         _op(_LD_WORD, _NUMBER),
     ]
-    for named in ALLOWED.values():
-        program += _when(named[column], [_op(_RETURN, _ALLOW)])
+    for call_numbers in ALLOWED.values():
+        program += _for_call(call_numbers[column], [_op(_RETURN, _ALLOW)])
     for *numbers_opening, argument in _OPENING.values():
-        program += _when(numbers_opening[column], _open_without_hidden_truncation(argument, denied))
+        program += _for_call(numbers_opening[column], _open_without_hidden_truncation(argument, denied))
     for (*numbers, argument), values in ((_FCNTL, _FCNTL_COMMANDS), (_MADVISE, _MADVICE)):
-        program += _when(numbers[column], _one_of(argument, values, denied))
+        program += _for_call(numbers[column], _allow_values(argument, values, denied))
     # Every open() asks "are you a terminal?"; the honest answer keeps it quiet.
-    program += _when(_IOCTL[column], [_op(_RETURN, _FAIL | errno.ENOTTY)])
+    program += _for_call(_IOCTL[column], [_op(_RETURN, _FAIL | errno.ENOTTY)])
     return b"".join([*program, denied])
 
 
@@ -160,7 +160,7 @@ def _open_without_hidden_truncation(argument: int, denied: bytes) -> list[bytes]
     ]
 
 
-def _one_of(argument: int, values: Iterable[int], denied: bytes) -> list[bytes]:
+def _allow_values(argument: int, values: Iterable[int], denied: bytes) -> list[bytes]:
     """Only these values of an argument."""
     body = [_op(_LD_WORD, _ARGUMENTS + 8 * argument)]
     for value in values:
@@ -168,7 +168,7 @@ def _one_of(argument: int, values: Iterable[int], denied: bytes) -> list[bytes]:
     return [*body, denied]
 
 
-def _when(number: int, body: list[bytes]) -> list[bytes]:
+def _for_call(number: int, body: list[bytes]) -> list[bytes]:
     """``body`` (which always returns) for one call number; nothing where the architecture lacks the call."""
     return [] if number < 0 else [_op(_JUMP_EQUAL, number, 0, len(body)), *body]
 

@@ -35,9 +35,9 @@ def package_paths(names: Iterable[str]) -> list[str]:
         spec = module.__spec__
         if spec is None or (not spec.has_location and spec.submodule_search_locations is None):
             continue  # built in, or made in memory
-        places = list(spec.submodule_search_locations or ()) or [str(spec.origin)]
-        for place in places:
-            paths += [place, os.path.join(os.path.dirname(place), f"{name}.libs")]
+        locations = list(spec.submodule_search_locations or ()) or [str(spec.origin)]
+        for location in locations:
+            paths += [location, os.path.join(os.path.dirname(location), f"{name}.libs")]
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
 
@@ -61,7 +61,7 @@ def _belongs(path: str, stdlib: str) -> bool:
     return parts[0] in (os.path.basename(stdlib), zipped) and not set(parts) & set(_PACKAGE_FOLDERS)
 
 
-def _children(folder: str, wanted: Callable[[str], bool]) -> list[str]:
+def _children(folder: str, accepts: Callable[[str], bool]) -> list[str]:
     if not os.path.isdir(folder):
         return []
-    return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if wanted(name)]
+    return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if accepts(name)]

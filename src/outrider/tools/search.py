@@ -125,10 +125,10 @@ class SearchTool:
             return SearchResult(passages=(), scores=(), text=NO_HITS)
         scores = self._index.get_scores_from_ids(ids)
         hits = _top(scores, self._config.top_k)
-        found = tuple(self._passages[i] for i in hits)
-        rendered = [_render(passage, self._config) for passage in found]
+        passages = tuple(self._passages[i] for i in hits)
+        rendered = [_render(passage, self._config) for passage in passages]
         return SearchResult(
-            passages=found,
+            passages=passages,
             scores=tuple(float(scores[i]) for i in hits),
             text="\n".join(text for text, _ in rendered),
             num_cut=sum(cut for _, cut in rendered),
@@ -154,16 +154,16 @@ def load_passages(path: Path) -> list[Passage]:
     passages: dict[str, Passage] = {}
     for row in read_rows(path):
         if row.get("id") is None:
-            raise DataError(f"{row.place}: column 'id' is null")
-        title = title_of(row.values.get("title"))
+            raise DataError(f"{row.location}: column 'id' is null")
+        title = row_title(row.values.get("title"))
         passage = Passage(passage_id=str(row.get("id")), title=title, text=row.text("text"))
         if passage.passage_id in passages:
-            raise DataError(f"{row.place}: duplicate passage id {passage.passage_id!r}")
+            raise DataError(f"{row.location}: duplicate passage id {passage.passage_id!r}")
         passages[passage.passage_id] = passage
     return list(passages.values())
 
 
-def title_of(value: Json) -> str:
+def row_title(value: Json) -> str:
     """The title in a row; empty for none: null, a blank string, or the missing number of a data frame."""
     is_missing = value is None or value != value
     return "" if is_missing or not str(value).strip() else str(value)
@@ -184,17 +184,17 @@ def query_terms(text: str) -> list[str]:
     return _terms(text, lambda characters: _pairs(characters) or characters)
 
 
-def _terms(text: str, of_run: Callable[[list[str]], list[str]]) -> list[str]:
+def _terms(text: str, split_run: Callable[[list[str]], list[str]]) -> list[str]:
     text = stream_safe(text)
     composed = unicodedata.normalize("NFKC", text)
-    found: list[str] = []
+    result: list[str] = []
     end = 0
     for match in _UNSPACED.finditer(composed):
-        found += _words(composed[end : match.start()])
+        result += _words(composed[end : match.start()])
         end = match.end()
         for run in _runs(match[0]):
-            found += of_run(run)
-    return found + _words(composed[end:] if end else text)
+            result += split_run(run)
+    return result + _words(composed[end:] if end else text)
 
 
 def _words(text: str) -> list[str]:
@@ -248,10 +248,10 @@ def _render(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
     line = " ".join(f"{shown_id}{title}{passage.text}".split())
     if len(line) <= max_chars:
         return line, False
-    kept = line[: max_chars - len(_CUT_MARK)]
+    head = line[: max_chars - len(_CUT_MARK)]
     # Cut back to a word, unless that would drop most of a text without spaces.
-    boundary = kept.rfind(" ")
-    return (kept[:boundary] if boundary > max_chars // 2 else kept) + _CUT_MARK, True
+    boundary = head.rfind(" ")
+    return (head[:boundary] if boundary > max_chars // 2 else head) + _CUT_MARK, True
 
 
 def _build(passages: Sequence[Passage], title_weight: int) -> "bm25s.BM25":

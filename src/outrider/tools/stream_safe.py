@@ -14,10 +14,10 @@ def stream_safe(text: str) -> str:
     """
     if len(text) <= 10 * _MOST_MARKS or text.isascii():
         return text
-    kept: list[str] = []
+    characters: list[str] = []
     num_marks = 0
     for character in text:
         num_marks = num_marks + 1 if unicodedata.combining(character) else 0
         if num_marks <= _MOST_MARKS:
-            kept.append(character)
-    return "".join(kept) if len(kept) < len(text) else text
+            characters.append(character)
+    return "".join(characters) if len(characters) < len(text) else text

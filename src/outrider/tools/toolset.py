@@ -23,7 +23,7 @@ class Toolset:
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
         """What a policy is told of them, in order."""
-        return tuple(schema_of(tool) for tool in self._tools.values())
+        return tuple(tool_schema(tool) for tool in self._tools.values())
 
     def run_text(self, name: str, text: str) -> ToolOutput:
         """One call by tag. Raises ToolFault when the infrastructure broke."""
@@ -36,12 +36,12 @@ class Toolset:
         tool = self._tools[call.name]
         if isinstance(tool, SchemaTool):
             return tool.run_call(call.arguments)
-        text = str(call.arguments[argument_of(tool)])
+        text = str(call.arguments[argument_name(tool)])
         if not text.strip():
-            return ToolOutput(text=f"The argument {argument_of(tool)!r} is empty.", failed=True)
+            return ToolOutput(text=f"The argument {argument_name(tool)!r} is empty.", failed=True)
         return tool.run_text(text)
 
-    def key_of(self, call: ToolCall) -> tuple[str, str]:
+    def call_key(self, call: ToolCall) -> tuple[str, str]:
         """What makes two native calls the same one."""
         return call.name, repr(_sorted(call.arguments))
 
@@ -51,12 +51,12 @@ class Toolset:
             tool.close()
 
 
-def argument_of(tool: Tool) -> str:
+def argument_name(tool: Tool) -> str:
     """The name of the one argument of a tool that knows text only."""
     return str(getattr(tool, "argument", _INPUT))
 
 
-def schema_of(tool: Tool) -> ToolSchema:
+def tool_schema(tool: Tool) -> ToolSchema:
     """What a policy is told of a tool."""
     if isinstance(tool, SchemaTool):
         return tool.schema
@@ -67,13 +67,13 @@ def schema_of(tool: Tool) -> ToolSchema:
         "description": str(description),
         "parameters": {
             "type": "object",
-            "properties": {argument_of(tool): argument},
-            "required": [argument_of(tool)],
+            "properties": {argument_name(tool): argument},
+            "required": [argument_name(tool)],
         },
     }
 
 
 def _sorted(value: Any) -> object:
     if isinstance(value, Mapping):
-        return sorted((key, _sorted(one)) for key, one in value.items())
-    return [_sorted(one) for one in value] if isinstance(value, list) else value
+        return sorted((key, _sorted(item)) for key, item in value.items())
+    return [_sorted(item) for item in value] if isinstance(value, list) else value

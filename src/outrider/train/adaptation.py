@@ -17,7 +17,7 @@ from rich.text import Text
 from outrider.algorithms.empo2.hook import MemorySettings, TipHook
 from outrider.algorithms.empo2.modes import TIPS_ON
 from outrider.algorithms.reflexion import ReflexionHook
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
 from outrider.memory.embedder import load_embedder
 from outrider.printing import score
@@ -26,7 +26,7 @@ from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.outcome_reasons import require_room
 from outrider.rollout.scheduler import Scheduler
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.terminal import Terminal
 from outrider.trace import Leaf, Trace
 from outrider.train.building import build
@@ -44,13 +44,13 @@ from outrider.watch.watchdog import WatchedProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a trial (``number`` from 0) leaves: the record, ``so_far`` with the best try of every task where
-    solved tasks are not played again, that of the trial ``alone``, and its rollouts.
+    """What a trial (``number`` from 0) leaves: the record, ``cumulative`` with the best try of every task where
+    solved tasks are not played again, that of the trial ``own``, and its rollouts.
     """
 
     number: int
-    so_far: Evaluation
-    alone: Evaluation
+    cumulative: Evaluation
+    own: Evaluation
     traces: Sequence[Trace]
 
 
@@ -74,17 +74,17 @@ class Adaptation:
         trials = []
         for trial in range(self.parts.settings.evaluation.num_trials):
             evaluation, traces = self._trial(tasks, trial)
-            alone = evaluation
+            own = evaluation
             if self.hook.retries_failures:
-                _keep_best(best, traces)
-                evaluation = _over_all(evaluation, best)
+                _update_best(best, traces)
+                evaluation = _cumulative_evaluation(evaluation, best)
                 tasks = [task for task in tasks if task.key not in best or not best[task.key].success]
             if not evaluation.num_tasks:  # of Reflexion's later trials the best so far stand
                 reasons = fault_line(lost_reasons(traces))
                 raise EnvironmentFault(
                     f"{evaluation.label!r} has no result, every rollout was lost to a fault: {reasons}"
                 )
-            on_trial(Trial(number=trial, so_far=evaluation, alone=alone, traces=traces))
+            on_trial(Trial(number=trial, cumulative=evaluation, own=own, traces=traces))
             trials.append(evaluation)
             if not tasks:
                 break
@@ -102,13 +102,13 @@ class Adaptation:
             renderer=self.parts.renderer,
             factory=self.parts.factory,
             limits=settings.limits,
-            sampling=Sampling(temperature=settings.evaluation.temperature, stop=self.parts.family.stop),
+            sampling=Sampling(temperature=settings.evaluation.temperature, stop=self.parts.task_set.stop),
             run_seed=settings.seed,
             hooks=(self.hook,),
             max_concurrent=settings.num_concurrent,
             max_retries=settings.train.max_retries,
-            on_finished=self._show,
-            whereabouts=self.parts.whereabouts,
+            on_finished=self._advance,
+            rollout_status=self.parts.rollout_status,
         )
         evaluation, traces = evaluate(
             scheduler,
@@ -127,7 +127,7 @@ class Adaptation:
             self.display.note(f"{label}: {len(lost)} rollouts were lost to faults: {fault_line(lost)}")
         return evaluation, traces
 
-    def _show(self, done: int, total: int) -> None:
+    def _advance(self, done: int, total: int) -> None:
         self.num_done = done
         self.display.advance(done)
 
@@ -139,13 +139,13 @@ def adapt(
     EnvironmentFault where a trial has no result; the trials before it are on file.
     """
     run, settings = opened
-    whereabouts = Whereabouts()
+    rollout_status = RolloutStatus()
     display = WatchedProgress(
-        make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s
+        make_progress(progress), rollout_status=rollout_status, after_s=settings.train.watchdog_s
     )
     try:
         display.stage(SET_UP, None)
-        table = _play(run, settings, display, whereabouts)
+        table = _play(run, settings, display, rollout_status)
     finally:
         display.close()
         run.release()
@@ -153,8 +153,10 @@ def adapt(
     return 0
 
 
-def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabouts: Whereabouts) -> Table:
-    chosen, meter = settings.evaluation, TokenMeter(display)
+def _play(
+    run: RunDirectory, settings: RunSettings, display: Progress, rollout_status: RolloutStatus
+) -> Table:
+    evaluation_settings, meter = settings.evaluation, TokenMeter(display)
     try:
         parts = build(
             settings,
@@ -163,31 +165,31 @@ def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabou
             on_tokens=meter,
             note=display.note,
         )
-        parts.whereabouts = whereabouts
+        parts.rollout_status = rollout_status
         hook = make_hook(parts)
     except BaseException:  # an interruption too
-        run.discard()
+        run.roll_back()
         raise
-    run.keep()
-    panel = panel_hash(parts.test_tasks)
+    run.retain()
+    tasks_hash = hash_tasks(parts.test_tasks)
     table = Table(
         "trial", "score [95 % interval]", "mean return, no share", "tasks", "faults", title="no weight update"
     )
 
-    files = RecordFiles.of(run.path)
+    files = RecordFiles.from_run(run.path)
     trackers = make_trackers(
         settings.trackers, run_dir=run.path, config=settings.model_dump(mode="json"), warn=display.note
     )
 
     def record(trial: Trial) -> None:
-        evaluation = trial.so_far
+        evaluation = trial.cumulative
         files.write_evaluation(parts, trial.traces, number=trial.number, step=0)
         run.add_evaluation(
             evaluation,
-            split=chosen.split,
-            temperature=chosen.temperature,
-            panel_hash=panel,
-            trial=trial.alone,
+            split=evaluation_settings.split,
+            temperature=evaluation_settings.temperature,
+            tasks_hash=tasks_hash,
+            trial=trial.own,
         )
         solved = score(evaluation.score, evaluation.ci_low, evaluation.ci_high)
         returned = score(evaluation.mean_return, is_share=False)
@@ -216,12 +218,12 @@ def make_hook(parts: Components) -> TipHook | ReflexionHook:
     )
 
 
-def _keep_best(best: dict[str, Leaf], traces: Sequence[Trace]) -> None:
+def _update_best(best: dict[str, Leaf], traces: Sequence[Trace]) -> None:
     """Every task's best try so far: a solved one first, then the higher return."""
     for trace in traces:
         for leaf, _ in trace.rollouts():
-            held = best.get(trace.task.key)
-            if leaf.episode_return is not None and (held is None or _rank(leaf) > _rank(held)):
+            best_leaf = best.get(trace.task.key)
+            if leaf.episode_return is not None and (best_leaf is None or _rank(leaf) > _rank(best_leaf)):
                 best[trace.task.key] = leaf
 
 
@@ -229,7 +231,7 @@ def _rank(leaf: Leaf) -> tuple[bool, float]:
     return leaf.success, leaf.episode_return or 0.0
 
 
-def _over_all(trial: Evaluation, best: Mapping[str, Leaf]) -> Evaluation:
+def _cumulative_evaluation(trial: Evaluation, best: Mapping[str, Leaf]) -> Evaluation:
     """The trial's record with the best try of every task so far."""
     scores = {key: float(leaf.success) for key, leaf in best.items()}
     low, high = interval(list(scores.values()), binary=True)

@@ -13,23 +13,23 @@ from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.context import AlgorithmContext
 from outrider.engines.base import Engine
 from outrider.engines.local.model import LanguageModel
-from outrider.environments.base import TaskFamily
-from outrider.environments.families import make_family
+from outrider.environments.base import TaskSet
+from outrider.environments.families import make_task_set
 from outrider.errors import ConfigError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.tokens import ChatRenderer
-from outrider.train.components import Components, Elsewhere, token_counter
+from outrider.train.components import Components, RemoteRollouts, token_counter
 from outrider.train.data.buffer_opening import open_buffer
-from outrider.train.data.experts import demonstrations_of
+from outrider.train.data.experts import read_demonstrations
 from outrider.train.data.no_expert import require_experts
-from outrider.train.data.task_checks import held_out_panel, task_notes, training_tasks
+from outrider.train.data.task_checks import read_eval_tasks, task_notes, training_tasks
 from outrider.train.learner import Learner
 from outrider.train.models import (
-    StartElsewhere,
     StartLearner,
+    StartRemote,
     learner_and_renderer,
     local_learner,
     make_engine,
@@ -46,83 +46,87 @@ def build(
     resumed: bool,
     on_tokens: Callable[[int], None],
     note: Callable[[str], None],
-    start: StartLearner = local_learner,
-    spread: StartElsewhere | None = None,
+    start_learner: StartLearner = local_learner,
+    start_remote: StartRemote | None = None,
 ) -> Components:
     """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet.
 
-    A ``resumed`` run has weights and a filled buffer: neither is made again. ``start`` makes what learns,
-    ``spread`` what plays where that is not this process.
+    A ``resumed`` run has weights and a filled buffer: neither is made again. ``start_learner`` makes what learns,
+    ``start_remote`` what plays where that is not this process.
     """
     require_experts(settings)
     set_threads(settings.num_threads, device=settings.model.device)
     tasks = _read_tasks(settings, resumed=resumed)
     for line in tasks.notes:
         note(line)
-    with ExitStack() as made:  # closed again where a later part cannot be made
-        factory = tasks.family.make()
-        made.callback(factory.close)
-        learner, renderer = learner_and_renderer(settings, resumed=resumed, note=note, start=start)
-        made.callback(learner.close)
-        played = _Played.by(settings, learner, made, buffer_path.parent / "engine", on_tokens, spread)
+    with ExitStack() as cleanup:  # closed again where a later part cannot be made
+        factory = tasks.task_set.make()
+        cleanup.callback(factory.close)
+        learner, renderer = learner_and_renderer(
+            settings, resumed=resumed, note=note, start_learner=start_learner
+        )
+        cleanup.callback(learner.close)
+        engines = _Engines.from_settings(
+            settings, learner, cleanup, buffer_path.parent / "engine", on_tokens, start_remote
+        )
         buffer = open_buffer(
-            settings, path=buffer_path, family=tasks.family, factory=factory, train_tasks=tasks.train,
+            settings, path=buffer_path, task_set=tasks.task_set, factory=factory, train_tasks=tasks.train,
             resumed=resumed, note=note, count_tokens=token_counter(renderer),
         )  # fmt: skip
         if buffer is not None:
-            made.callback(buffer.close)
+            cleanup.callback(buffer.close)
         parts = Components(
             settings=settings,
             learner=learner,
-            engine=played.engine,
+            engine=engines.engine,
             renderer=renderer,
-            family=tasks.family,
+            task_set=tasks.task_set,
             factory=factory,
             train_tasks=tasks.train,
             test_tasks=tasks.test,
             num_training_tasks=tasks.num_training_tasks,
             buffer=buffer,
             algorithm=_algorithm(settings, tasks, buffer, model=learner.language_model, renderer=renderer),
-            elsewhere=played.elsewhere,
+            remote=engines.remote,
             demonstrations=tasks.demonstrations,
         )
-        if parts.elsewhere is not None:
-            parts.elsewhere.begin(parts)
-        made.pop_all()
+        if parts.remote is not None:
+            parts.remote.begin(parts)
+        cleanup.pop_all()
     return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Played:
+class _Engines:
     """The engine of this process, or the one that stands for those elsewhere."""
 
     engine: Engine
-    elsewhere: Elsewhere | None = None
+    remote: RemoteRollouts | None = None
 
     @classmethod
-    def by(
+    def from_settings(
         cls,
         settings: RunSettings,
         learner: Learner,
-        made: ExitStack,
+        cleanup: ExitStack,
         folder: Path,
         on_tokens: Callable[[int], None],
-        spread: StartElsewhere | None,
-    ) -> "_Played":
-        if spread is None:
+        start_remote: StartRemote | None,
+    ) -> "_Engines":
+        if start_remote is None:
             return cls(engine=make_engine(settings, learner, folder=folder, on_tokens=on_tokens))
-        elsewhere = spread(settings, learner, folder=folder)
-        made.callback(elsewhere.close)
-        return cls(engine=elsewhere.engine, elsewhere=elsewhere)
+        remote = start_remote(settings, learner, folder=folder)
+        cleanup.callback(remote.close)
+        return cls(engine=remote.engine, remote=remote)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tasks:
+class _TaskSplits:
     """Tasks to play, and the demonstrations of a cold start still to come (None: experts are asked).
     ``num_training_tasks`` of the evaluation tasks are training tasks; ``notes`` are lines for the log.
     """
 
-    family: TaskFamily
+    task_set: TaskSet
     train: Sequence[Task]
     test: Sequence[Task]
     num_training_tasks: int
@@ -130,26 +134,28 @@ class _Tasks:
     demonstrations: Mapping[str, Sequence[Step] | None] | None
 
 
-def _read_tasks(settings: RunSettings, *, resumed: bool) -> _Tasks:
-    family = make_family(settings.environment)
-    train = training_tasks(family, settings)
-    test = held_out_panel(family, settings.evaluation)
-    num_training, notes = task_notes(family, settings, train, test)
-    begin = settings.cold_start if settings.cold_start.num_examples and not resumed else None
-    named = begin.demonstrations if begin is not None else None
-    return _Tasks(
-        family=family,
+def _read_tasks(settings: RunSettings, *, resumed: bool) -> _TaskSplits:
+    task_set = make_task_set(settings.environment)
+    train = training_tasks(task_set, settings)
+    test = read_eval_tasks(task_set, settings.evaluation)
+    num_training, notes = task_notes(task_set, settings, train, test)
+    cold_start = settings.cold_start if settings.cold_start.num_examples and not resumed else None
+    demonstrations_file = cold_start.demonstrations if cold_start is not None else None
+    return _TaskSplits(
+        task_set=task_set,
         train=train,
         test=test,
         num_training_tasks=num_training,
         notes=notes,
-        demonstrations=None if named is None else demonstrations_of(named, train, settings.environment),
+        demonstrations=None
+        if demonstrations_file is None
+        else read_demonstrations(demonstrations_file, train, settings.environment),
     )
 
 
 def _algorithm(
     settings: RunSettings,
-    tasks: _Tasks,
+    tasks: _TaskSplits,
     buffer: StepTraceBuffer | None,
     *,
     model: LanguageModel,
@@ -159,7 +165,7 @@ def _algorithm(
         settings,
         buffer,
         vocabulary_size=int(model.model.config.get_text_config().vocab_size),
-        stateful=tasks.family.stateful,
+        stateful=tasks.task_set.stateful,
         num_tokens=token_counter(renderer),
         train_tasks=tasks.train,
     )
@@ -188,7 +194,7 @@ def make_algorithm(
         train_tasks=train_tasks,
         buffer=buffer,
         load_embedder=load_embedder,
-        read_demonstrations=partial(demonstrations_of, environment=settings.environment),
+        read_demonstrations=partial(read_demonstrations, environment=settings.environment),
     )
     algorithm = cast(Algorithm, plugins.build("algorithms", settings.algorithm, context))
     if old := [hook for hook in algorithm.hooks if hasattr(hook, "max_remark_tokens")]:

@@ -41,7 +41,9 @@ class Allowance:
             self._times.pop()
 
 
-def restarted(begin: Begin, *, allowance: Allowance, stop: Event, note: Callable[[str], None]) -> None:
+def run_with_restarts(
+    begin: Begin, *, allowance: Allowance, stop: Event, note: Callable[[str], None]
+) -> None:
     """``begin`` sets a run up, given the number of restarts so far and what closes its parts, and returns
     what trains. After a ClusterFault of that it is called again, where the allowance has room and not once a
     ``stop`` was asked for; else the fault is raised, and so is one of the set-up: what it needs
@@ -49,8 +51,8 @@ def restarted(begin: Begin, *, allowance: Allowance, stop: Event, note: Callable
     """
     number = 0
     while True:
-        with ExitStack() as ending:
-            train = begin(number, ending)
+        with ExitStack() as cleanup:
+            train = begin(number, cleanup)
             try:
                 train()
                 return
@@ -59,10 +61,10 @@ def restarted(begin: Begin, *, allowance: Allowance, stop: Event, note: Callable
             except ClusterFault as fault:
                 if stop.is_set():
                     raise
-                spent = allowance.spend(fault)
+                num_repairs = allowance.spend(fault)
                 number += 1
-                told = str(fault).partition("; ")[0]
+                message = str(fault).partition("; ")[0]
                 note(
-                    f"{told}; all processes begin anew from the newest checkpoint, "
-                    f"repair {spent} of {allowance.limit} within an hour"
+                    f"{message}; all processes begin anew from the newest checkpoint, "
+                    f"repair {num_repairs} of {allowance.limit} within an hour"
                 )

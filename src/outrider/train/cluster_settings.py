@@ -69,7 +69,7 @@ class ClusterSettings(Settings):
         return trainers + (self.num_engines + self.num_rollout_workers if self.is_remote else 0)
 
     @model_validator(mode="after")
-    def _possible(self) -> "ClusterSettings":
+    def _validate(self) -> "ClusterSettings":
         if self.placement == "colocate" and self.max_staleness:
             raise ValueError("placement = colocate has max_staleness = 0: engines sleep while trainers work")
         if self.max_staleness > 1 and not self.in_flight:

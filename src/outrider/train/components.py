@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from outrider.algorithms.algorithm import Algorithm
 from outrider.engines.base import Engine
-from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.environments.base import EnvironmentFactory, TaskSet
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.scheduler import Rollouts
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
 from outrider.train.settings import RunSettings
@@ -18,10 +18,10 @@ from outrider.types import Message, Step, Task
 if TYPE_CHECKING:
     from outrider.train.in_flight import GroupPlayer
     from outrider.train.learner import Learner
-    from outrider.train.overlap import Ahead
+    from outrider.train.overlap import RolloutPrefetch
 
 
-class Elsewhere(Protocol):
+class RemoteRollouts(Protocol):
     """Engines and rollouts in other processes; ``engine`` sends them the weights."""
 
     @property
@@ -39,14 +39,14 @@ class Elsewhere(Protocol):
         *,
         training: bool,
         on_finished: Callable[[int, int], None],
-        ahead: "Ahead | None" = None,
+        prefetch: "RolloutPrefetch | None" = None,
     ) -> Rollouts:
-        """Plays the groups of training, with the algorithm's hooks, or of an evaluation; ``ahead`` where that
+        """Plays the groups of training, with the algorithm's hooks, or of an evaluation; ``prefetch`` where that
         is beside an update.
         """
         ...
 
-    def flight(self, parts: "Components") -> "GroupPlayer":
+    def group_player(self, parts: "Components") -> "GroupPlayer":
         """Plays the groups of training one by one, several at a time, while weights come and go."""
         ...
 
@@ -75,7 +75,7 @@ class Elsewhere(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Components:
-    """The parts of a run. ``buffer`` is None for algorithms that do not retrieve, ``elsewhere`` where one
+    """The parts of a run. ``buffer`` is None for algorithms that do not retrieve, ``remote`` where one
     process plays everything.
     """
 
@@ -83,17 +83,19 @@ class Components:
     learner: "Learner"
     engine: Engine
     renderer: ChatRenderer
-    family: TaskFamily
+    task_set: TaskSet
     factory: EnvironmentFactory
     train_tasks: Sequence[Task]
     test_tasks: Sequence[Task]
     buffer: StepTraceBuffer | None
     algorithm: Algorithm
-    elsewhere: Elsewhere | None = None
+    remote: RemoteRollouts | None = None
     # of the cold start, by task key; None: experts are asked
     demonstrations: Mapping[str, Sequence[Step] | None] | None = None
     num_training_tasks: int = 0  # of the evaluation tasks
-    whereabouts: Whereabouts = field(default_factory=Whereabouts)  # of all rollouts: for the one who watches
+    rollout_status: RolloutStatus = field(
+        default_factory=RolloutStatus
+    )  # of all rollouts: for the one who watches
 
 
 def token_counter(renderer: ChatRenderer) -> Callable[[str], int]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
-from outrider.printing import beside_score, score
+from outrider.printing import format_mean_return, score
 from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.paired import gain_over_start
@@ -49,13 +49,13 @@ def record_evaluation(
         evaluation,
         split=parts.settings.evaluation.split,
         temperature=parts.settings.evaluation.temperature,
-        panel_hash=panel_hash(parts.test_tasks),
+        tasks_hash=hash_tasks(parts.test_tasks),
         num_training_tasks=parts.num_training_tasks,
     )
     repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
     lines = [
         f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)}"
-        f"{beside_score(evaluation.score, evaluation.mean_return)} "
+        f"{format_mean_return(evaluation.score, evaluation.mean_return)} "
         f"on {evaluation.num_tasks} {kind_of_tasks(len(parts.test_tasks), parts.num_training_tasks)}, "
         f"{evaluation.num_faults} "
         f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}"

@@ -8,7 +8,7 @@ from outrider.atomic_io import replacing_folder
 from outrider.errors import CheckpointError, ConfigError
 from outrider.train.models import make_policy
 from outrider.train.settings import RunSettings
-from outrider.train.state.checkpoint import checkpoints_newest_first, step_of
+from outrider.train.state.checkpoint import checkpoint_step, checkpoints_newest_first
 from outrider.train.state.recorded import RECORD, recorded_settings
 
 RENDERING: Final = "outrider.json"
@@ -17,27 +17,27 @@ RENDERING: Final = "outrider.json"
 
 def write_rendering(folder: Path, settings: RunSettings) -> None:
     """For whoever serves the weights: contexts are as in training where a server renders them alike."""
-    told = {
+    rendering = {
         "template_kwargs": settings.model.template_kwargs,
         "history_thinking": settings.model.history_thinking,
         "call_format": settings.environment.call_format,
     }
-    (folder / RENDERING).write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+    (folder / RENDERING).write_text(json.dumps(rendering, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def checkpoint_of(run: Path, step: int | None) -> Path:
+def find_checkpoint(run: Path, step: int | None) -> Path:
     """The newest checkpoint of a run, or that of a step. Raises CheckpointError where there is none."""
     if not (run / RECORD).is_file():
         raise CheckpointError(f"{run} is no run directory: it has no {RECORD}")
-    found = {step_of(one): one for one in checkpoints_newest_first(run / "checkpoints")}
-    if not found:
+    checkpoints = {checkpoint_step(path): path for path in checkpoints_newest_first(run / "checkpoints")}
+    if not checkpoints:
         raise CheckpointError(f"{run} has no checkpoint")
     if step is None:
-        return next(iter(found.values()))
-    if step not in found:
-        known = ", ".join(map(str, sorted(found)))
+        return next(iter(checkpoints.values()))
+    if step not in checkpoints:
+        known = ", ".join(map(str, sorted(checkpoints)))
         raise CheckpointError(f"{run} has no checkpoint of step {step} (of steps: {known})")
-    return found[step]
+    return checkpoints[step]
 
 
 def export_run(run: Path, out: Path, *, checkpoint: Path | None = None) -> Path:
@@ -47,12 +47,12 @@ def export_run(run: Path, out: Path, *, checkpoint: Path | None = None) -> Path:
     Adapters are merged. Any number of processes may have written it. Raises CheckpointError where there is
     none, and ConfigError for a folder that is not empty.
     """
-    checkpoint = checkpoint or checkpoint_of(run, None)
+    checkpoint = checkpoint or find_checkpoint(run, None)
     settings = recorded_settings(run / RECORD)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name a new folder")
-    given = {"initial_checkpoint": str(checkpoint), "device": "cpu"}
-    model = settings.model.model_copy(update=given)
+    overrides = {"initial_checkpoint": str(checkpoint), "device": "cpu"}
+    model = settings.model.model_copy(update=overrides)
     policy = make_policy(settings.model_copy(update={"model": model}))
     with replacing_folder(out) as temporary:
         policy.export(temporary)

@@ -8,10 +8,10 @@ from typing import Literal
 
 from outrider.errors import ConfigError
 from outrider.plugins.record import write_origins
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.train.building import build
-from outrider.train.cluster_restarts import Allowance, restarted
-from outrider.train.models import StartElsewhere, StartLearner, local_learner
+from outrider.train.cluster_restarts import Allowance, run_with_restarts
+from outrider.train.models import StartLearner, StartRemote, local_learner
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import newest_step
 from outrider.train.state.continuing import require_continuable
@@ -31,10 +31,10 @@ def run_training(
     *,
     progress: Literal["auto", "rich", "plain", "none"],
     on_start: Callable[[Callable[[], bool]], None],
-    start: StartLearner = local_learner,
-    spread: StartElsewhere | None = None,
+    start_learner: StartLearner = local_learner,
+    start_remote: StartRemote | None = None,
 ) -> None:
-    """Run or continue; ``start`` makes what learns, ``spread`` what plays in other processes. ``on_start``
+    """Run or continue; ``start_learner`` makes what learns, ``start_remote`` what plays in other processes. ``on_start``
     gets a function that asks the trainer to stop soon, and returns whether the display says so.
 
     Raises ConfigError for the folder of an adaptation, and what set-up and training raise; all that was
@@ -49,45 +49,56 @@ def run_training(
         return bool(displays) and displays[0].stopping()
 
     on_start(request_stop)  # a request during set-up is honoured at its end
-    with ExitStack() as ending:  # last in, first out; each is done even where another one fails
-        ending.callback(run.release)
+    with ExitStack() as cleanup:  # last in, first out; each is done even where another one fails
+        cleanup.callback(run.release)
         # the set-up's failure, whatever it was: the same command works once the cause is gone
-        ending.callback(run.discard)
+        cleanup.callback(run.roll_back)
         if settings.evaluation.num_trials:
             raise ConfigError(
                 "evaluation.num_trials is for `outrider eval --adapt K`: training has no trials"
             )
-        whereabouts = Whereabouts()
-        shown = RecordedProgress(make_progress(progress), run.path)
-        display = WatchedProgress(shown, whereabouts=whereabouts, after_s=settings.train.watchdog_s)
-        ending.callback(display.close)
+        rollout_status = RolloutStatus()
+        recorded_display = RecordedProgress(make_progress(progress), run.path)
+        display = WatchedProgress(
+            recorded_display, rollout_status=rollout_status, after_s=settings.train.watchdog_s
+        )
+        cleanup.callback(display.close)
         displays.append(display)
 
         allowance = Allowance(settings.cluster.max_restarts)
-        elsewhere = None if spread is None else partial(spread, allowance=allowance)
+        start_with_allowance = None if start_remote is None else partial(start_remote, allowance=allowance)
 
-        def begin(num_restarts: int, closing: ExitStack) -> Callable[[], None]:
-            trainer = _set_up(run, settings, display, whereabouts, stop, closing, start, elsewhere)
+        def begin(num_restarts: int, attempt_cleanup: ExitStack) -> Callable[[], None]:
+            trainer = _set_up(
+                run,
+                settings,
+                display,
+                rollout_status,
+                stop,
+                attempt_cleanup,
+                start_learner,
+                start_with_allowance,
+            )
             trainer.num_restarts = num_restarts
             if not num_restarts:
-                _settle(run, settings)
-                ending.callback(_tell_results, run, display)
+                _commit(run, settings)
+                cleanup.callback(_log_results, run, display)
             return trainer.train
 
-        restarted(begin, allowance=allowance, stop=stop, note=display.note)
+        run_with_restarts(begin, allowance=allowance, stop=stop, note=display.note)
 
 
 def _set_up(
     run: RunDirectory,
     settings: RunSettings,
     display: Progress,
-    whereabouts: Whereabouts,
+    rollout_status: RolloutStatus,
     stop: Event,
-    ending: ExitStack,
-    start: StartLearner,
-    spread: StartElsewhere | None,
+    cleanup: ExitStack,
+    start_learner: StartLearner,
+    start_remote: StartRemote | None,
 ) -> Trainer:
-    """All parts of the run and its trainer; ``ending`` closes what was opened, last in, first out."""
+    """All parts of the run and its trainer; ``cleanup`` closes what was opened, last in, first out."""
     display.stage(SET_UP, None)
     meter = TokenMeter(display)
     newest = newest_step(run.checkpoints)
@@ -99,16 +110,16 @@ def _set_up(
         resumed=newest is not None,
         on_tokens=meter,
         note=display.note,
-        start=start,
-        spread=spread,
+        start_learner=start_learner,
+        start_remote=start_remote,
     )
-    ending.callback(parts.learner.close)
-    if parts.elsewhere is not None:
-        ending.callback(parts.elsewhere.close)
-    parts.whereabouts = whereabouts
+    cleanup.callback(parts.learner.close)
+    if parts.remote is not None:
+        cleanup.callback(parts.remote.close)
+    parts.rollout_status = rollout_status
     if parts.buffer is not None:
-        ending.callback(parts.buffer.close)
-    ending.callback(parts.factory.close)
+        cleanup.callback(parts.buffer.close)
+    cleanup.callback(parts.factory.close)
     config = settings.model_dump(mode="json")
     trackers = make_trackers(
         settings.trackers,
@@ -118,21 +129,21 @@ def _set_up(
         first_step=-settings.cold_start.max_steps,
         warn=display.note,
     )
-    ending.callback(trackers.close)
+    cleanup.callback(trackers.close)
     trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers, stop=stop)
-    ending.callback(trainer.state.close)
+    cleanup.callback(trainer.state.close)
     meter.num_done = lambda: trainer.num_done
     return trainer
 
 
-def _settle(run: RunDirectory, settings: RunSettings) -> None:
+def _commit(run: RunDirectory, settings: RunSettings) -> None:
     """The set-up has not failed: the folder stays."""
     write_origins(settings, run.path)  # where they are now: a run that goes on may find others
-    run.settle()
-    run.keep()
+    run.commit()
+    run.retain()
 
 
-def _tell_results(run: RunDirectory, display: Progress) -> None:
+def _log_results(run: RunDirectory, display: Progress) -> None:
     """What was learned, its cost, and the report. What cannot be read or written is said: a run's own error
     must stay the one that is told.
     """

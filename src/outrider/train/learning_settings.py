@@ -25,17 +25,17 @@ class LoraSettings(Settings):
 
     @field_validator("target_modules", mode="before")
     @classmethod
-    def _one_name(cls, given: Any) -> Any:
-        return (given,) if isinstance(given, str) else given
+    def _as_tuple(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("target_modules")
     @classmethod
-    def _shorthand_alone(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        if ALL_LINEAR in given and len(given) > 1:
+    def _check_shorthand(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if ALL_LINEAR in names and len(names) > 1:
             raise ValueError(f'"{ALL_LINEAR}" stands for all linear layers: no other name goes with it')
-        if any(not name.strip() for name in given):
+        if any(not name.strip() for name in names):
             raise ValueError("a name of a layer is empty")
-        return given
+        return names
 
     @property
     def is_all_linear(self) -> bool:

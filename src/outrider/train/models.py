@@ -8,16 +8,16 @@ from safetensors import SafetensorError
 
 from outrider.config_paths import shown_path
 from outrider.engines.base import Engine, EngineContext
-from outrider.engines.local.choice import path_of
+from outrider.engines.local.choice import describe_path
 from outrider.engines.local.model import load_model, resolve_precision
 from outrider.engines.local.positions import check_positions
 from outrider.errors import CheckpointError
 from outrider.plugins import registry as plugins
 from outrider.tokens import ChatRenderer
 from outrider.train.cluster_restarts import Allowance
-from outrider.train.components import Elsewhere
+from outrider.train.components import RemoteRollouts
 from outrider.train.learner import Learner, LocalLearner
-from outrider.train.rendering import checked_renderer
+from outrider.train.rendering import make_checked_renderer
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first, require_intact
 from outrider.train.state.checkpoint_state import STATE
@@ -34,7 +34,7 @@ class StartLearner(Protocol):
         ...
 
 
-class StartElsewhere(Protocol):
+class StartRemote(Protocol):
     """Starts engines in other processes; ``folder`` is theirs, ``allowance`` how often they may be
     replaced (None: as the settings have it).
     """
@@ -46,7 +46,7 @@ class StartElsewhere(Protocol):
         *,
         folder: Path,
         allowance: Allowance | None = None,
-    ) -> Elsewhere:
+    ) -> RemoteRollouts:
         """Raises what a model that cannot be loaded raises, and ClusterFault."""
         ...
 
@@ -59,26 +59,31 @@ def local_learner(settings: RunSettings, *, initial: bool) -> Learner:
 
 
 def learner_and_renderer(
-    settings: RunSettings, *, resumed: bool, note: Callable[[str], None], start: StartLearner
+    settings: RunSettings, *, resumed: bool, note: Callable[[str], None], start_learner: StartLearner
 ) -> tuple[Learner, ChatRenderer]:
     """The model with its chat template, and what a person should know of them."""
-    learner = start(settings, initial=not resumed)
-    note(path_of(learner.language_model, settings.model.name))
+    learner = start_learner(settings, initial=not resumed)
+    note(describe_path(learner.language_model, settings.model.name))
     lora = settings.model.lora
-    if lora is not None and (told := coverage(learner.language_model.model, lora)):
-        note(told)
+    if lora is not None and (message := coverage(learner.language_model.model, lora)):
+        note(message)
     longest = learner.language_model.context_length
     check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
     tokenizer = learner.language_model.tokenizer
-    return learner, checked_renderer(tokenizer, settings.model, settings.environment, note=note)
+    return learner, make_checked_renderer(tokenizer, settings.model, settings.environment, note=note)
 
 
 def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
     """The model with its optimiser, with the weights of ``model.initial_checkpoint`` where one is named and
     wanted.
     """
-    chosen = settings.model
-    model = load_model(chosen.name, precision=chosen.precision, device=chosen.device, forward=chosen.forward)
+    model_settings = settings.model
+    model = load_model(
+        model_settings.name,
+        precision=model_settings.precision,
+        device=model_settings.device,
+        forward=model_settings.forward,
+    )
     policy = Policy(
         model,
         settings.optimizer,
@@ -114,7 +119,7 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Weights of a checkpoint without its optimiser. Raises CheckpointError."""
     files = [name for name in tensor_files(checkpoint) if name != OPTIMIZER]
     if not any((checkpoint / name).is_file() for name in (*files, STATE)):
-        raise CheckpointError(f"{shown_path(checkpoint)} is no checkpoint: {_instead_of(checkpoint)}")
+        raise CheckpointError(f"{shown_path(checkpoint)} is no checkpoint: {_suggest_checkpoint(checkpoint)}")
     for name in files:
         require_intact(checkpoint, name)
     try:
@@ -133,8 +138,8 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     policy.round_masters()
 
 
-def _instead_of(folder: Path) -> str:
+def _suggest_checkpoint(folder: Path) -> str:
     """Name to suggest where a folder is no checkpoint: of a run directory its newest one."""
-    if found := checkpoints_newest_first(folder / "checkpoints"):
-        return f"it is a run directory, name one of its checkpoints, such as {shown_path(found[0])}"
+    if checkpoints := checkpoints_newest_first(folder / "checkpoints"):
+        return f"it is a run directory, name one of its checkpoints, such as {shown_path(checkpoints[0])}"
     return "it has no masters.safetensors; name a folder RUN/checkpoints/step-NNNNNN"

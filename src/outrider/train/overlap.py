@@ -13,69 +13,71 @@ from typing import Final
 
 from outrider.train.components import Components
 from outrider.train.data.task_sampling import SampledStep, play_step
-from outrider.train.state.queue import Played
+from outrider.train.state.queue import QueuedStep
 
 _TICK_S: Final = 0.5  # how long the person who watches may have to wait
 _LEAVE_S: Final = 10.0  # a thread that replaces a process may take longer to end
 
 
-class _GivenUp(Exception):
+class _Cancelled(Exception):
     """Ends the thread: nobody wants these rollouts any more."""
 
 
-class Ahead:
+class RolloutPrefetch:
     """One step's rollouts, under way. The methods of the first part are called by the thread that plays.
 
     ``play`` gets this object, and returns the step; :meth:`sent` and :meth:`ended` have to be called in it.
     """
 
-    def __init__(self, play: Callable[["Ahead"], SampledStep], *, counts: list[dict[str, int]]) -> None:
+    def __init__(
+        self, play: Callable[["RolloutPrefetch"], SampledStep], *, counts: list[dict[str, int]]
+    ) -> None:
         self._counts = counts
-        self._sent, self._ended, self._released = (threading.Event() for _ in range(3))
-        self._is_given_up = False
+        self._sent, self._done, self._released = (threading.Event() for _ in range(3))
+        self._is_cancelled = False
         self._sampled: SampledStep | None = None
         self._error: BaseException | None = None
         self._began = time.perf_counter()
         self._seconds = 0.0
-        self.shown = ""
+        self.progress = ""
         self._thread = threading.Thread(
             target=self._run, args=(play,), name="rollouts of the next step", daemon=True
         )
         self._thread.start()
 
-    def _run(self, play: Callable[["Ahead"], SampledStep]) -> None:
+    def _run(self, play: Callable[["RolloutPrefetch"], SampledStep]) -> None:
         try:
             self._sampled = play(self)
         except BaseException as error:  # handed to the thread that waits
             self._error = error
         finally:
             self._sent.set()
-            self._ended.set()
+            self._done.set()
 
-    def sent(self) -> None:
+    def mark_sent(self) -> None:
         """Those who play have all that they need of this process."""
         self._sent.set()
-        self.leave_if_given_up()
+        self.raise_if_cancelled()
 
-    def ended(self) -> None:
+    def mark_done(self) -> None:
         """The rollouts are there; waits until this process may take in what came of them."""
-        if not self._ended.is_set():  # else further ones for groups that a filter left out
+        if not self._done.is_set():  # else further ones for groups that a filter left out
             self._seconds = time.perf_counter() - self._began
-        self._ended.set()
+        self._done.set()
         self._released.wait()
-        self.leave_if_given_up()
+        self.raise_if_cancelled()
 
-    def on_finished(self, num_done: int, num_owed: int) -> None:
+    def on_finished(self, num_done: int, num_total: int) -> None:
         """Progress of the rollouts, kept for :meth:`wait`."""
-        self.shown = f"{num_done}/{num_owed}"
-        self.leave_if_given_up()
+        self.progress = f"{num_done}/{num_total}"
+        self.raise_if_cancelled()
 
-    def leave_if_given_up(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """To be called again and again while the rollouts are waited for: ends the thread once nobody wants
         them.
         """
-        if self._is_given_up:
-            raise _GivenUp
+        if self._is_cancelled:
+            raise _Cancelled
 
     def wait_until_sent(self) -> None:
         """From here on this process may change what rollouts begin with. Raises what the thread raised."""
@@ -86,49 +88,51 @@ class Ahead:
         """Until the rollouts have ended: engines are idle now, and may get new weights. Raises what the
         thread raised.
         """
-        while not self._ended.wait(_TICK_S):
-            on_tick(self.shown)
+        while not self._done.wait(_TICK_S):
+            on_tick(self.progress)
         self._raise()
 
-    def take(self) -> Played:
+    def collect(self) -> QueuedStep:
         """Take in what came of them. Raises what the thread raised."""
         self._released.set()
         self._thread.join()
         self._raise()
         assert self._sampled is not None
-        return Played(sampled=self._sampled, counts=self._counts, seconds=self._seconds)
+        return QueuedStep(sampled=self._sampled, counts=self._counts, seconds=self._seconds)
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Nothing of these rollouts is taken in, and their thread ends: it must not see the processes end
         that it waits for, which it would replace.
         """
-        self._is_given_up = True
+        self._is_cancelled = True
         self._released.set()
         self._thread.join(_LEAVE_S)
 
 
 @contextmanager
-def beside(parts: Components, report: SampledStep, *, step: int, is_last: bool) -> Iterator[Ahead | None]:
+def prefetch_rollouts(
+    parts: Components, report: SampledStep, *, step: int, is_last: bool
+) -> Iterator[RolloutPrefetch | None]:
     """Around the update of ``report``: the rollouts of the next ``step`` under way; None where the run plays
     and trains in turn, or ends. They are given up where the update breaks.
     """
-    elsewhere, cluster = parts.elsewhere, parts.settings.cluster
-    if elsewhere is None or not cluster.max_staleness or cluster.in_flight or is_last:
+    remote, cluster = parts.remote, parts.settings.cluster
+    if remote is None or not cluster.max_staleness or cluster.in_flight or is_last:
         yield None
         return
 
-    def play(ahead: Ahead) -> SampledStep:
-        rollouts = elsewhere.rollouts(parts, training=True, on_finished=ahead.on_finished, ahead=ahead)
+    def play(prefetch: RolloutPrefetch) -> SampledStep:
+        rollouts = remote.rollouts(parts, training=True, on_finished=prefetch.on_finished, prefetch=prefetch)
         return play_step(parts, rollouts, step=step, cursor=report.cursor)
 
-    ahead = Ahead(play, counts=parts.algorithm.counts())
+    prefetch = RolloutPrefetch(play, counts=parts.algorithm.counts())
     try:
-        ahead.wait_until_sent()
-        yield ahead
+        prefetch.wait_until_sent()
+        yield prefetch
     except BaseException:
-        ahead.give_up()
+        prefetch.cancel()
         raise

@@ -24,7 +24,7 @@ def make_renderer(
     )
 
 
-def checked_renderer(
+def make_checked_renderer(
     tokenizer: Tokenizer,
     model: ModelSettings,
     environment: EnvironmentSettings,
@@ -36,9 +36,9 @@ def checked_renderer(
     Raises ModelError with the template's name and the role for what cannot be rendered.
     """
     renderer = make_renderer(tokenizer, model, environment)
-    found = check_template(renderer, observation_roles(environment))
-    if not renderer.takes_system:
+    report = check_template(renderer, observation_roles(environment))
+    if not renderer.supports_system:
         note("the chat template has no system message: a prompt's goes in front of its first user message")
-    for line in found.notes():
+    for line in report.notes():
         note(line)
     return renderer

@@ -13,10 +13,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.environments.base import EnvironmentFactory, StepResult
-from outrider.environments.families import make_family, split_tasks
+from outrider.environments.families import make_task_set, split_tasks
 from outrider.errors import DataError, EnvironmentFault, ToolFault
-from outrider.printing import say
-from outrider.rollout.scripted_play import DirectEpisode, outcome_of, play_texts
+from outrider.printing import print_lines
+from outrider.rollout.scripted_play import DirectEpisode, episode_outcome, play_texts
 from outrider.seeding import reset_seed
 from outrider.terminal import Terminal
 from outrider.train.settings import RunSettings
@@ -25,8 +25,8 @@ from outrider.types import Origin, Outcome, Task
 from outrider.watch.traces import TraceReader, TraceRow
 
 _COLUMNS = ("task", "rollout", "turn", "what", "recorded", "replayed")
-_SAID = (Origin.POLICY, Origin.DEMONSTRATION)  # whose text is an action
-_SHOWN = 20
+_ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)  # whose text is an action
+_MAX_ROWS = 20
 _MAX_CELL = 160
 
 
@@ -36,7 +36,7 @@ class Difference:
     end.
     """
 
-    what: str
+    kind: str
     turn: int | None
     recorded: str
     replayed: str
@@ -71,21 +71,24 @@ def replay_step(run: Path, step: int) -> int:
     rollouts = list(recorded_rollouts(TraceReader(run / "traces").read(step)))
     if not rollouts:
         raise DataError(f"step {step} of {run} holds no finished rollout")
-    family = make_family(settings.environment)
-    tasks = {task.key: task for task in split_tasks(family, "train")}
-    lost = sorted({one.task_key for one in rollouts} - tasks.keys())
+    task_set = make_task_set(settings.environment)
+    tasks = {task.key: task for task in split_tasks(task_set, "train")}
+    lost = sorted({rollout.task_key for rollout in rollouts} - tasks.keys())
     if lost:
         raise DataError(
             f"task {lost[0]} of the record is not in the training split any more ({len(lost)} such tasks)"
         )
-    factory = family.make()
+    factory = task_set.make()
     try:
-        found = [(one, _replay(one, tasks[one.task_key], factory, settings, step)) for one in rollouts]
+        results = [
+            (rollout, _replay(rollout, tasks[rollout.task_key], factory, settings, step))
+            for rollout in rollouts
+        ]
     finally:
         factory.close()
-    owed = len({one.leaf.trace_id for one in rollouts}) * settings.algorithm.group_size
-    _print(step, found, num_unrecorded=max(0, owed - len(rollouts)))
-    return int(any(difference is not None for _, difference in found))
+    num_expected = len({rollout.leaf.trace_id for rollout in rollouts}) * settings.algorithm.group_size
+    _print_differences(step, results, num_unrecorded=max(0, num_expected - len(rollouts)))
+    return int(any(difference is not None for _, difference in results))
 
 
 def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[_Recorded]:
@@ -108,87 +111,89 @@ def compare(
 ) -> Difference | None:
     """The first difference between the rows of a rollout and its replay."""
     prompt = "\n".join(message.content for message in episode.prompt)
-    if _stored(prompt) != recorded[0].text:
-        return Difference(what="prompt", turn=None, recorded=recorded[0].text, replayed=prompt)
+    if _escape_surrogates(prompt) != recorded[0].text:
+        return Difference(kind="prompt", turn=None, recorded=recorded[0].text, replayed=prompt)
     results = iter(episode.results)
     last: StepResult | None = None
     turn = 0
     for row, after in zip(recorded, [*recorded[1:], None], strict=True):
-        if _is_played(row, settings):
+        if _is_action(row, settings):
             last = next(results, None)
             if last is None:
                 return Difference(
-                    what="end", turn=turn, recorded="the episode went on", replayed="the episode had ended"
+                    kind="end", turn=turn, recorded="the episode went on", replayed="the episode had ended"
                 )
             difference = _compare_observation(row, after, last, turn)
             if difference is not None:
                 return difference
             turn += 1
-        for _ in _attempted(row):
+        for _ in _attempted_actions(row):
             last = next(results, last)
     return _compare_end(recorded, last, episode, settings)
 
 
 def _replay(
-    one: _Recorded, task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int
+    rollout: _Recorded, task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int
 ) -> Difference | None:
     texts = [
         text
-        for row in one.path
-        for text in (*([_said(row)] if _is_played(row, settings) else []), *_attempted(row))
+        for row in rollout.path
+        for text in (*([_action_text(row)] if _is_action(row, settings) else []), *_attempted_actions(row))
     ]
     # the file of step n holds the rollouts before update n
     seed = reset_seed(settings.seed, step - 1, task.key)
     try:
         episode = play_texts(factory, task, texts, seed=seed, timeout_s=settings.limits.step_timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
-        return Difference(what="fault", turn=None, recorded="none", replayed=str(fault))
-    return compare(one.path, episode, settings=settings)
+        return Difference(kind="fault", turn=None, recorded="none", replayed=str(fault))
+    return compare(rollout.path, episode, settings=settings)
 
 
-def _is_played(row: TraceRow, settings: RunSettings) -> bool:
+def _is_action(row: TraceRow, settings: RunSettings) -> bool:
     """Whether the environment saw the node as an action: policy turns, and retrieved steps that were
     executed.
     """
-    return row.origin in _SAID or (row.origin is Origin.BUFFER and settings.algorithm.executes_retrieved)
+    return row.origin in _ACTION_ORIGINS or (
+        row.origin is Origin.BUFFER and settings.algorithm.executes_retrieved
+    )
 
 
-def _said(row: TraceRow) -> str:
+def _action_text(row: TraceRow) -> str:
     """Text that the environment read. Earlier records of executed actions have no action apart from what was
     shown.
     """
-    return row.text if row.origin in _SAID else str(_metadata(row).get("action", _inside(row)))
+    return row.text if row.origin in _ACTION_ORIGINS else str(_metadata(row).get("action", _inner_text(row)))
 
 
-def _attempted(row: TraceRow) -> Sequence[str]:
+def _attempted_actions(row: TraceRow) -> Sequence[str]:
     """Retrieved actions behind a node of which no text tells: they were refused, or found no room."""
-    found = _metadata(row).get("attempted", [])
-    return [str(action) for action in found] if isinstance(found, list) else []
+    actions = _metadata(row).get("attempted", [])
+    return [str(action) for action in actions] if isinstance(actions, list) else []
 
 
-def _inside(row: TraceRow) -> str:
+def _inner_text(row: TraceRow) -> str:
     return row.text.strip().removeprefix("<retrieve>").removesuffix("</retrieve>")
 
 
 def _compare_observation(
     row: TraceRow, after: TraceRow | None, result: StepResult, turn: int
 ) -> Difference | None:
-    said = _stored(result.text)
+    text = _escape_surrogates(result.text)
     if row.origin is Origin.BUFFER:
-        same = _inside(row).strip().endswith(said.strip())
+        same = _inner_text(row).strip().endswith(text.strip())
         return (
             None
             if same
-            else Difference(what="executed step", turn=turn, recorded=_inside(row), replayed=said)
+            else Difference(kind="executed step", turn=turn, recorded=_inner_text(row), replayed=text)
         )
     if after is None or after.origin is not Origin.ENVIRONMENT:
         return None
     if result.done:
-        return Difference(what="end", turn=turn, recorded="the episode went on", replayed="the episode ended")
+        return Difference(kind="end", turn=turn, recorded="the episode went on", replayed="the episode ended")
     return (
         None
-        if after.text == said
-        else Difference(what="observation", turn=turn, recorded=after.text, replayed=said)
+        if after.text == text
+        else Difference(kind="observation", turn=turn, recorded=after.text, replayed=text)
     )
 
 
@@ -197,34 +202,36 @@ def _compare_end(
 ) -> Difference | None:
     leaf = recorded[-1]
     outcome = (
-        _ended(leaf, last, episode) if last is not None and last.done else _cut(recorded, last, settings)
+        _declared_outcome(leaf, last, episode)
+        if last is not None and last.done
+        else _limit_outcome(recorded, last, settings)
     )
     assert leaf.outcome is not None  # what makes it a leaf
     if outcome is not leaf.outcome:
-        return Difference(what="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
+        return Difference(kind="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
     if episode.record.episode_return != leaf.episode_return:
-        told = f"{episode.record.episode_return!r}"
-        return Difference(what="return", turn=None, recorded=f"{leaf.episode_return!r}", replayed=told)
+        replayed = f"{episode.record.episode_return!r}"
+        return Difference(kind="return", turn=None, recorded=f"{leaf.episode_return!r}", replayed=replayed)
     return None
 
 
-def _ended(leaf: TraceRow, last: StepResult, episode: DirectEpisode) -> Outcome:
+def _declared_outcome(leaf: TraceRow, last: StepResult, episode: DirectEpisode) -> Outcome:
     """How the rollout loop names an end that the environment declared."""
-    cut = leaf.origin in _SAID and _metadata(leaf).get("finish") == "length"
-    return outcome_of(last, is_cut=cut, is_answer=episode.ends_with_answer)
+    cut = leaf.origin in _ACTION_ORIGINS and _metadata(leaf).get("finish") == "length"
+    return episode_outcome(last, is_cut=cut, is_answer=episode.ends_with_answer)
 
 
-def _cut(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
+def _limit_outcome(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
     """How the rollout loop ends an episode that the environment did not end; token counts follow from where
     it stopped.
     """
     leaf = recorded[-1]
-    finish = _metadata(leaf).get("finish") if leaf.origin in _SAID else None
+    finish = _metadata(leaf).get("finish") if leaf.origin in _ACTION_ORIGINS else None
     if finish == "eos" and last is not None and _is_inline(last):
         return Outcome.INVALID
-    num_turns = sum(row.origin in _SAID for row in recorded)
-    ended_between_turns = leaf.origin in (Origin.ENVIRONMENT, Origin.PROMPT)
-    if ended_between_turns and num_turns >= settings.rollout.max_turns:
+    num_turns = sum(row.origin in _ACTION_ORIGINS for row in recorded)
+    is_between_turns = leaf.origin in (Origin.ENVIRONMENT, Origin.PROMPT)
+    if is_between_turns and num_turns >= settings.rollout.max_turns:
         return Outcome.TRUNCATED_TURNS
     return Outcome.TRUNCATED_TOKENS
 
@@ -241,29 +248,31 @@ def _metadata(row: TraceRow) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _stored(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     """The text as a trace file keeps it: lone surrogates spelled out."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _print(step: int, found: Sequence[tuple[_Recorded, Difference | None]], *, num_unrecorded: int) -> None:
-    differing = [(one, difference) for one, difference in found if difference is not None]
+def _print_differences(
+    step: int, results: Sequence[tuple[_Recorded, Difference | None]], *, num_unrecorded: int
+) -> None:
+    differing = [(rollout, difference) for rollout, difference in results if difference is not None]
     if differing:
         table = Table(
             *(Column(name, overflow="fold") for name in _COLUMNS), title=f"step {step}: first differences"
         )
-        for one, difference in differing[:_SHOWN]:
+        for rollout, difference in differing[:_MAX_ROWS]:
             turn = "" if difference.turn is None else str(difference.turn)
-            recorded, replayed = _around(difference.recorded, difference.replayed)
-            cells = (one.task_key, str(one.leaf.rollout), turn, difference.what, recorded, replayed)
+            recorded, replayed = _excerpts(difference.recorded, difference.replayed)
+            cells = (rollout.task_key, str(rollout.leaf.rollout), turn, difference.kind, recorded, replayed)
             table.add_row(*(Text(cell) for cell in cells))
         Terminal().print(table)
-        if len(differing) > _SHOWN:
-            say(f"... and {len(differing) - _SHOWN} more rollouts that differ")
+        if len(differing) > _MAX_ROWS:
+            print_lines(f"... and {len(differing) - _MAX_ROWS} more rollouts that differ")
     summary = Table("rollouts", "count", title=f"step {step}")
     counts = {
-        "replayed": len(found),
-        "same": len(found) - len(differing),
+        "replayed": len(results),
+        "same": len(results) - len(differing),
         "different": len(differing),
         "not on file (faults)": num_unrecorded,
     }
@@ -272,7 +281,7 @@ def _print(step: int, found: Sequence[tuple[_Recorded, Difference | None]], *, n
     Terminal().print(summary)
 
 
-def _around(recorded: str, replayed: str) -> tuple[str, str]:
+def _excerpts(recorded: str, replayed: str) -> tuple[str, str]:
     """Both texts on one line, cut to where they part, so that a long observation shows its difference."""
     recorded, replayed = (text.replace("\n", "\\n") for text in (recorded, replayed))
     same = next(

@@ -101,7 +101,7 @@ class TrainSettings(Settings):
     watchdog_s: float = Field(300.0, ge=0)
 
     @model_validator(mode="after")
-    def _possible_stages(self) -> "TrainSettings":
+    def _validate_stages(self) -> "TrainSettings":
         *before, last = (stage.num_steps for stage in self.stages) if self.stages else (None,)
         if last is not None:
             raise ValueError(
@@ -109,9 +109,9 @@ class TrainSettings(Settings):
             )
         if None in before:
             raise ValueError("every one of train.stages but the last needs num_steps")
-        if 0 < self.num_steps <= (begin := sum(filter(None, before))):
+        if 0 < self.num_steps <= (last_start := sum(filter(None, before))):
             raise ValueError(
-                f"the last of train.stages would begin at step {begin}: "
+                f"the last of train.stages would begin at step {last_start}: "
                 f"train.num_steps = {self.num_steps} ends before it"
             )
         return self
@@ -141,8 +141,8 @@ class RunSettings(Settings):
         """Episodes at a time: never more than the environment has room for, because one that waits holds the
         batch.
         """
-        wanted, room = self.train.max_concurrent, self.environment.max_concurrent
-        return wanted if room is None else min(wanted, room)
+        requested, room = self.train.max_concurrent, self.environment.max_concurrent
+        return requested if room is None else min(requested, room)
 
     @property
     def limits(self) -> Limits:
@@ -178,7 +178,7 @@ class RunSettings(Settings):
         return frozenset(name for name, rests in rules.items() if rests)
 
     @model_validator(mode="after")
-    def _possible(self) -> "RunSettings":
+    def _validate(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
         if not (self.train.num_steps or self.cold_start.num_examples or self.evaluation.at_start):
@@ -187,21 +187,21 @@ class RunSettings(Settings):
             )
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
-        self._possible_history()
-        self._possible_contexts()
-        self._possible_conversations()
-        self._possible_buffer()
-        self._possible_adapters()
+        self._validate_history()
+        self._validate_contexts()
+        self._validate_conversations()
+        self._validate_buffer()
+        self._validate_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
             raise ValueError(reason)
         if self.update.attention == "flex" and self.model.device == "cpu":
             raise ValueError("update.attention = flex has no backward pass on a CPU: it needs a GPU")
-        self._possible_experts()
-        self._possible_cluster()
-        self.algorithm.require_possible(self)
+        self._validate_experts()
+        self._validate_cluster()
+        self.algorithm.validate_run(self)
         return self
 
-    def _possible_history(self) -> None:
+    def _validate_history(self) -> None:
         """Rendering again keeps what the messages hold, and no text between them."""
         if self.model.history_thinking == "keep":
             return
@@ -226,41 +226,41 @@ class RunSettings(Settings):
                 "(evaluation.num_trials): use keep"
             )
 
-    def _possible_conversations(self) -> None:
+    def _validate_conversations(self) -> None:
         """What a program keeps has no place for steps that it did not ask for."""
         if not self.environment.keeps_conversations:
             return
-        shown = self.cold_start.num_examples and self.cold_start.retrieve_share
-        if self.algorithm.retrieves or shown:
-            what = "cold_start.retrieve_share" if shown else f"algorithm.type = {self.algorithm.type}"
+        shows_steps = self.cold_start.num_examples and self.cold_start.retrieve_share
+        if self.algorithm.retrieves or shows_steps:
+            source = "cold_start.retrieve_share" if shows_steps else f"algorithm.type = {self.algorithm.type}"
             raise ValueError(
-                f"{what} puts steps into the conversation, which environment.type = {self.environment.type} "
+                f"{source} puts steps into the conversation, which environment.type = {self.environment.type} "
                 "leaves to a program: it cannot answer them"
             )
 
-    def _possible_contexts(self) -> None:
+    def _validate_contexts(self) -> None:
         if not self.engine.reads_contexts:
             return
-        given = {
+        features = {
             f"environment.type = {self.environment.type}": self.environment.keeps_conversations,
             "model.history_thinking = strip": self.model.history_thinking == "strip",
             "model.template_kwargs": bool(self.model.template_kwargs),
             "native tool calls (environment.protocol)": self.environment.call_format is not None,
         }
-        if refused := [name for name, is_given in given.items() if is_given]:
+        if refused := [name for name, is_used in features.items() if is_used]:
             raise ValueError(
                 f"engine.type = {self.engine.type} reads plain messages out of contexts that only grow: "
                 f"it goes without {refused[0]}"
             )
 
-    def _possible_buffer(self) -> None:
+    def _validate_buffer(self) -> None:
         if self.buffer.evolve and not self.algorithm.retrieves:
             raise ValueError(
                 "buffer.evolve needs algorithm.type = rapo with num_hybrid of at least 1: "
                 "nothing else opens the buffer"
             )
 
-    def _possible_adapters(self) -> None:
+    def _validate_adapters(self) -> None:
         if self.model.lora is None:
             return
         if self.model.trained_layers is not None:
@@ -273,7 +273,7 @@ class RunSettings(Settings):
                 "it does not say that it takes adapters (model.lora)"
             )
 
-    def _possible_experts(self) -> None:
+    def _validate_experts(self) -> None:
         memory = self.algorithm.tip_memory
         writes_tips = memory is not None and memory.writer == "environment"
         if self.cold_start.num_examples and self.cold_start.tip_share and not writes_tips:
@@ -286,10 +286,10 @@ class RunSettings(Settings):
                 f"algorithm.type = {self.algorithm.type} forks by replay, "
                 f"and these tasks replay differently: {', '.join(refused)}"
             )
-        if self.algorithm.asks_experts and not self.environment.has_experts:
+        if self.algorithm.needs_experts and not self.environment.has_experts:
             raise ValueError("these tasks come without experts: name a file with algorithm.demonstrations")
 
-    def _possible_cluster(self) -> None:
+    def _validate_cluster(self) -> None:
         cluster = self.cluster
         if cluster.num_trainers > 1 and not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError("cluster.num_trainers above 1 has nothing to train here")
@@ -303,38 +303,38 @@ class RunSettings(Settings):
                 "trainer's GPU), or cluster.weights=nccl with cluster.num_engines (on further GPUs)"
             )
         if cluster.is_remote:
-            self._possible_remote()
-            self._possible_gpus()
+            self._validate_remote()
+            self._validate_gpus()
         if cluster.max_staleness and self.algorithm.sampler_correction is None:
             raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")
         if cluster.in_flight:
-            self._possible_in_flight()
+            self._validate_in_flight()
 
-    def _possible_in_flight(self) -> None:
+    def _validate_in_flight(self) -> None:
         """Groups that play while weights come and go, several steps of them at a time."""
         refused = {
             "rollouts that branch": self.algorithm.forks_by_replay,
             "algorithm.dynamic_sampling": self.algorithm.drops_groups,
             "buffer.evolve": self.buffer.evolve,
         }
-        if found := [name for name, is_there in refused.items() if is_there]:
-            raise ValueError(f"cluster.in_flight goes without {' and '.join(found)}")
+        if conflicts := [name for name, is_there in refused.items() if is_there]:
+            raise ValueError(f"cluster.in_flight goes without {' and '.join(conflicts)}")
 
-    def _possible_gpus(self) -> None:
+    def _validate_gpus(self) -> None:
         """What only vLLM does, and only on GPUs."""
         cluster = self.cluster
         has_vllm, has_gpus = self.engine.has_own_processes, self.model.device != "cpu"
         if cluster.tensor_parallel > 1 and not has_vllm:
             raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
         if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):
-            what = f"weights = {cluster.weights}" if cluster.sends_directly else "placement = colocate"
-            raise ValueError(f"cluster.{what} needs engine.type = vllm and model.device = cuda")
+            setting = f"weights = {cluster.weights}" if cluster.sends_directly else "placement = colocate"
+            raise ValueError(f"cluster.{setting} needs engine.type = vllm and model.device = cuda")
 
-    def _possible_remote(self) -> None:
+    def _validate_remote(self) -> None:
         """Engines and rollout workers as processes of their own."""
-        asked = "cluster.num_engines, num_rollout_workers and weights"
+        names = "cluster.num_engines, num_rollout_workers and weights"
         if not self.train.num_steps and not self.cold_start.num_examples:
-            raise ValueError(f"{asked} have nothing to train here")
+            raise ValueError(f"{names} have nothing to train here")
         if (
             self.cluster.batching == "stream"
             and getattr(self.environment, "max_batch_calls", None) is not None
@@ -343,7 +343,7 @@ class RunSettings(Settings):
                 "cluster.batching = stream has no rounds, which environment.max_batch_calls counts"
             )
         if self.evaluation.num_trials:
-            raise ValueError(f"{asked} are for training: an adaptation plays in one process")
+            raise ValueError(f"{names} are for training: an adaptation plays in one process")
         if self.cluster.num_rollout_workers > self.num_concurrent:
             raise ValueError(
                 f"cluster.num_rollout_workers {self.cluster.num_rollout_workers} exceeds the "

@@ -10,9 +10,9 @@ from outrider.rollout.scheduler import Rollouts
 from outrider.trace import Trace
 from outrider.train.components import Components
 from outrider.train.data.task_sampling import SampledStep, play_step
-from outrider.train.in_flight import Flight
+from outrider.train.in_flight import AsyncRolloutQueue
 from outrider.train.metrics.step_metrics import rollout_metrics
-from outrider.train.state.queue import Played
+from outrider.train.state.queue import QueuedStep
 from outrider.train.state.run_state import RunState
 
 
@@ -27,19 +27,19 @@ class StepSource:
     rollouts: Callable[[], Rollouts]
     tick: Callable[[str], None]
     note: Callable[[str], None]
-    _flight: Flight | None = None
+    _async_queue: AsyncRolloutQueue | None = None
 
-    def next(self) -> Played:
+    def next(self) -> QueuedStep:
         """The rollouts of the step that comes, once they are there. Raises what playing and ``tick``
         raise.
         """
         if self.parts.settings.cluster.in_flight:
-            flight = self._flight = self._flight or self._started()
-            flight.begin(self._newest)
-            return flight.collect(self.state.step, on_tick=self.tick)
+            async_queue = self._async_queue = self._async_queue or self._start_queue()
+            async_queue.begin(self._newest)
+            return async_queue.collect(self.state.step, on_tick=self.tick)
         return self.state.queued or self._play()
 
-    def _play(self) -> Played:
+    def _play(self) -> QueuedStep:
         """With nothing beside them."""
         parts, state = self.parts, self.state
         counts = parts.algorithm.counts()
@@ -49,37 +49,41 @@ class StepSource:
             # the step is given up: it will be played again, to the same bits
             parts.algorithm.restore_counts(counts)
             raise
-        return Played(sampled=sampled, counts=counts, seconds=0.0)
+        return QueuedStep(sampled=sampled, counts=counts, seconds=0.0)
 
-    def _started(self) -> Flight:
-        assert self.parts.elsewhere is not None  # the settings ask for engines of their own
+    def _start_queue(self) -> AsyncRolloutQueue:
+        assert self.parts.remote is not None  # the settings ask for engines of their own
         state = self.state
-        player = self.parts.elsewhere.flight(self.parts)
-        flight = Flight(self.parts, player, step=state.step, cursor=state.task_cursor, kept=state.kept)
-        if flight.num_begun_anew:
-            self.note(f"{flight.num_begun_anew} groups that had not ended at the checkpoint begin anew")
-        state.kept, state.keep = None, flight.kept
-        return flight
+        player = self.parts.remote.group_player(self.parts)
+        async_queue = AsyncRolloutQueue(
+            self.parts, player, step=state.step, cursor=state.task_cursor, snapshot=state.queue_snapshot
+        )
+        if async_queue.num_restarted_groups:
+            self.note(
+                f"{async_queue.num_restarted_groups} groups that had not ended at the checkpoint begin anew"
+            )
+        state.queue_snapshot, state.snapshot_queue = None, async_queue.snapshot
+        return async_queue
 
     @property
     def _newest(self) -> int:
         settings = self.parts.settings
         return min(self.state.step + settings.cluster.max_staleness, settings.train.num_steps - 1)
 
-    def weights_moved(self) -> None:
+    def on_weights_updated(self) -> None:
         """The engines have new weights, and the step that they are for is the next one: more may begin."""
-        if self._flight is not None:
-            self._flight.begin(self._newest)
+        if self._async_queue is not None:
+            self._async_queue.begin(self._newest)
 
-    def recorded(self) -> None:
+    def on_step_recorded(self) -> None:
         """The metrics of a step are on record."""
-        if self._flight is not None:
-            self._flight.recorded()
+        if self._async_queue is not None:
+            self._async_queue.on_step_recorded()
 
     def end(self) -> None:
         """No further step comes: what is still under way is given up."""
-        if self._flight is not None:
-            self._flight.give_up()
+        if self._async_queue is not None:
+            self._async_queue.cancel()
 
     def is_last(self, report: SampledStep) -> bool:
         """Whether no step comes behind the one of these rollouts."""
@@ -91,8 +95,8 @@ class StepSource:
 
     def probes(self, report: SampledStep) -> list[Trace]:
         """What says that the engines have the newest weights, where the rollouts cannot."""
-        elsewhere = self.parts.elsewhere
-        if elsewhere is None or not self.parts.settings.cluster.max_staleness:
+        remote = self.parts.remote
+        if remote is None or not self.parts.settings.cluster.max_staleness:
             return []
         # the first group may have been lost to a fault
-        return next(filter(None, map(elsewhere.probes, report.traces)), [])
+        return next(filter(None, map(remote.probes, report.traces)), [])

@@ -18,24 +18,24 @@ from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
 from outrider.train.data.buffer_growth import evolve_buffer
 from outrider.train.data.imitation import imitate_experts
-from outrider.train.data.off_policy_data import interleaved, mix_in
-from outrider.train.data.stages import groups_on, stage_lines, stage_metrics
+from outrider.train.data.off_policy_data import add_off_policy_groups, interleave
+from outrider.train.data.stages import count_groups, stage_lines, stage_metrics
 from outrider.train.data.task_sampling import SampledStep
 from outrider.train.evaluation_record import record_evaluation
 from outrider.train.metrics.advice import Advice
-from outrider.train.metrics.ahead import work_ahead
+from outrider.train.metrics.ahead import remaining_work
 from outrider.train.metrics.alarms import skipped_alarms, step_alarms
 from outrider.train.metrics.staleness import staleness_metrics
 from outrider.train.metrics.step_clock import StepClock
 from outrider.train.metrics.step_record import step_record
 from outrider.train.metrics.trace_records import NodeValues
-from outrider.train.overlap import beside
-from outrider.train.state.checkpoint import checkpoints_newest_first, step_named
+from outrider.train.overlap import prefetch_rollouts
+from outrider.train.state.checkpoint import checkpoint_step_or_none, checkpoints_newest_first
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.run_state import RunState
-from outrider.train.step_files import seen_by_update
+from outrider.train.step_files import collect_node_values
 from outrider.train.step_source import StepSource
-from outrider.train.update.advantage_stage import credit_step
+from outrider.train.update.advantage_stage import assign_step_advantages
 from outrider.train.update.update import UpdateReport
 from outrider.watch.progress import Progress
 from outrider.watch.run_pace import RunPace
@@ -69,7 +69,7 @@ class Trainer:
         self.advice = Advice(
             settings=self.parts.settings,
             context_length=self.parts.engine.context_length,
-            stop=self.parts.family.stop,
+            stop=self.parts.task_set.stop,
         )
         self.state = RunState(run=self.run, parts=self.parts, note=self.progress.note)
         self.source = StepSource(
@@ -100,14 +100,14 @@ class Trainer:
 
     def _tick(self, rollouts: str) -> None:
         self.progress.advance(self.num_done, rollouts=rollouts)
-        self._leave_if_asked()
+        self._raise_if_stopped()
 
-    def _leave_if_asked(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self.stop.is_set():
             raise _StopRequested
 
     def _train(self) -> None:
-        self._leave_if_asked()
+        self._raise_if_stopped()
         settings, state = self.parts.settings, self.state
         checkpoints = checkpoints_newest_first(self.run.checkpoints)
         if not checkpoints:
@@ -116,14 +116,14 @@ class Trainer:
             saved = state.load_newest(checkpoints)
             if self._is_finished():
                 if state.check_records(saved):
-                    state.seal_records()  # where a kill came between the last evaluation and that
+                    state.write_record_checksums()  # where a kill came between the last evaluation and that
                 self.progress.note(
                     f"this run is finished: {state.step} of {settings.train.num_steps} steps; nothing to do"
                 )
                 return
             state.rewind(saved, last_label=self._last_label)
             self.pace.recall(state.metrics.path)
-            self._say(self._fresh_start())
+            self._note_lines(self._fresh_start())
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
         every = settings.evaluation.every
@@ -131,13 +131,13 @@ class Trainer:
             self._evaluate(f"step {state.step}")  # where a stop came between the step and its evaluation
         if state.step < settings.train.num_steps:
             self._show_training()
-        while state.step < settings.train.num_steps and not self._budget_spent():
+        while state.step < settings.train.num_steps and not self._is_budget_spent():
             with self.pace.timed("step"):
-                shown = self._train_step()
-            self._look_ahead()
+                fields = self._train_step()
+            self._update_remaining_work()
             self.num_done = state.step
-            self.progress.advance(state.step, **shown)
-            self._leave_if_asked()
+            self.progress.advance(state.step, **fields)
+            self._raise_if_stopped()
             if every and state.step % every == 0 and state.step < settings.train.num_steps:
                 self._evaluate(f"step {state.step}")
                 self._show_training()
@@ -148,7 +148,7 @@ class Trainer:
         self.source.end()
         if state.step:
             self._evaluate(self._last_label)
-        state.seal_records()
+        state.write_record_checksums()
 
     def _fresh_start(self) -> list[str]:
         """A run of rollouts beside updates has none where it had ended."""
@@ -169,9 +169,9 @@ class Trainer:
         """Up to the checkpoint of step 0, from which training goes on."""
         self.state.begin()
         settings, tasks = self.parts.settings, self.parts.train_tasks
-        for num_groups, num_tasks in groups_on(settings.train, tasks):
-            self._say(settings.algorithm.warnings(num_groups=num_groups, num_tasks=num_tasks))
-        self._say(stage_lines(settings.train, tasks))
+        for num_groups, num_tasks in count_groups(settings.train, tasks):
+            self._note_lines(settings.algorithm.warnings(num_groups=num_groups, num_tasks=num_tasks))
+        self._note_lines(stage_lines(settings.train, tasks))
         if settings.evaluation.at_start:
             self._evaluate_start(settings.model.initial_checkpoint)
         self._cold_start()
@@ -181,7 +181,7 @@ class Trainer:
     def _save(self) -> None:
         with self.pace.timed("checkpoint"):
             self.state.save()
-        self._look_ahead()
+        self._update_remaining_work()
 
     @property
     def _last_label(self) -> str:
@@ -191,12 +191,12 @@ class Trainer:
 
     def _is_finished(self) -> bool:
         """Whether all steps are done and the last evaluation, where there is a panel, is on file."""
-        ended = self.state.step >= self.parts.settings.train.num_steps or self._budget_spent()
-        return ended and self._is_evaluated(self._last_label)
+        is_done = self.state.step >= self.parts.settings.train.num_steps or self._is_budget_spent()
+        return is_done and self._is_evaluated(self._last_label)
 
     def _is_evaluated(self, label: str) -> bool:
         return not self.parts.test_tasks or any(
-            one["label"] == label for one in self.run.finished_evaluations()
+            evaluation["label"] == label for evaluation in self.run.finished_evaluations()
         )
 
     def _stage(self, name: str, total: int, *, done: int = 0, num_parallel: int = 1) -> None:
@@ -207,14 +207,14 @@ class Trainer:
         """The stage of training, whose time left is that of the run: evaluations and checkpoints come between
         its steps.
         """
-        self._look_ahead()
+        self._update_remaining_work()
         self.num_done = self.state.step
         total = self.parts.settings.train.num_steps
-        self.progress.stage("train", total, done=self.num_done, left_by=lambda: self.pace.left)
+        self.progress.stage("train", total, done=self.num_done, time_left=lambda: self.pace.left)
 
-    def _look_ahead(self) -> None:
+    def _update_remaining_work(self) -> None:
         state = self.state
-        self.pace.ahead = work_ahead(
+        self.pace.remaining = remaining_work(
             self.parts.settings,
             step=state.step,
             saved_step=state.saved_step,
@@ -223,11 +223,11 @@ class Trainer:
             ends_evaluated=self._is_evaluated(self._last_label),
         )
 
-    def _say(self, lines: list[str]) -> None:
+    def _note_lines(self, lines: list[str]) -> None:
         for line in lines:
             self.progress.note(line)
 
-    def _budget_spent(self) -> bool:
+    def _is_budget_spent(self) -> bool:
         budget = self.parts.settings.train.max_policy_tokens
         return budget is not None and self.state.num_policy_tokens >= budget
 
@@ -240,22 +240,22 @@ class Trainer:
         def on_step(done: int, values: dict[str, float]) -> None:
             self.state.metrics.write(done, "sft", values)
             self.trackers.log(first + done, values)
-            self._say(skipped_alarms(done, values))
+            self._note_lines(skipped_alarms(done, values))
             self.num_done = done
             self.progress.advance(done, loss=values["sft/loss"])
-            self._leave_if_asked()
+            self._raise_if_stopped()
 
         self.parts.engine.free_cache()
         imitate_experts(
             self.parts,
             stage=self._stage,
             note=self.progress.note,
-            on_done=self._show,
+            on_done=self._advance,
             on_step=on_step,
-            on_played=lambda traces: self.state.files.write_experts(self.parts, traces),
+            on_rollouts=lambda traces: self.state.files.write_experts(self.parts, traces),
         )
 
-    def _show(self, done: int) -> None:
+    def _advance(self, done: int) -> None:
         self.num_done = done
         self.progress.advance(done)
 
@@ -268,15 +268,15 @@ class Trainer:
                 self.num_done = done
             self._tick(f"{done}/{total}")
 
-        if parts.elsewhere is not None:
-            return parts.elsewhere.rollouts(parts, training=training, on_finished=on_finished)
+        if parts.remote is not None:
+            return parts.remote.rollouts(parts, training=training, on_finished=on_finished)
         temperature = 1.0 if training else settings.evaluation.temperature
         return Scheduler(
             engine=parts.engine,
             renderer=parts.renderer,
             factory=parts.factory,
             limits=settings.limits,
-            sampling=Sampling(temperature=temperature, stop=parts.family.stop),
+            sampling=Sampling(temperature=temperature, stop=parts.task_set.stop),
             run_seed=settings.seed,
             hooks=parts.algorithm.hooks if training else (),
             max_concurrent=settings.num_concurrent,
@@ -284,64 +284,73 @@ class Trainer:
             limits_calls=training,
             group_timeout_s=settings.train.group_timeout_s if training else None,
             on_finished=on_finished,
-            whereabouts=parts.whereabouts,
+            rollout_status=parts.rollout_status,
         )
 
     def _train_step(self) -> dict[str, float]:
         """Rollout, advantages, update, record; what is shown of it."""
         parts, state = self.parts, self.state
-        clock = StepClock(elsewhere=parts.elsewhere)
-        played = self.source.next()
-        report = played.sampled
+        clock = StepClock(remote=parts.remote)
+        queued = self.source.next()
+        report = queued.sampled
         require_results(report.traces, report.faults)
         for line in require_room(report.traces, context_length=parts.engine.context_length):
             self.progress.note(f"step {state.step + 1}: {line}")
-        replayed, mixed = mix_in(parts, report.traces, step=state.step, note=self.progress.note)
-        clock.rolled(ahead_s=played.seconds or None)
+        replayed, mix_metrics = add_off_policy_groups(
+            parts, report.traces, step=state.step, note=self.progress.note
+        )
+        clock.mark_rollouts(prefetch_s=queued.seconds or None)
         if not parts.settings.cluster.in_flight:  # there turns are under way
             parts.engine.free_cache()
-        credits_ = credit_step(parts, report.trained)
+        group_advantages = assign_step_advantages(parts, report.trained)
         probes = self.source.probes(report)
-        with beside(parts, report, step=state.step + 1, is_last=self.source.is_last(report)) as ahead:
-            clock.updating()
-            trained = interleaved(report.trained, replayed)
-            updated, aged = self._update(report, trained, probes)
-            clock.updated()
-            if ahead is not None:
-                ahead.wait(on_tick=lambda shown: self.progress.advance(self.num_done, rollouts=shown))
-            clock.waited()
+        with prefetch_rollouts(
+            parts, report, step=state.step + 1, is_last=self.source.is_last(report)
+        ) as prefetch:
+            clock.mark_update_start()
+            trained = interleave(report.trained, replayed)
+            update_report, staleness = self._update(report, trained, probes)
+            clock.mark_update_end()
+            if prefetch is not None:
+                prefetch.wait(on_tick=lambda text: self.progress.advance(self.num_done, rollouts=text))
+            clock.mark_wait_end()
             parts.engine.load(parts.engine.weight_version + 1)
             state.step += 1
             state.task_cursor = report.cursor
-            self.source.weights_moved()
+            self.source.on_weights_updated()
             values = step_record(
-                parts, report, credits_, mixed=mixed, updated=updated.metrics, counts_before=played.counts
+                parts,
+                report,
+                group_advantages,
+                mix_metrics=mix_metrics,
+                update_metrics=update_report.metrics,
+                counts_before=queued.counts,
             )
-            values |= aged | clock.ended(
+            values |= staleness | clock.metrics(
                 num_policy_tokens=values.get("tokens/policy", 0.0),
-                num_computed_tokens=updated.num_computed_tokens,
+                num_computed_tokens=update_report.num_computed_tokens,
             )
-            values |= self._grown(report)
-            self._record(report, values, seen_by_update(parts, trained, updated))
-            self.source.recorded()
+            values |= self._buffer_metrics(report)
+            self._record(report, values, collect_node_values(parts, trained, update_report))
+            self.source.on_step_recorded()
             # Only now: what the next rollouts bring is no part of this step's record.
-            state.queued = None if ahead is None else ahead.take()
+            state.queued = None if prefetch is None else prefetch.collect()
         return {name: values[key] for name, key in STEP_FIELDS.items() if key in values}
 
-    def _grown(self, report: SampledStep) -> dict[str, float]:
+    def _buffer_metrics(self, report: SampledStep) -> dict[str, float]:
         """What the buffer takes in of the step, and how the weights went to engines elsewhere."""
         parts = self.parts
-        sent = {} if parts.elsewhere is None else parts.elsewhere.metrics()
+        transfer_metrics = {} if parts.remote is None else parts.remote.metrics()
         if parts.buffer is None:
-            return sent
-        grown = evolve_buffer(
+            return transfer_metrics
+        growth_metrics = evolve_buffer(
             parts.buffer,
             report.traces,
             settings=parts.settings.buffer,
             step=self.state.step,
             count_tokens=token_counter(parts.renderer),
         )
-        return grown | sent
+        return growth_metrics | transfer_metrics
 
     def _update(
         self, report: SampledStep, trained: Sequence[Trace], probes: Sequence[Trace]
@@ -349,17 +358,17 @@ class Trainer:
         """The optimiser steps on these rollouts, and how old those are where that is a question."""
         parts = self.parts
         limit, version = parts.settings.cluster.max_staleness, parts.engine.weight_version
-        aged = staleness_metrics(report.traces, version=version, limit=limit) if limit else {}
-        updated = parts.learner.update(
+        staleness = staleness_metrics(report.traces, version=version, limit=limit) if limit else {}
+        update_report = parts.learner.update(
             trained,
             parts.algorithm,
             on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
             version=version if limit else None,
             probes=probes,
         )
-        return updated, aged
+        return update_report, staleness
 
-    def _record(self, report: SampledStep, values: dict[str, float], seen: NodeValues) -> None:
+    def _record(self, report: SampledStep, values: dict[str, float], node_values: NodeValues) -> None:
         """Traces, metrics and alarms of the step that has ended; ``values`` gets what the run counts."""
         parts, state = self.parts, self.state
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
@@ -371,15 +380,15 @@ class Trainer:
             self.num_restarts = 0
         if (seconds := self.pace.seconds("checkpoint")) is not None:
             values["time/checkpoint"] = seconds
-        state.files.write_step(parts, report.traces, seen, step=state.step)
+        state.files.write_step(parts, report.traces, node_values, step=state.step)
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
-        self._say(
+        self._note_lines(
             step_alarms(parts.settings, step=state.step, values=values, fault_reasons=report.fault_reasons)
         )
-        self._say(self.advice.lines(report.traces, step=state.step, values=values))
-        if parts.elsewhere is not None:
-            self._say(parts.elsewhere.notes())
+        self._note_lines(self.advice.lines(report.traces, step=state.step, values=values))
+        if parts.remote is not None:
+            self._note_lines(parts.remote.notes())
 
     def _evaluate_start(self, checkpoint: str | None) -> None:
         """Evaluate the weights that the run begins with. If it does not train them, the evaluation is one of
@@ -391,13 +400,13 @@ class Trainer:
             return
         settings, folder = self.parts.settings, Path(checkpoint)
         # An earlier version may have written the path in another way.
-        on_file = [str(one["label"]) for one in self.run.finished_evaluations()]
-        label = next((one for one in on_file if one.startswith("of ")), f"of {shown_path(folder)}")
+        labels = [str(entry["label"]) for entry in self.run.finished_evaluations()]
+        label = next((entry for entry in labels if entry.startswith("of ")), f"of {shown_path(folder)}")
         trains = settings.train.num_steps or settings.cold_start.num_examples
         if trains:
             self._evaluate(label, tracker_step=before)
         else:
-            self._evaluate(label, step=step_named(folder))
+            self._evaluate(label, step=checkpoint_step_or_none(folder))
 
     def _evaluate(self, label: str, *, step: int | None = None, tracker_step: int | None = None) -> None:
         """Play the frozen panel unless its result is on file already; ``step`` None is that of the run,
@@ -421,4 +430,4 @@ class Trainer:
             self.state, evaluation, traces, seconds=self.pace.last("evaluation")
         )
         self.trackers.log(step if tracker_step is None else tracker_step, values)
-        self._say(lines)
+        self._note_lines(lines)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outrider.errors import DataError
 from outrider.watch.run_directory import Evaluation
-from outrider.watch.samples import Sample, rollouts_of
+from outrider.watch.samples import Sample, samples_from_rows
 from outrider.watch.traces import TraceReader
 
 
@@ -18,7 +18,7 @@ def pick_before_after(
     all. Nothing is shown of evaluations on different panels, or where the rollouts are not on file (runs of
     earlier versions).
     """
-    starts = [number for number, one in enumerate(evaluations) if one.step == 0]
+    starts = [number for number, evaluation in enumerate(evaluations) if evaluation.step == 0]
     if not starts or evaluations[-1].step == 0:
         return ()
     first, last = evaluations[starts[-1]], evaluations[-1]
@@ -36,5 +36,7 @@ def pick_before_after(
     except DataError as error:
         notes.append(f"traces: {error}")
         return ()
-    shown = [next((s for s in rollouts_of(rows, notes) if s.leaf.task_key == key), None) for rows in sides]
-    return tuple(sample for sample in shown if sample is not None) if None not in shown else ()
+    samples = [
+        next((s for s in samples_from_rows(rows, notes) if s.leaf.task_key == key), None) for rows in sides
+    ]
+    return tuple(sample for sample in samples if sample is not None) if None not in samples else ()

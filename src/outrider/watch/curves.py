@@ -15,7 +15,7 @@ from markupsafe import Markup
 from outrider.printing import score
 
 MAX_POINTS: Final = 160  # more are averaged in buckets: the drawing is 380 units wide
-_SMOOTH_FROM: Final = 40  # points from which a moving mean is drawn over the faint raw line
+_SMOOTHING_MIN_POINTS: Final = 40  # points from which a moving mean is drawn over the faint raw line
 _WIDTH, _HEIGHT = 460, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 448, 26, 186  # the plot's frame
 
@@ -52,7 +52,7 @@ class Series:
 class Chart:
     """A chart of up to four series that share a unit.
 
-    ``is_share``: values are shares of 0 to 1, written in per cent. ``places`` are names of x that are no
+    ``is_share``: values are shares of 0 to 1, written in per cent. ``x_tick_labels`` are names of x that are no
     numbers of the axis: they must lie left of all others.
     """
 
@@ -61,9 +61,9 @@ class Chart:
     y_label: str
     series: tuple[Series, ...]
     is_share: bool = False
-    places: Mapping[float, str] = field(default_factory=dict)
+    x_tick_labels: Mapping[float, str] = field(default_factory=dict)
 
-    def written(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """A value as people read it."""
         return score(value) if self.is_share else number(value)
 
@@ -87,19 +87,21 @@ def svg_chart(chart: Chart) -> Markup:
     """The chart as an ``<svg>`` element; every label is escaped. Raises ``ValueError`` when no series has a
     value.
     """
-    series = [Series(label=one.label, points=_thinned(one.points)) for one in chart.series]
-    points = [point for one in series for point in one.points if point.value is not None]
+    series = [Series(label=line.label, points=_thinned(line.points)) for line in chart.series]
+    points = [point for line in series for point in line.points if point.value is not None]
     if not points:
         raise ValueError(f"chart {chart.title!r} has no values")
     heights = [
         height for point in points for height in (point.value, point.low, point.high) if height is not None
     ]
-    x_ticks = _x_ticks([point.x for point in points if point.x not in chart.places] or list(chart.places))
-    left = min(x_ticks[0], *chart.places) if chart.places else x_ticks[0]
+    x_ticks = _x_ticks(
+        [point.x for point in points if point.x not in chart.x_tick_labels] or list(chart.x_tick_labels)
+    )
+    left = min(x_ticks[0], *chart.x_tick_labels) if chart.x_tick_labels else x_ticks[0]
     frame = _Frame(x_ticks=x_ticks, y_ticks=ticks(min(heights), max(heights)), left=left)
     body = [
         _axes(chart, frame),
-        *(_line(one, index, frame, chart) for index, one in enumerate(series)),
+        *(_line(line, index, frame, chart) for index, line in enumerate(series)),
         _legend(series),
     ]
     head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
@@ -169,7 +171,7 @@ def _axes(chart: Chart, frame: _Frame) -> Markup:
                 _LEFT - 6, y + 4, number(scale * tick)
             )
         )
-    for tick, name in (*((tick, number(tick)) for tick in frame.x_ticks), *chart.places.items()):
+    for tick, name in (*((tick, number(tick)) for tick in frame.x_ticks), *chart.x_tick_labels.items()):
         x = round(frame.x(tick), 1)
         parts.append(Markup('<path class="axis" d="M{} {}v4"/>').format(x, _BOTTOM))
         parts.append(
@@ -186,7 +188,7 @@ def _axes(chart: Chart, frame: _Frame) -> Markup:
 
 def _line(series: Series, index: int, frame: _Frame, chart: Chart) -> Markup:
     parts = [_interval(point, index, frame) for point in series.points]
-    if len(series.points) >= _SMOOTH_FROM:
+    if len(series.points) >= _SMOOTHING_MIN_POINTS:
         window = max(2, len(series.points) // 20)
         means = moving_mean([point.value for point in series.points], window)
         smooth = [Point(x=point.x, value=mean) for point, mean in zip(series.points, means, strict=True)]
@@ -200,16 +202,18 @@ def _dot(point: Point, label: str, index: int, frame: _Frame, chart: Chart) -> M
     if point.value is None:
         return Markup("")
     low, high = (math.nan if end is None else end for end in (point.low, point.high))
-    told = score(point.value, low, high) if chart.is_share else number(point.value)
+    text = score(point.value, low, high) if chart.is_share else number(point.value)
     dot = Markup('<circle class="dot s{}" cx="{}" cy="{}" r="2.6"><title>{}, {}: {}</title></circle>')
     x, y = round(frame.x(point.x), 1), round(frame.y(point.value), 1)
-    return dot.format(index, x, y, label, point.name or number(point.x), told)
+    return dot.format(index, x, y, label, point.name or number(point.x), text)
 
 
 def _interval(point: Point, index: int, frame: _Frame) -> Markup:
     if point.low is None or point.high is None:
         return Markup("")
-    x, low, high = (round(place, 1) for place in (frame.x(point.x), frame.y(point.low), frame.y(point.high)))
+    x, low, high = (
+        round(coordinate, 1) for coordinate in (frame.x(point.x), frame.y(point.low), frame.y(point.high))
+    )
     return Markup('<path class="interval s{}" d="M{} {}V{}"/>').format(index, x, low, high)
 
 
@@ -226,18 +230,18 @@ def _path(points: Sequence[Point], css: str, frame: _Frame) -> Markup:
 def _legend(series: Sequence[Series]) -> Markup:
     parts: list[Markup] = []
     x = _LEFT
-    for index, one in enumerate(series):
+    for index, line in enumerate(series):
         parts.append(Markup('<path class="line s{}" d="M{} {}h22"/>').format(index, x, _HEIGHT - 10))
-        parts.append(Markup('<text x="{}" y="{}">{}</text>').format(x + 27, _HEIGHT - 6, one.label))
-        x += 44 + 7 * len(one.label)
+        parts.append(Markup('<text x="{}" y="{}">{}</text>').format(x + 27, _HEIGHT - 6, line.label))
+        x += 44 + 7 * len(line.label)
     return Markup("").join(parts)
 
 
 def _summary(chart: Chart) -> str:
     parts = [
-        f"{one.label}: first {chart.written(values[0])}, last {chart.written(values[-1])}, "
-        f"lowest {chart.written(min(values))}, highest {chart.written(max(values))}"
-        for one in chart.series
-        if (values := one.values)
+        f"{line.label}: first {chart.format_value(values[0])}, last {chart.format_value(values[-1])}, "
+        f"lowest {chart.format_value(min(values))}, highest {chart.format_value(max(values))}"
+        for line in chart.series
+        if (values := line.values)
     ]
     return f"{chart.title} ({chart.y_label}) over {chart.x_label}. " + "; ".join(parts)

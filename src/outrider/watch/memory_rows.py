@@ -42,7 +42,7 @@ class MemoryWriter:
         """No file where nothing has changed. Raises OSError."""
         if not changes:
             return None
-        rows = [dict(zip(MEMORY_SCHEMA.names, (step, *_stored(one)), strict=True)) for one in changes]
+        rows = [dict(zip(MEMORY_SCHEMA.names, (step, *_stored(change)), strict=True)) for change in changes]
         return self._files.write(step_file(step), pa.Table.from_pylist(rows, schema=MEMORY_SCHEMA))
 
     def resume(self, step: int) -> int:

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from outrider.errors import ConfigError
 from outrider.printing import one_line
-from outrider.stopping import STOPPING, cleared_before_the_end
+from outrider.stopping import STOPPING, clear_before_exit
 from outrider.terminal import Terminal
 from outrider.watch.span import duration
-from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, shown
+from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, format_field
 
 _BAR_LEAST: Final = 5
 _BAR_MOST: Final = 30  # columns
@@ -38,12 +38,12 @@ class Progress(Protocol):
         *,
         done: int = 0,
         num_parallel: int = 1,
-        left_by: TimeLeft | None = None,
+        time_left: TimeLeft | None = None,
     ) -> None:
         """Begin a stage (set-up, buffer, cold start, evaluate, train), or take one up again; ``total`` units,
         None where unknown.
 
-        ``done`` of them are done already; ``num_parallel`` are under way at a time. ``left_by`` gives the
+        ``done`` of them are done already; ``num_parallel`` are under way at a time. ``time_left`` gives the
         seconds left where more comes than these units; it is asked again for every display. Such a stage is
         the run's own, and each of its units has a line.
         """
@@ -74,7 +74,7 @@ class NullProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        left_by: TimeLeft | None = None,
+        time_left: TimeLeft | None = None,
     ) -> None:
         """Ignored."""
 
@@ -119,13 +119,15 @@ class PlainProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        left_by: TimeLeft | None = None,
+        time_left: TimeLeft | None = None,
     ) -> None:
         """Print the end of the stage before, if it was thinned out, and the beginning of this one."""
         self._flush()
-        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
-        to_do = "start" if total is None else f"{done} of {total} done" if done else f"start, {total} to do"
-        self._print(f"{name}: {to_do}")
+        self._stage = self._clocks.begin(
+            name, total, done=done, num_parallel=num_parallel, time_left=time_left
+        )
+        status = "start" if total is None else f"{done} of {total} done" if done else f"start, {total} to do"
+        self._print(f"{name}: {status}")
 
     def advance(self, done: int, **fields: Field) -> None:
         """Print the state of the stage, unless the last line is younger than the interval."""
@@ -133,7 +135,7 @@ class PlainProgress:
             self.stage("run", None)
         stage = self._stage
         assert stage is not None
-        is_step = done != stage.done and stage.left_by is not None
+        is_step = done != stage.done and stage.time_left is not None
         stage.advance(done, dict(fields))
         self._has_unprinted = True
         if (
@@ -185,12 +187,12 @@ class RichProgress:
         self._message = ""
         self._is_broken = False
         self._is_stopping = False
-        self._is_left = False  # the last report of the stage has its line
+        self._has_printed_summary = False  # the last report of the stage has its line
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
         )
         self._live.start()
-        self._forget = cleared_before_the_end(self._live.stop)
+        self._unregister_cleanup = clear_before_exit(self._live.stop)
 
     def stage(
         self,
@@ -199,11 +201,13 @@ class RichProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        left_by: TimeLeft | None = None,
+        time_left: TimeLeft | None = None,
     ) -> None:
         """Leave one line for the finished stage and begin the next."""
-        self._leave_summary()
-        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
+        self._print_summary()
+        self._stage = self._clocks.begin(
+            name, total, done=done, num_parallel=num_parallel, time_left=time_left
+        )
         self._message = ""
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -212,9 +216,9 @@ class RichProgress:
             self.stage("run", None)
         stage = self._stage
         assert stage is not None
-        self._is_left = done != stage.done and stage.left_by is not None
+        self._has_printed_summary = done != stage.done and stage.time_left is not None
         stage.advance(done, dict(fields))
-        if self._is_left:
+        if self._has_printed_summary:
             self._print(one_line(stage.summary()))
 
     def note(self, text: str) -> None:
@@ -229,15 +233,15 @@ class RichProgress:
 
     def close(self) -> None:
         """Stop redrawing and leave the line of the last stage."""
-        self._leave_summary()
+        self._print_summary()
         self._stage = None
         self._guarded(self._live.stop)
-        self._forget()
+        self._unregister_cleanup()
 
-    def _leave_summary(self) -> None:
-        if self._stage is not None and not self._is_left:
+    def _print_summary(self) -> None:
+        if self._stage is not None and not self._has_printed_summary:
             self._print(one_line(self._stage.summary()))
-        self._is_left = False
+        self._has_printed_summary = False
 
     def _print(self, line: str) -> None:
         self._guarded(lambda: self._console.print(Text(line)))
@@ -254,12 +258,12 @@ class RichProgress:
 
     def _render(self) -> Group:
         stage = self._stage
-        told = [Text(STOPPING, style="bold")] if self._is_stopping else []
+        footer = [Text(STOPPING, style="bold")] if self._is_stopping else []
         if stage is None:
-            return Group(Text("starting"), *told)
+            return Group(Text("starting"), *footer)
         grid = Table.grid(padding=(0, 2))
         count = f"{stage.done}/{stage.total}" if stage.total is not None else str(stage.done)
-        left = stage.shown_left
+        left = stage.left_text
         times = f"elapsed {duration(stage.elapsed)}" + (f"  left {left}" if left is not None else "")
         name = Text(stage.name, style="bold", overflow="ellipsis", no_wrap=True)
         room = self._console.width - len(stage.name) - len(count) - len(times) - _GAPS
@@ -270,10 +274,10 @@ class RichProgress:
         else:
             grid.add_row(name, Text(count, no_wrap=True), Text(times, no_wrap=True))
         entries = list(stage.fields.items())  # at once: the run's thread adds to them while this one draws
-        fields = "  ".join(f"{name} {shown(value)}" for name, value in entries)
+        fields = "  ".join(f"{name} {format_field(value)}" for name, value in entries)
         message = Text(self._message, style="dim", overflow="ellipsis", no_wrap=True)
         shown_fields = Text(one_line(fields), overflow="ellipsis", no_wrap=True)
-        return Group(grid, shown_fields, message, *told)
+        return Group(grid, shown_fields, message, *footer)
 
 
 def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Progress:

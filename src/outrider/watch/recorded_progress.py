@@ -32,13 +32,13 @@ class RecordedProgress:
         self._inner = inner
         self._run = run
         self._clock = clock
-        self._written = -float("inf")
+        self._last_write = -float("inf")
         self._is_broken = False
         self._clocks = StageClocks(clock)
         self._stage = self._clocks.begin("", None, done=0, num_parallel=1)
         self._has_begun = False
-        self._told: list[str] = []  # lines of the set-up
-        self._now: dict[str, Any] = {
+        self._setup_lines: list[str] = []  # lines of the set-up
+        self._state: dict[str, Any] = {
             "pid": os.getpid(),
             "host": platform.node(),
             "stage": "",
@@ -55,15 +55,17 @@ class RecordedProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        left_by: TimeLeft | None = None,
+        time_left: TimeLeft | None = None,
     ) -> None:
         """See :class:`~outrider.watch.progress.Progress`."""
-        self._inner.stage(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
-        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
-        self._now |= {"stage": name, "total": total, "done": done, "fields": {}}
+        self._inner.stage(name, total, done=done, num_parallel=num_parallel, time_left=time_left)
+        self._stage = self._clocks.begin(
+            name, total, done=done, num_parallel=num_parallel, time_left=time_left
+        )
+        self._state |= {"stage": name, "total": total, "done": done, "fields": {}}
         if name != SET_UP and not self._has_begun:
             self._has_begun = True
-            for line in self._told:
+            for line in self._setup_lines:
                 self._guarded(partial(self._append, line))
         self._write()
 
@@ -71,22 +73,22 @@ class RecordedProgress:
         """See :class:`~outrider.watch.progress.Progress`."""
         self._inner.advance(done, **fields)
         self._stage.advance(done, dict(fields))
-        self._now["done"] = done
-        self._now["fields"] |= fields
-        if self._clock() - self._written >= _EVERY_S:
+        self._state["done"] = done
+        self._state["fields"] |= fields
+        if self._clock() - self._last_write >= _EVERY_S:
             self._write()
 
     def note(self, text: str) -> None:
         """See :class:`~outrider.watch.progress.Progress`; the step is the one that the line names, else the
         newest."""
         self._inner.note(text)
-        named = _STEP.search(text)
-        step = int(named[1]) if named else self._now["done"] if self._now["stage"] == "train" else None
-        line = {"time": time.time(), "stage": self._now["stage"], "step": step, "text": text}
+        match = _STEP.search(text)
+        step = int(match[1]) if match else self._state["done"] if self._state["stage"] == "train" else None
+        line = {"time": time.time(), "stage": self._state["stage"], "step": step, "text": text}
         if self._has_begun:
             self._guarded(partial(self._append, json.dumps(line)))
         else:
-            self._told.append(json.dumps(line))
+            self._setup_lines.append(json.dumps(line))
 
     def stopping(self) -> bool:
         """See :class:`~outrider.watch.progress.Progress`; called in a signal handler, so nothing is
@@ -95,7 +97,7 @@ class RecordedProgress:
 
     def close(self) -> None:
         """The last state, which says that the process did end its work, and the end of the display."""
-        self._now["has_ended"] = True
+        self._state["has_ended"] = True
         self._write()
         self._inner.close()
 
@@ -104,17 +106,17 @@ class RecordedProgress:
             stream.write(line + "\n")
 
     def _write(self) -> None:
-        self._written = self._clock()
+        self._last_write = self._clock()
         if self._has_begun:
             self._guarded(self._replace)
 
     def _replace(self) -> None:
         # Neither forced to disk nor locked: it says what is now, and a second later something else.
-        whole = self._run / f"{LIVE}.new"
-        whole.write_text(
-            json.dumps(self._now | {"line": self._stage.summary(), "time": time.time()}), encoding="utf-8"
+        temporary = self._run / f"{LIVE}.new"
+        temporary.write_text(
+            json.dumps(self._state | {"line": self._stage.summary(), "time": time.time()}), encoding="utf-8"
         )
-        whole.replace(self._run / LIVE)
+        temporary.replace(self._run / LIVE)
 
     def _guarded(self, write: Any) -> None:
         if self._is_broken:

@@ -27,8 +27,11 @@ _NUM_NOTES: Final = 20
 _COUNTED_GROUPS: Final = ("rollout", "retrieval", "group", "ratio", "grad", "record", "sft")
 _TEMPLATE: Final = Path(__file__).with_name("report_template.html.j2")
 
-_BY_KIND: Final = (("on-policy", "retrieval/reward_on_policy"), ("hybrid", "retrieval/reward_hybrid"))
-_MIXED: Final = (("all rollouts", "reward/mean"),)
+_SPLIT_REWARD_LINES: Final = (
+    ("on-policy", "retrieval/reward_on_policy"),
+    ("hybrid", "retrieval/reward_hybrid"),
+)
+_MIXED_REWARD_LINES: Final = (("all rollouts", "reward/mean"),)
 _CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
     ("Policy entropy", "train", (("per token", "entropy/token_mean"),)),
     ("Response length", "train", (("all tokens after the prompt", "rollout/length_tokens_mean"),)),
@@ -95,13 +98,13 @@ def render(
 ) -> bytes:
     """The page as UTF-8; pure."""
     figures, missing = _figures(run)
-    shown = list(dict.fromkeys(notes))
-    if len(shown) > _NUM_NOTES:
-        shown = [*shown[:_NUM_NOTES], f"and {len(shown) - _NUM_NOTES} more"]
+    shown_notes = list(dict.fromkeys(notes))
+    if len(shown_notes) > _NUM_NOTES:
+        shown_notes = [*shown_notes[:_NUM_NOTES], f"and {len(shown_notes) - _NUM_NOTES} more"]
     page = page_template(_TEMPLATE).render(
         facts=_facts(run),
         config=run.config,
-        notes=shown,
+        notes=shown_notes,
         tables=evaluation_tables(run),
         on_training_tasks=run.evaluates_training_tasks,
         figures=figures,
@@ -148,12 +151,12 @@ def _figures(run: RunData) -> tuple[list[Figure], list[str]]:
             )
             for label, name in lines
         ]
-        drawn = tuple(one for one in series if one.values)
-        if not drawn:
+        plotted = tuple(line for line in series if line.values)
+        if not plotted:
             missing.append(title)
             continue
         unit = "share, 0 to 1" if metric.unit == "1" and "share" in metric.meaning else metric.unit
-        chart = Chart(title=title, x_label="step", y_label=unit if unit != "1" else "no unit", series=drawn)
+        chart = Chart(title=title, x_label="step", y_label=unit if unit != "1" else "no unit", series=plotted)
         caption = "; ".join(f"{name}: {declared_metric(name).meaning}" for _, name in lines)
         reward = (
             " As the environment pays, on training tasks: no share of solved tasks."
@@ -166,10 +169,12 @@ def _figures(run: RunData) -> tuple[list[Figure], list[str]]:
 
 def _reward_lines(run: RunData) -> tuple[tuple[str, str], ...]:
     """On-policy and hybrid rollouts apart; their mixture only where a run has no such split."""
-    apart = tuple(
-        line for line in _BY_KIND if any(value is not None for _, value in run.curve("train", line[1]))
+    lines = tuple(
+        line
+        for line in _SPLIT_REWARD_LINES
+        if any(value is not None for _, value in run.curve("train", line[1]))
     )
-    return apart if len(apart) > 1 else _MIXED
+    return lines if len(lines) > 1 else _MIXED_REWARD_LINES
 
 
 def _figure(chart: Chart, caption: str) -> Figure:

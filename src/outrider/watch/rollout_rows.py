@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from outrider.types import Origin, Outcome
 from outrider.watch.step_files import EXPERTS_FILE, StepFiles, evaluation_file, step_file
-from outrider.watch.traces import TraceRow, metadata_of, read_rows, storable
+from outrider.watch.traces import TraceRow, parse_metadata, read_rows, storable
 
 ROLLOUTS: Final = "rollouts"
 """Name of the folder in a run directory."""
@@ -116,19 +116,19 @@ def read_rollouts(run: Path, name: str) -> pa.Table:
     """The rollouts of a file's name; where version 1 wrote none, made from its nodes. Raises DataError."""
     if (run / ROLLOUTS / name).is_file():
         return StepFiles(run / ROLLOUTS).read(name, ROLLOUT_SCHEMA)
-    return rollout_table(list(rollouts_on_file(read_rows(run / "traces", name))))
+    return rollout_table(list(rollouts_from_traces(read_rows(run / "traces", name))))
 
 
-def rollouts_on_file(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
+def rollouts_from_traces(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
     """The rollouts that ended at a leaf among these nodes, as far as version 1 of the records tells."""
     nodes = {(row.trace_id, row.node_id): row for row in rows}
     for leaf in rows:
         if leaf.outcome is None:
             continue
-        path, at = [leaf], leaf
-        while at.parent_id != -1 and (above := nodes.get((leaf.trace_id, at.parent_id))) is not None:
-            path.append(above)
-            at = above
+        path, node = [leaf], leaf
+        while node.parent_id != -1 and (parent := nodes.get((leaf.trace_id, node.parent_id))) is not None:
+            path.append(parent)
+            node = parent
         yield rollout_row(path[::-1], leaf)
 
 
@@ -141,11 +141,11 @@ def rollout_row(
     metrics: str | None = None,
 ) -> RolloutRow:
     """Of the rows from the root to ``leaf``, which has the outcome."""
-    told = metadata_of(leaf)
+    metadata = parse_metadata(leaf)
     policy = [row for row in path if row.origin is Origin.POLICY]
     entropies = [value for row in policy for value in row.entropies]
     assert leaf.outcome is not None
-    own = [row for row in path if row.origin is not Origin.PROMPT]
+    generated = [row for row in path if row.origin is not Origin.PROMPT]
     return RolloutRow(
         step=leaf.step,
         task_key=leaf.task_key,
@@ -157,16 +157,16 @@ def rollout_row(
         episode_return=leaf.episode_return,
         success=success,
         advantage=leaf.advantage,
-        intrinsic=_number(told.get("intrinsic")),
-        mode=str(told.get("mode", "")),
+        intrinsic=_number(metadata.get("intrinsic")),
+        mode=str(metadata.get("mode", "")),
         kind=_kind(path),
         num_turns=len(policy),
         num_tokens=sum(len(row.tokens) for row in policy),
-        num_calls=int(sum(_number(metadata_of(row).get("num_tool_calls")) for row in path)),
+        num_calls=int(sum(_number(parse_metadata(row).get("num_tool_calls")) for row in path)),
         mean_entropy=sum(entropies) / len(entropies) if entropies else None,
         num_splices=sum(row.origin is Origin.BUFFER for row in path),
         num_tips=sum(row.origin is Origin.MEMORY for row in path),
-        forked_from=own[0].rollout if own else leaf.rollout,
+        forked_from=generated[0].rollout if generated else leaf.rollout,
         metrics=metrics,
     )
 

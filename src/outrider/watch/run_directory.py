@@ -11,7 +11,7 @@ from outrider.json_lines import readable
 from outrider.printing import is_graded
 from outrider.types import Json
 
-_NAMED_BAD_LINES: Final = 3
+_MAX_LISTED_LINES: Final = 3
 _LARGEST: Final = 1e300  # sums and ranges of larger numbers overflow
 _LARGEST_STEP: Final = 2**53  # larger ones are no floats of their own
 
@@ -50,8 +50,8 @@ class Evaluation:
     @property
     def graded_return(self) -> float | None:
         """The mean return if it differs from the share of solved tasks, else None."""
-        found = self.metrics.get("score")
-        return self.mean_return if found is not None and is_graded(found.value, self.mean_return) else None
+        score = self.metrics.get("score")
+        return self.mean_return if score is not None and is_graded(score.value, self.mean_return) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class RunData:
     @property
     def evaluates_training_tasks(self) -> bool:
         """Whether an evaluation is on tasks of which some are training tasks."""
-        return any(one.num_training_tasks for one in self.evaluations)
+        return any(evaluation.num_training_tasks for evaluation in self.evaluations)
 
     def curve(self, kind: str, name: str) -> list[tuple[int, float | None]]:
         """(step, value) of a metric over the records of a kind that have it."""
@@ -89,8 +89,8 @@ class RunData:
     @property
     def is_done(self) -> bool:
         """Whether all steps that the recipe asks for are on file."""
-        wanted = self.config.get("train.num_steps", "")
-        return wanted.isdigit() and self.num_steps >= int(wanted)
+        num_steps = self.config.get("train.num_steps", "")
+        return num_steps.isdigit() and self.num_steps >= int(num_steps)
 
     def total(self, kind: str, name: str) -> float:
         """Sum of a metric over the records of a kind."""
@@ -109,12 +109,12 @@ def read_run(run_dir: Path) -> RunData:
         config=config,
         settings=settings,
         records=tuple(records),
-        evaluations=tuple(one for one in evaluations if one is not None),
+        evaluations=tuple(evaluation for evaluation in evaluations if evaluation is not None),
         notes=tuple(notes),
     )
 
 
-def told_of_tasks(folder: Path) -> str:
+def task_evaluation_message(folder: Path) -> str:
     """What is reported of the folder of an evaluation of tasks, which is no run; empty for any other."""
     if not (folder / "results.jsonl").is_file() or (folder / "config.toml").is_file():
         return ""
@@ -186,8 +186,10 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
         return []
     bad = [number for number, value in lines if value is None]
     if bad:
-        named = ", ".join(map(str, bad[:_NAMED_BAD_LINES])) + (", ..." if len(bad) > _NAMED_BAD_LINES else "")
-        notes.append(f"{path.name}: {len(bad)} damaged or torn line(s) left out (line {named})")
+        numbers = ", ".join(map(str, bad[:_MAX_LISTED_LINES])) + (
+            ", ..." if len(bad) > _MAX_LISTED_LINES else ""
+        )
+        notes.append(f"{path.name}: {len(bad)} damaged or torn line(s) left out (line {numbers})")
     return [value for _, value in lines if value is not None]
 
 
@@ -204,25 +206,27 @@ def _is_record(record: Mapping[str, Json], notes: list[str]) -> bool:
     return False
 
 
-def _by_task(line: Mapping[str, Any], name: str) -> dict[str, float]:
-    found = {str(key): finite(value) for key, value in line.get(name, {}).items()}
-    return {key: value for key, value in found.items() if value is not None}
+def _task_values(line: Mapping[str, Any], name: str) -> dict[str, float]:
+    values = {str(key): finite(value) for key, value in line.get(name, {}).items()}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     try:
         metrics = {
             str(name): Interval(
-                value=float(one["value"]), ci_low=float(one["ci_low"]), ci_high=float(one["ci_high"])
+                value=float(interval["value"]),
+                ci_low=float(interval["ci_low"]),
+                ci_high=float(interval["ci_high"]),
             )
-            for name, one in line["metric"].items()
+            for name, interval in line["metric"].items()
         }
         defined = {
-            name: one
-            for name, one in metrics.items()
-            if None not in map(finite, (one.value, one.ci_low, one.ci_high))
+            name: interval
+            for name, interval in metrics.items()
+            if None not in map(finite, (interval.value, interval.ci_low, interval.ci_high))
         }
-        found = Evaluation(
+        evaluation = Evaluation(
             label=str(line["label"]),
             split=str(line["split"]),
             num_tasks=int(line["num_tasks"]),
@@ -232,18 +236,18 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
             panel_hash=str(line["panel_hash"]),
             num_faults=int(line.get("num_faults", 0)),
             num_training_tasks=int(line.get("num_training_tasks", 0)),
-            task_scores=_by_task(line, "task_scores"),
-            task_returns=_by_task(line, "task_returns"),
+            task_scores=_task_values(line, "task_scores"),
+            task_returns=_task_values(line, "task_returns"),
             mean_return=finite(line.get("mean_return")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")
         return None
-    if abs(found.step) >= _LARGEST_STEP:
+    if abs(evaluation.step) >= _LARGEST_STEP:
         notes.append("evaluations.jsonl: an evaluation of an impossible step was left out")
         return None
     if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
         notes.append(
-            f"evaluations.jsonl: {found.label!r} has no {', '.join(undefined)}: {found.num_faults} fault(s)"
+            f"evaluations.jsonl: {evaluation.label!r} has no {', '.join(undefined)}: {evaluation.num_faults} fault(s)"
         )
-    return found
+    return evaluation

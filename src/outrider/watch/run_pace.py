@@ -12,25 +12,27 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from outrider.json_lines import readable
-from outrider.watch.span import Span, ahead_of
+from outrider.watch.span import Span, predict_total
 from outrider.watch.stage_clock import Clock
 
 Work: TypeAlias = Literal["step", "evaluation", "checkpoint"]
-_LATELY: Final = 10  # of a kind; they say what the next ones take
-_STEPS: Final = 3  # fewer say nothing of how steps grow
-_ONCE: Final = 1.5  # an evaluation or checkpoint that was measured once varies by this factor: the same work
+_WINDOW: Final = 10  # of a kind; they say what the next ones take
+_MIN_STEPS: Final = 3  # fewer say nothing of how steps grow
+_SINGLE_SAMPLE_FACTOR: Final = (
+    1.5  # an evaluation or checkpoint that was measured once varies by this factor: the same work
+)
 _RECORDED: Final[Mapping[str, Work]] = {"time/evaluation": "evaluation", "time/checkpoint": "checkpoint"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
+class RemainingWork:
     """How much of each kind is still to do, with what is under way."""
 
     step: int = 0
     evaluation: int = 0
     checkpoint: int = 0
 
-    def of(self, kind: Work) -> int:
+    def count(self, kind: Work) -> int:
         """The count of a kind."""
         return {"step": self.step, "evaluation": self.evaluation, "checkpoint": self.checkpoint}[kind]
 
@@ -41,23 +43,23 @@ class RunPace:
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self.ahead = Ahead()
+        self.remaining = RemainingWork()
         self._clock = clock
-        self._taken: dict[Work, deque[float]] = {
-            kind: deque(maxlen=_LATELY) for kind in ("step", "evaluation", "checkpoint")
+        self._durations: dict[Work, deque[float]] = {
+            kind: deque(maxlen=_WINDOW) for kind in ("step", "evaluation", "checkpoint")
         }
-        self._under_way: tuple[Work, float] | None = None
+        self._current: tuple[Work, float] | None = None
 
     @contextmanager
     def timed(self, kind: Work) -> Iterator[None]:
         """A unit of this kind is under way; one that is given up has no duration."""
         began = self._clock()
-        self._under_way = kind, began
+        self._current = kind, began
         try:
             yield
-            self._taken[kind].append(self._clock() - began)
+            self._durations[kind].append(self._clock() - began)
         finally:
-            self._under_way = None
+            self._current = None
 
     def recall(self, metrics: Path) -> None:
         """Recalls the seconds of the run's last evaluation and checkpoint before this process, from its
@@ -66,28 +68,28 @@ class RunPace:
         Not its steps: the first of this process gives their pace, and the machine may be another one. A line
         that cannot be read says nothing here.
         """
-        found: dict[Work, float] = {}
+        recorded: dict[Work, float] = {}
         for _, record in readable(metrics) if metrics.is_file() else ():
             if record is None:
                 continue
             with suppress(ValueError, TypeError):
-                found |= {
+                recorded |= {
                     kind: float(record[name])
                     for name, kind in _RECORDED.items()
                     if record.get(name) is not None
                 }
-        for kind, seconds in found.items():
-            if not self._taken[kind]:
-                self._taken[kind].append(seconds)
+        for kind, seconds in recorded.items():
+            if not self._durations[kind]:
+                self._durations[kind].append(seconds)
 
     def last(self, kind: Work) -> float:
         """Seconds of the last unit. Raises IndexError before the first."""
-        return self._taken[kind][-1]
+        return self._durations[kind][-1]
 
     def seconds(self, kind: Work) -> float | None:
         """The measured mean of the last units, None before the first."""
-        taken = tuple(self._taken[kind])
-        return sum(taken) / len(taken) if taken else None
+        durations = tuple(self._durations[kind])
+        return sum(durations) / len(durations) if durations else None
 
     @property
     def left(self) -> Span | None:
@@ -97,36 +99,40 @@ class RunPace:
         It runs down while a unit is under way. Once that takes longer than its kind did, it counts as
         measured, so that the bounds grow.
         """
-        ahead, under_way = self.ahead, self._under_way
+        remaining, current = self.remaining, self._current
         total = Span(0.0, 0.0)
-        for kind, durations in self._taken.items():
-            num, taken = ahead.of(kind), tuple(durations)
+        for kind, durations in self._durations.items():
+            num, samples = remaining.count(kind), tuple(durations)
             if not num:
                 continue
-            if not taken:
+            if not samples:
                 if kind == "checkpoint":
                     continue
                 return None
-            if under_way is not None and under_way[0] == kind:
-                total += _begun(kind, taken, num, self._clock() - under_way[1])
+            if current is not None and current[0] == kind:
+                total += _predict_started(kind, samples, num, self._clock() - current[1])
             else:
-                total += _ahead(kind, taken, num)
+                total += _predict(kind, samples, num)
         return total
 
 
-def _ahead(kind: Work, taken: tuple[float, ...], num: int) -> Span:
+def _predict(kind: Work, durations: tuple[float, ...], num: int) -> Span:
     if not num:
         return Span(0.0, 0.0)
-    if kind != "step" and len(taken) == 1:
-        return Span(num * taken[0] / _ONCE, num * taken[0] * _ONCE)
-    return Span(0.0, math.inf) if kind == "step" and len(taken) < _STEPS else ahead_of(taken, num)
+    if kind != "step" and len(durations) == 1:
+        return Span(num * durations[0] / _SINGLE_SAMPLE_FACTOR, num * durations[0] * _SINGLE_SAMPLE_FACTOR)
+    return (
+        Span(0.0, math.inf)
+        if kind == "step" and len(durations) < _MIN_STEPS
+        else predict_total(durations, num)
+    )
 
 
-def _begun(kind: Work, taken: tuple[float, ...], num: int, spent: float) -> Span:
+def _predict_started(kind: Work, durations: tuple[float, ...], num: int, spent: float) -> Span:
     """``num`` units, the first of which began ``spent`` seconds ago."""
-    if spent <= sum(taken) / len(taken):
-        whole = _ahead(kind, taken, num)
+    if spent <= sum(durations) / len(durations):
+        whole = _predict(kind, durations, num)
         return Span(max(0.0, whole.low - spent), whole.high - spent)
-    taken = (*taken, spent)[-_LATELY:]
-    rest, this = _ahead(kind, taken, num - 1), _ahead(kind, taken, 1)
+    durations = (*durations, spent)[-_WINDOW:]
+    rest, this = _predict(kind, durations, num - 1), _predict(kind, durations, 1)
     return Span(rest.low, rest.high + max(spent, this.high - spent))  # at worst it is half done

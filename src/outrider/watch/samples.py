@@ -89,10 +89,10 @@ def pick_samples(directory: Path, notes: list[str]) -> tuple[Sample, ...]:
 
     Of each step the best and the worst rollout of every kind come first, so that they can be compared.
     """
-    by_step: list[list[Sample]] = []
+    ranked_steps: list[list[Sample]] = []
     for rows in _readable_steps(TraceReader(directory), notes):
-        by_step.append(_ranked(rollouts_of(rows, notes)))
-    rounds = chain.from_iterable(zip_longest(*by_step))
+        ranked_steps.append(_ranked(samples_from_rows(rows, notes)))
+    rounds = chain.from_iterable(zip_longest(*ranked_steps))
     chosen = [sample for sample in rounds if sample is not None][:NUM_SAMPLES]
     if not chosen:
         notes.append("traces: no finished rollout to show")
@@ -115,7 +115,7 @@ def _readable_steps(reader: TraceReader, notes: list[str]) -> Iterator[tuple[Tra
         yield rows
 
 
-def rollouts_of(rows: Sequence[TraceRow], notes: list[str]) -> list[Sample]:
+def samples_from_rows(rows: Sequence[TraceRow], notes: list[str]) -> list[Sample]:
     """Every finished rollout with its path; a leaf without a path to a root is left out and noted."""
     nodes = {(row.task_key, row.trace_id, row.node_id): row for row in rows}
     samples: list[Sample] = []

@@ -25,7 +25,7 @@ class Span:
         return Span(self.low + other.low, self.high + other.high)
 
     @property
-    def shown(self) -> str | None:
+    def text(self) -> str | None:
         """``2:28``, ``2:10-3:40`` or None, where the bounds are too far apart to say anything."""
         low = max(self.low, 1.0)
         if self.high > _WIDEST * low:
@@ -35,16 +35,16 @@ class Span:
         return f"{duration(self.low)}-{duration(self.high)}"
 
 
-def ahead_of(taken: Sequence[float], num: int) -> Span:
-    """The sum of the next ``num`` durations by the ``taken`` ones, at least one.
+def predict_total(durations: Sequence[float], num: int) -> Span:
+    """The sum of the next ``num`` durations by the ``durations`` ones, at least one.
 
     A prediction interval of 90 % for the sum of independent draws (Student's t, with one measurement's worth
     of prior deviation), widened to where the line through the durations leads: to the end where they surely
     grow or shrink, else as far ahead as it was seen.
     """
-    n, mean = len(taken), fmean(taken)
-    slope, is_sure = _trend(taken, mean)
-    squares = (_PRIOR * mean) ** 2 + math.fsum((one - mean) ** 2 for one in taken)
+    n, mean = len(durations), fmean(durations)
+    slope, is_sure = _trend(durations, mean)
+    squares = (_PRIOR * mean) ** 2 + math.fsum((seconds - mean) ** 2 for seconds in durations)
     half = _T[min(n, len(_T)) - 1] * math.sqrt(squares / n) * math.sqrt(num + num * num / n)
     followed = num if is_sure else min(n, num)
     from_middle = (n + 1) / 2  # of the next unit
@@ -54,14 +54,18 @@ def ahead_of(taken: Sequence[float], num: int) -> Span:
     return Span(max(0.0, min(num * mean - half, drifted)), max(num * mean + half, drifted))
 
 
-def _trend(taken: Sequence[float], mean: float) -> tuple[float, bool]:
+def _trend(durations: Sequence[float], mean: float) -> tuple[float, bool]:
     """Slope by least squares, seconds a unit, and whether it is more than two of its standard errors."""
-    n, middle = len(taken), (len(taken) - 1) / 2
+    n, middle = len(durations), (len(durations) - 1) / 2
     if n < 3:
-        return (taken[-1] - taken[0], False)
-    squares = math.fsum((place - middle) ** 2 for place in range(n))
-    slope = math.fsum((place - middle) * (one - mean) for place, one in enumerate(taken)) / squares
-    rest = math.fsum((one - mean - slope * (place - middle)) ** 2 for place, one in enumerate(taken))
+        return (durations[-1] - durations[0], False)
+    squares = math.fsum((index - middle) ** 2 for index in range(n))
+    slope = (
+        math.fsum((index - middle) * (seconds - mean) for index, seconds in enumerate(durations)) / squares
+    )
+    rest = math.fsum(
+        (seconds - mean - slope * (index - middle)) ** 2 for index, seconds in enumerate(durations)
+    )
     return slope, abs(slope) > _SURE * math.sqrt(rest / (n - 2) / squares)
 
 

@@ -26,7 +26,7 @@ class StageClock:
     """One stage of ``total`` units (None: unknown), of which ``done`` were done before it began.
 
     ``num_parallel`` units are under way at a time and end in bursts: no pace is told from the first of them.
-    ``left_by`` gives the seconds that are left in place of the stage's own pace: it knows what comes besides
+    ``time_left`` gives the seconds that are left in place of the stage's own pace: it knows what comes besides
     units.
     """
 
@@ -37,7 +37,7 @@ class StageClock:
         total: int | None,
         done: int = 0,
         num_parallel: int = 1,
-        left_by: TimeLeft | None = None,
+        time_left: TimeLeft | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.name = name
@@ -45,8 +45,8 @@ class StageClock:
         self.done = done
         self.num_reports = 0
         self.fields: dict[str, Field] = {}
-        self._since: dict[str, Field] = {}  # reported since a unit last ended, or with its end
-        self.left_by = left_by
+        self._recent_fields: dict[str, Field] = {}  # reported since a unit last ended, or with its end
+        self.time_left = time_left
         self._num_before = done
         self._num_parallel = num_parallel
         self._clock = clock
@@ -58,7 +58,7 @@ class StageClock:
         """Take a report; a mean over the last rewards replaces the field ``reward``."""
         if done != self._marks[-1][1]:  # reports within a unit say nothing about the pace of units
             self._mark(self._clock(), done)
-            self._since = {}
+            self._recent_fields = {}
         self.done = done
         self.num_reports += 1
         self.fields.update(fields)
@@ -66,7 +66,7 @@ class StageClock:
         if isinstance(reward, int | float):
             self._rewards.append(float(reward))
             self.fields["reward"] = sum(self._rewards) / len(self._rewards)
-        self._since |= {name: self.fields[name] for name in fields}
+        self._recent_fields |= {name: self.fields[name] for name in fields}
 
     def _mark(self, now: float, done: int) -> None:
         """Keep what covers the later half of the time: long enough for a burst and the wait before it, and it
@@ -93,10 +93,10 @@ class StageClock:
         (start, first), (end, last) = self._marks[0], self._marks[-1]
         if self.total is None or last <= first:
             return None
-        num_ended, num_left = last - self._num_before, self.total - last
+        num_completed, num_left = last - self._num_before, self.total - last
         if num_left <= 0:
             return 0.0
-        if num_ended < min(self._num_parallel, (num_ended + num_left) / 2):
+        if num_completed < min(self._num_parallel, (num_completed + num_left) / 2):
             return None
         now = self._clock()
         pace, silence = (end - start) / (last - first), now - end
@@ -105,11 +105,11 @@ class StageClock:
         return (now - start) / (last - first + 1) * (num_left - 1) if num_left > 1 else None
 
     @property
-    def shown_left(self) -> str | None:
+    def left_text(self) -> str | None:
         """The estimate for a person; None where nothing is to do or too little is known."""
-        if self.left_by is not None:
-            span = self.left_by()
-            return None if span is None or span.high <= 0 else span.shown
+        if self.time_left is not None:
+            span = self.time_left()
+            return None if span is None or span.high <= 0 else span.text
         left = self.left
         return None if left is None or (self.done == self.total and left <= 0) else duration(max(1.0, left))
 
@@ -124,13 +124,13 @@ class StageClock:
         )
         name = self.name if len(self.name) <= _NAME else self.name[: _NAME - 1] + "…"
         line, room = f"{name} {count}", _COLUMNS - _LEFT - 2
-        for field, value in self._since.items():
+        for field, value in self._recent_fields.items():
             part = f"  {field} {compact(value):>{_VALUE}}"
             if len(line) + len(part) <= room:
                 line += part
         if len(line) + _ELAPSED + 2 <= room:
             line += f"  {f'elapsed {duration(self.elapsed)}':<{_ELAPSED}}"
-        left = self.shown_left
+        left = self.left_text
         return (line if left is None else f"{line}  left {left}").rstrip()
 
 
@@ -147,7 +147,7 @@ class StageClocks:
         self._known: dict[str, StageClock] = {}
 
     def begin(
-        self, name: str, total: int | None, *, done: int, num_parallel: int, left_by: TimeLeft | None = None
+        self, name: str, total: int | None, *, done: int, num_parallel: int, time_left: TimeLeft | None = None
     ) -> StageClock:
         """The clock of a stage that begins or goes on."""
         known = self._known.get(name)
@@ -156,11 +156,11 @@ class StageClocks:
                 name=name, total=total, done=done, num_parallel=num_parallel, clock=self._clock
             )
             self._known[name] = known
-        known.left_by = left_by
+        known.time_left = time_left
         return known
 
 
-def shown(value: Field) -> str:
+def format_field(value: Field) -> str:
     """A field's value with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

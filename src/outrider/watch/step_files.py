@@ -57,13 +57,13 @@ class StepFiles:
             # a stream, because messages about a path name the folders of this machine
             with (self.directory / name).open("rb") as stream:
                 # half of what `read_table` takes for a small file, whose threads have no more to do
-                found = pq.ParquetFile(stream).read(use_threads=False)
-            added = _added(found, schema)
-            columns = [added[name] if name in added else found[name] for name in schema.names]
+                table = pq.ParquetFile(stream).read(use_threads=False)
+            added = _added(table, schema)
+            columns = [added[name] if name in added else table[name] for name in schema.names]
             return pa.table(columns, schema.names).cast(schema)
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-            is_gone = isinstance(error, FileNotFoundError)
-            reason = "the file is missing" if is_gone else str(error).partition("\n")[0]
+            is_missing = isinstance(error, FileNotFoundError)
+            reason = "the file is missing" if is_missing else str(error).partition("\n")[0]
             raise DataError(f"{name} cannot be read: {reason}") from error
 
     def steps(self) -> tuple[int, ...]:
@@ -79,10 +79,10 @@ class StepFiles:
         many.
         """
         later = [self.directory / step_file(number) for number in self.steps() if number > step]
-        doomed = [*later, *sorted(self.directory.glob(TEMPORARY))]
-        for path in doomed:
+        obsolete = [*later, *sorted(self.directory.glob(TEMPORARY))]
+        for path in obsolete:
             path.unlink()
-        return len(doomed)
+        return len(obsolete)
 
     def _numbers(self, pattern: re.Pattern[str]) -> tuple[int, ...]:
         if not self.directory.is_dir():
@@ -91,18 +91,18 @@ class StepFiles:
         return tuple(sorted(int(match[1]) for match in matches if match))
 
 
-def _added(found: pa.Table, schema: pa.Schema) -> dict[str, pa.Array]:
+def _added(table: pa.Table, schema: pa.Schema) -> dict[str, pa.Array]:
     """Columns that earlier versions did not write. A file of version 2 without any other column is
     damaged.
     """
-    is_first = b"outrider.format" not in (found.schema.metadata or {})
+    is_first = b"outrider.format" not in (table.schema.metadata or {})
     added = [
         field
         for field in schema
-        if field.name not in found.column_names
+        if field.name not in table.column_names
         and (field.name in _LATER or (is_first and (field.nullable or pa.types.is_list(field.type))))
     ]
     return {
-        field.name: pa.array([[] if pa.types.is_list(field.type) else None] * len(found), field.type)
+        field.name: pa.array([[] if pa.types.is_list(field.type) else None] * len(table), field.type)
         for field in added
     }

@@ -154,13 +154,13 @@ class TraceReader:
         return (self.directory / evaluation_file(number)).exists()
 
 
-def metadata_of(row: TraceRow) -> dict[str, Any]:
+def parse_metadata(row: TraceRow) -> dict[str, Any]:
     """What the row's metadata says; empty where it is no JSON object."""
     try:
-        found = json.loads(row.metadata or "{}")
+        metadata = json.loads(row.metadata or "{}")
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def read_rows(directory: Path, name: str) -> tuple[TraceRow, ...]:

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 from outrider.atomic_io import replace_file
 from outrider.config import Settings
 from outrider.errors import ConfigError, OutriderError
-from outrider.plugins.registry import build_named, resolve
+from outrider.plugins.registry import build_by_name, resolve
 from outrider.types import Json
 
 IDENTITIES: Final = "trackers.json"
@@ -251,8 +251,10 @@ def make_trackers(
             known=known.get(name),
             first_step=first_step,
         )
-        trackers[name] = _start(name, partial(build_named, "trackers", name, None, context))
-    known |= {name: found for name, one in trackers.items() if (found := _identity(one)) is not None}
+        trackers[name] = _start(name, partial(build_by_name, "trackers", name, None, context))
+    known |= {
+        name: identity for name, tracker in trackers.items() if (identity := _identity(tracker)) is not None
+    }
     if known:
         replace_file(identities, json.dumps(known).encode())
     return TrackerSet(trackers, warn=warn)
@@ -260,8 +262,8 @@ def make_trackers(
 
 def _identity(tracker: Tracker) -> str | None:
     """What the tracker's run can be continued by; a tracker need not have any."""
-    found = getattr(tracker, "identity", None)
-    return None if found is None else str(found)
+    identity = getattr(tracker, "identity", None)
+    return None if identity is None else str(identity)
 
 
 def _import(module: str, *, extra: str) -> ModuleType:

@@ -10,7 +10,7 @@ from typing import Final
 from outrider.errors import DataError
 from outrider.types import Origin
 from outrider.watch.run_directory import finite
-from outrider.watch.traces import TraceReader, TraceRow, metadata_of
+from outrider.watch.traces import TraceReader, TraceRow, parse_metadata
 
 NUM_TREES: Final = 3
 _TEXT: Final = 90
@@ -63,7 +63,7 @@ def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
         groups: dict[str, list[TraceRow]] = {}
         for row in rows:
             groups.setdefault(row.trace_id, []).append(row)
-        groups = {name: _ended(group) for name, group in groups.items()}
+        groups = {name: _drop_faulted(group) for name, group in groups.items()}
         branched = [
             (num, group) for group in groups.values() if (num := _num_forks(group)) and _fits(group, notes)
         ]
@@ -73,20 +73,20 @@ def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
     return ()
 
 
-def _ended(rows: Sequence[TraceRow]) -> list[TraceRow]:
+def _drop_faulted(rows: Sequence[TraceRow]) -> list[TraceRow]:
     """Without what a fault left behind, which leads to no leaf."""
-    above = {row.node_id: row.parent_id for row in rows}
-    kept: set[int] = set()
+    parents = {row.node_id: row.parent_id for row in rows}
+    retained: set[int] = set()
     for row in rows:
-        at = row.node_id if row.outcome is not None else -1
-        while at in above and at not in kept:
-            kept.add(at)
-            at = above[at]
-    return [row for row in rows if row.node_id in kept]
+        node_id = row.node_id if row.outcome is not None else -1
+        while node_id in parents and node_id not in retained:
+            retained.add(node_id)
+            node_id = parents[node_id]
+    return [row for row in rows if row.node_id in retained]
 
 
 def _num_forks(rows: Sequence[TraceRow]) -> int:
-    return sum(_count(metadata_of(row).get("num_forks")) for row in rows)
+    return sum(_count(parse_metadata(row).get("num_forks")) for row in rows)
 
 
 def _fits(rows: Sequence[TraceRow], notes: list[str]) -> bool:
@@ -103,10 +103,10 @@ def _fits(rows: Sequence[TraceRow], notes: list[str]) -> bool:
     while level:  # every node has one parent, so this ends
         depth = max(depth, *(number for _, number in level))
         level = [
-            (child, number + (len(below) > 1 or row.outcome is not None))
+            (child, number + (len(node_children) > 1 or row.outcome is not None))
             for row, number in level
-            for below in [children.get(row.node_id, [])]
-            for child in below
+            for node_children in [children.get(row.node_id, [])]
+            for child in node_children
         ]
     if depth > _MAX_DEPTH:
         notes.append(
@@ -132,8 +132,8 @@ def _branches(row: TraceRow, children: dict[int, list[TraceRow]]) -> Iterator[Br
     for child in children.get(row.node_id, ()):
         turns = [_turn(child)] if child.origin is Origin.POLICY else []
         tip = child
-        while len(following := children.get(tip.node_id, [])) == 1 and tip.outcome is None:
-            tip = following[0]
+        while len(next_rows := children.get(tip.node_id, [])) == 1 and tip.outcome is None:
+            tip = next_rows[0]
             turns += [_turn(tip)] if tip.origin is Origin.POLICY else []
         yield Branch(
             rollout=child.rollout,
@@ -144,7 +144,7 @@ def _branches(row: TraceRow, children: dict[int, list[TraceRow]]) -> Iterator[Br
 
 
 def _turn(row: TraceRow) -> TreeNode:
-    metadata = metadata_of(row)
+    metadata = parse_metadata(row)
     text = " ".join(row.text.split())
     return TreeNode(
         text=text if len(text) <= _TEXT else text[:_TEXT] + " …",

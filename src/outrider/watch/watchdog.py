@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Final
 
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.watch.progress import Progress
 from outrider.watch.stage_clock import Clock, Field, TimeLeft
 
@@ -21,15 +21,20 @@ class WatchedProgress:
     """
 
     def __init__(
-        self, display: Progress, *, whereabouts: Whereabouts, after_s: float, clock: Clock = time.monotonic
+        self,
+        display: Progress,
+        *,
+        rollout_status: RolloutStatus,
+        after_s: float,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._display = display
-        self._whereabouts = whereabouts
+        self._rollout_status = rollout_status
         self._after_s = after_s
         self._clock = clock
         self._name, self._done = "the beginning", 0
         self._total: int | None = None
-        self._reported = self._told = clock()
+        self._reported = self._last_note = clock()
         self._is_closed = threading.Event()
         if after_s:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -41,12 +46,12 @@ class WatchedProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        left_by: TimeLeft | None = None,
+        time_left: TimeLeft | None = None,
     ) -> None:
         """Handed on."""
         self._reported = self._clock()
         self._name, self._total, self._done = name, total, done
-        self._display.stage(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
+        self._display.stage(name, total, done=done, num_parallel=num_parallel, time_left=time_left)
 
     def advance(self, done: int, **fields: Field) -> None:
         """Handed on."""
@@ -74,18 +79,20 @@ class WatchedProgress:
     def look(self) -> None:
         """Say where the run waits, if it is time to."""
         now = self._clock()
-        last = max(self._reported, self._whereabouts.changed)
-        if now - max(last, self._told) >= self._after_s:
-            self._told = now
-            self._display.note(f"NO PROGRESS for {now - last:.0f} s {self._where()}; {_program()}")
+        last = max(self._reported, self._rollout_status.changed)
+        if now - max(last, self._last_note) >= self._after_s:
+            self._last_note = now
+            self._display.note(
+                f"NO PROGRESS for {now - last:.0f} s {self._describe_location()}; {_program()}"
+            )
 
-    def _where(self) -> str:
+    def _describe_location(self) -> str:
         stage = self._name if self._total is None else f"{self._name} {self._done}/{self._total}"
-        places = [
-            f"{one.num_rollouts} in {one.place} (longest: {one.longest}, {one.seconds:.0f} s)"
-            for one in self._whereabouts.told()
+        locations = [
+            f"{group.num_rollouts} in {group.location} (longest: {group.longest}, {group.seconds:.0f} s)"
+            for group in self._rollout_status.snapshot()
         ]
-        return f"in {stage}; rollouts: {', '.join(places) or 'none is open'}"
+        return f"in {stage}; rollouts: {', '.join(locations) or 'none is open'}"
 
 
 def _program() -> str:

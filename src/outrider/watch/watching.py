@@ -30,27 +30,29 @@ _SILENT_S: Final = 60.0  # without a word, at which a line says so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A run at one moment. ``lines`` may hold any text; ``told`` changes when a step, a stage or a note
+class RunSnapshot:
+    """A run at one moment. ``lines`` may hold any text; ``state_key`` changes when a step, a stage or a note
     comes."""
 
     status: Status
     lines: tuple[str, ...]
-    told: tuple[object, ...]
+    state_key: tuple[object, ...]
 
 
-def look(run: Path, *, now: float | None = None) -> Seen:
+def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
     """Read the run's files; what is missing or damaged is left out. ``now``: seconds since 1970."""
     data, live, notes = read_run(run), live_state(run), _notes(run)
     status = _status(run, data, live)
     lines = [
-        f"{run}: {_told(run, status, live)}",
-        *_where(status, live, time.time() if now is None else now),
+        f"{run}: {_describe_status(run, status, live)}",
+        *_describe_stage(status, live, time.time() if now is None else now),
         *_last_steps(data),
         *(f"> {text}" for text in notes[-_NUM_NOTES:]),
     ]
     stage = None if live is None else live.get("stage")
-    return Seen(status=status, lines=tuple(lines), told=(status, stage, data.num_steps, len(notes)))
+    return RunSnapshot(
+        status=status, lines=tuple(lines), state_key=(status, stage, data.num_steps, len(notes))
+    )
 
 
 def _status(run: Path, data: RunData, live: Mapping[str, Any] | None) -> Status:
@@ -62,16 +64,16 @@ def _status(run: Path, data: RunData, live: Mapping[str, Any] | None) -> Status:
     return "finished" if data.is_done else "stopped"
 
 
-def _told(run: Path, status: Status, live: Mapping[str, Any] | None) -> str:
-    go_on = f"continue with: outrider train --resume {run}"
+def _describe_status(run: Path, status: Status, live: Mapping[str, Any] | None) -> str:
+    resume_hint = f"continue with: outrider train --resume {run}"
     if status == "gone":
         host = live.get("host") if live is not None else None
-        elsewhere = f"; it ran on {host}, look there" if host != platform.node() else ""
-        return f"its process is gone (killed?){elsewhere}; {go_on}"
-    return f"stopped; {go_on}" if status == "stopped" else status
+        host_hint = f"; it ran on {host}, look there" if host != platform.node() else ""
+        return f"its process is gone (killed?){host_hint}; {resume_hint}"
+    return f"stopped; {resume_hint}" if status == "stopped" else status
 
 
-def _where(status: Status, live: Mapping[str, Any] | None, now: float) -> Iterator[str]:
+def _describe_stage(status: Status, live: Mapping[str, Any] | None, now: float) -> Iterator[str]:
     if live is None:
         yield "it tells no stage"
         return
@@ -84,9 +86,9 @@ def _where(status: Status, live: Mapping[str, Any] | None, now: float) -> Iterat
 
 def _last_steps(data: RunData) -> Iterator[str]:
     total = data.config.get("train.num_steps", "?")
-    for record in [one for one in data.records if one["kind"] == "train"][-_NUM_STEPS:]:
+    for record in [item for item in data.records if item["kind"] == "train"][-_NUM_STEPS:]:
         values = ((name, finite(record.get(key))) for name, key in STEP_FIELDS.items())
-        fields = "".join(f"  {name} {compact(one):>5}" for name, one in values if one is not None)
+        fields = "".join(f"  {name} {compact(item):>5}" for name, item in values if item is not None)
         yield f"step {record['step']!s:>{len(total)}}/{total}{fields}"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.tools.browser.charsets import decoded
+from outrider.tools.browser.charsets import decode_page
 
 # label, text, the codec of Python in which pages with this label are really written
 PAGES = [
@@ -49,8 +49,8 @@ PAGES = [
 
 @pytest.mark.parametrize(("label", "text", "codec"), PAGES)
 def test_the_servers_label_is_read_as_browsers_read_it(label: str, text: str, codec: str) -> None:
-    assert decoded(text.encode(codec), label) == text
-    assert decoded(text.encode(codec), f" {label.upper()} ") == text
+    assert decode_page(text.encode(codec), label) == text
+    assert decode_page(text.encode(codec), f" {label.upper()} ") == text
 
 
 @pytest.mark.parametrize(("label", "text", "codec"), [page for page in PAGES if "utf-16" not in page[2]])
@@ -67,7 +67,7 @@ def test_the_pages_own_label_is_read_if_the_server_has_none(
 ) -> None:
     page = declaration.format(label)
     for known in (None, "no-such-set"):
-        assert decoded(page.encode() + text.encode(codec), known) == page + text
+        assert decode_page(page.encode() + text.encode(codec), known) == page + text
 
 
 def test_a_mark_at_the_beginning_comes_before_all_labels() -> None:
@@ -76,7 +76,7 @@ def test_a_mark_at_the_beginning_comes_before_all_labels() -> None:
         ("utf-16-le", b"\xff\xfe"),
         ("utf-16-be", b"\xfe\xff"),
     ):
-        assert decoded(mark + "caf\xe9 \u5317".encode(codec), "iso-8859-1") == "caf\xe9 \u5317"
+        assert decode_page(mark + "caf\xe9 \u5317".encode(codec), "iso-8859-1") == "caf\xe9 \u5317"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_mark_at_the_beginning_comes_before_all_labels() -> None:
     ],
 )
 def test_what_browsers_do_at_the_edges(content: bytes, label: str | None, text: str) -> None:
-    assert decoded(content, label) == text
+    assert decode_page(content, label) == text
 
 
 @pytest.mark.parametrize(
@@ -104,5 +104,5 @@ def test_what_browsers_do_at_the_edges(content: bytes, label: str | None, text: 
 )
 def test_any_bytes_are_read_in_time_that_grows_with_them(label: str) -> None:
     for part in (b"\x8f", b"\xff", b"\x1b$B!", b"<meta ", b"<!--", b'a="', bytes(range(256))):
-        assert isinstance(decoded(part * 20_000, label), str)
-        assert isinstance(decoded(part * 20_000, None), str)
+        assert isinstance(decode_page(part * 20_000, label), str)
+        assert isinstance(decode_page(part * 20_000, None), str)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet, system_prompt
 from outrider.errors import ToolUnavailable
 from outrider.testing import check_tool
 from outrider.tools.base import ToolContext
@@ -114,12 +114,12 @@ def test_a_run_without_pages_stops_before_its_first_rollout(tmp_path: Path) -> N
         Browser.build(BrowserSettings(), having(corpus=bad))
 
 
-def _family(folder: Path, **settings: Any) -> ToolsFamily:
+def _family(folder: Path, **settings: Any) -> ToolsTaskSet:
     corpus, data = folder / "corpus.jsonl", folder / "qa.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     data.write_text('{"question": "How high?", "answer": "330"}\n')
     tree = {"corpus": corpus, "train": {"path": data}, "tools": ["search", "browser"]} | settings
-    return ToolsFamily(ToolsConfig.model_validate(tree))
+    return ToolsTaskSet(ToolsConfig.model_validate(tree))
 
 
 def test_an_episode_searches_then_reads_and_both_are_calls(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.errors import ToolFault, ToolUnavailable
 from outrider.testing import check_tool
 from outrider.tools.browser.pages import Page
-from outrider.tools.browser.readers import NO_MATCH, NOTHING_READ, Bm25Reader, passages_of
+from outrider.tools.browser.readers import NO_MATCH, NOTHING_READ, Bm25Reader, split_passages
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.tools.browser.pages import browser
 
@@ -24,7 +24,7 @@ def page(text: str) -> Page:
 
 @given(st.text(max_size=400), st.integers(40, 90))
 def test_passages_hold_every_word_in_order_and_the_limit(text: str, size: int) -> None:
-    pieces = list(passages_of(text, size))
+    pieces = list(split_passages(text, size))
     assert all(0 < len(piece) <= size for piece in pieces)
     assert "".join("".join(pieces).split()) == "".join(text.split())
 
@@ -35,8 +35,8 @@ def test_the_limit_holds_whatever_the_page_and_the_question(text: str, question:
 
 
 def test_sentences_stay_whole_and_long_ones_are_cut_at_a_word() -> None:
-    assert list(passages_of("One is. Two is! Three is?", 16)) == ["One is. Two is!", "Three is?"]
-    assert list(passages_of("a" * 20 + " " + "b" * 50, 40)) == ["a" * 20, "b" * 40, "b" * 10]
+    assert list(split_passages("One is. Two is! Three is?", 16)) == ["One is. Two is!", "Three is?"]
+    assert list(split_passages("a" * 20 + " " + "b" * 50, 40)) == ["a" * 20, "b" * 40, "b" * 10]
 
 
 def test_the_best_passages_come_in_the_page_s_order() -> None:

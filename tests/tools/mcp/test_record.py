@@ -13,7 +13,7 @@ from outrider.evals.pack.panels import read_recipe  # noqa: E402
 from outrider.tools.mcp import asking  # noqa: E402
 from outrider.tools.mcp.listing import Listing, origins  # noqa: E402
 from outrider.tools.mcp.settings import McpConfig  # noqa: E402
-from outrider.tools.once import Once  # noqa: E402
+from outrider.tools.once import SingleFlightCache  # noqa: E402
 from outrider.train.launch import run_training  # noqa: E402
 from outrider.train.state.run_directory import RunDirectory  # noqa: E402
 from tests.tools.mcp.servers import HERE  # noqa: E402
@@ -27,7 +27,7 @@ VARIABLES = {"NUMBERS_VERSION": "1.0", "NUMBERS_MORE": "", "NUMBERS_OTHER": ""}
 @pytest.fixture(autouse=True)
 def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """As another process would."""
-    monkeypatch.setattr(asking, "_asked", Once(64))
+    monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
 
@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
-        patch.setattr(asking, "_asked", Once(64))
+        patch.setattr(asking, "_listings", SingleFlightCache(64))
         return begin(recipe, root / "run", f'environment.tools=["search", {tool}]')
 
 
@@ -82,14 +82,14 @@ def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: 
             r"not what this run began with: plug-in environment\.tools\.numbers\.n_add;",
         ),
     ):
-        monkeypatch.setattr(asking, "_asked", Once(64))
+        monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
         with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=said):
             patch.setenv(name, value)
             resume(half)
-    monkeypatch.setattr(asking, "_asked", Once(64))
+    monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
     with monkeypatch.context() as patch:
         patch.setenv("NUMBERS_VERSION", "1.1")
-        directory = RunDirectory.open(half, takes_plugins=True)
+        directory = RunDirectory.open(half, allow_changed_plugins=True)
         run_training(directory, progress="none", on_start=lambda stop: None)
     assert json.loads((half / "plugins.json").read_text())["environment.tools.numbers"]["version"] == "1.1"
 

@@ -11,9 +11,9 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.config import Settings, load_settings, to_toml  # noqa: E402
 from outrider.environments.families import EnvironmentConfig  # noqa: E402
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt  # noqa: E402
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet, system_prompt  # noqa: E402
 from outrider.errors import ConfigError  # noqa: E402
-from outrider.tools.mcp.listing import taken  # noqa: E402
+from outrider.tools.mcp.listing import select_tools  # noqa: E402
 from outrider.tools.mcp.settings import McpConfig  # noqa: E402
 from tests.tools.mcp.servers import HERE, numbers  # noqa: E402
 
@@ -71,7 +71,7 @@ def test_reading_a_recipe_starts_nothing_and_keeps_every_setting(tmp_path: Path)
 
 def test_the_prompt_tells_of_the_servers_tools_among_others() -> None:
     config = ToolsConfig.model_validate({"tools": ["python", numbers(only=["add", "shout"])]})
-    assert ToolsFamily(config).stop == ("</python>", "</add>", "</shout>", "</answer>")
+    assert ToolsTaskSet(config).stop == ("</python>", "</add>", "</shout>", "</answer>")
     assert 'Write <add>{"a": 1, "b": 1}</add> for this: Add two numbers. a (integer); b' in system_prompt(
         config
     )
@@ -80,7 +80,7 @@ def test_the_prompt_tells_of_the_servers_tools_among_others() -> None:
 def test_names_of_two_servers_that_clash_are_refused_until_one_has_a_prefix() -> None:
     alike = [numbers(only=["add"]), numbers(name="others", only=["add", "shout"])]
     with pytest.raises(ConfigError, match=r"environment\.tools: .*each once: 'add' is there twice"):
-        ToolsFamily(ToolsConfig.model_validate({"tools": alike}))
+        ToolsTaskSet(ToolsConfig.model_validate({"tools": alike}))
     apart = [alike[0], alike[1].model_copy(update={"prefix": "other_"})]
     assert ToolsConfig.model_validate({"tools": apart}).tool_names() == ("add", "other_add", "other_shout")
 
@@ -92,7 +92,7 @@ def test_the_wait_for_other_episodes_follows_from_the_servers() -> None:
 
 
 def test_a_script_is_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.tools.mcp.settings.searched", lambda: (tmp_path, HERE))
+    monkeypatch.setattr("outrider.tools.mcp.settings.search_folders", lambda: (tmp_path, HERE))
     assert numbers(command=None, args=(), script="server.py").script_path() == HERE / "server.py"
     (tmp_path / "server.py").write_text("")
     assert numbers(command=None, args=(), script="server.py").script_path() == tmp_path / "server.py"
@@ -101,7 +101,11 @@ def test_a_script_is_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest
 def listed(parameters: Any) -> Any:
     tool = SimpleNamespace(name="look", description="Look.", title=None, input_schema=parameters)
     settings = McpConfig.model_validate({"name": "one", **URL})
-    return taken(settings, server="s", version="1", tools={"look": tool}).tools["look"].schema["parameters"]
+    return (
+        select_tools(settings, server="s", version="1", tools={"look": tool})
+        .tools["look"]
+        .schema["parameters"]
+    )
 
 
 def test_a_schema_lists_its_arguments_wherever_the_server_declares_them() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 uvicorn = pytest.importorskip("uvicorn", reason="the extra `view` is not installed")
 
-from outrider.commands.viewing import _compared  # noqa: E402
+from outrider.commands.viewing import _comparison_page  # noqa: E402
 from outrider.watch.viewer.catalogue import Catalogue  # noqa: E402
 from outrider.watch.viewer.serve import _bound  # noqa: E402
 from outrider.watch.viewer.server import make_app  # noqa: E402
@@ -58,7 +58,7 @@ def serving(
     roots: Sequence[Path], *, hosts: Sequence[str] | None = OWN, token: str | None = None
 ) -> Iterator[Served]:
     catalogue = Catalogue(roots)
-    app = make_app(catalogue, compare=_compared, hosts=hosts, token=token, every_s=0.05)
+    app = make_app(catalogue, compare=_comparison_page, hosts=hosts, token=token, every_s=0.05)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     )

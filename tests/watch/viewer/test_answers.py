@@ -195,7 +195,7 @@ def test_a_run_that_is_left_is_read_no_further(recorded: Path, monkeypatch: pyte
     """Else whoever goes to and fro between runs makes the server hold the texts of them all."""
     read: list[Path] = []
     search = TextSearch(recorded)
-    monkeypatch.setattr(text_search, "_AHEAD", 1)
+    monkeypatch.setattr(text_search, "_WARM_BATCH", 1)
 
     def leaving(path: Path) -> Any:
         read.append(path)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.arpo.formulas import entropy_advantage_factors
 from outrider.algorithms.arpo.hook import BranchHook, BranchSettings, first_wave_problem, require_countable
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages, outcome_advantages
 from outrider.algorithms.common.group_settings import with_preset
 from outrider.algorithms.common.loss_settings import needs_whole_rollouts
 from outrider.algorithms.common.on_policy import OnPolicyGroup
@@ -46,11 +46,11 @@ class ArpoSettings(BranchSettings, ObjectiveSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        return with_preset(PRESETS, given, default="arpo")
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(PRESETS, data, default="arpo")
 
     @model_validator(mode="after")
-    def _possible(self) -> "ArpoSettings":
+    def _validate(self) -> "ArpoSettings":
         if self.first_wave > self.group_size:
             raise ValueError(first_wave_problem("algorithm.", self.first_wave, self.group_size))
         require_countable(
@@ -87,24 +87,24 @@ class Arpo(OnPolicyGroup):
         """For a run."""
         return cls(settings, vocabulary_size=context.vocabulary_size, every_action=context.is_stateful)
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """Advantages, with AEPO's factor per token where it is on (statistics over the group's policy
         tokens).
         """
         advantages = outcome_advantages(trace, self.objective.advantage)
-        write_credit(trace, advantages, attribution=self.settings.attribution)
+        assign_advantages(trace, advantages, attribution=self.settings.attribution)
         if self.settings.entropy_advantage:
             scale_by_entropy(trace, weight=self.settings.entropy_advantage)
-        return GroupCredit(advantages=advantages, measurements={})
+        return GroupAdvantages(advantages=advantages, measurements={})
 
 
 def scale_by_entropy(trace: Trace, *, weight: float) -> None:
     """Multiply every credited token's advantage by ``1 + a z`` of its entropy at sampling time."""
-    credited = [node for node in trace.nodes if node.credit is not None or node.shares is not None]
+    nodes = [node for node in trace.nodes if node.credit is not None or node.shares is not None]
     factors = iter(
-        entropy_advantage_factors([entropy for node in credited for entropy in node.entropies], weight=weight)
+        entropy_advantage_factors([entropy for node in nodes for entropy in node.entropies], weight=weight)
     )
-    for node in credited:
+    for node in nodes:
         own = [next(factors) for _ in node.token_ids]
         if node.credit is not None:
             node.credit = tuple(value * factor for value, factor in zip(node.credit, own, strict=True))

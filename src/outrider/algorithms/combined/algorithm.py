@@ -11,19 +11,19 @@ from typing import Any
 from outrider.algorithms.algorithm import Algorithm, Arrays
 from outrider.algorithms.arpo.algorithm import scale_by_entropy
 from outrider.algorithms.arpo.hook import BranchHook
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages, outcome_advantages
 from outrider.algorithms.combined.settings import CombinedSettings
 from outrider.algorithms.context import AlgorithmContext
 from outrider.algorithms.empo2.metrics import tip_metrics
 from outrider.algorithms.empo2.tips import Tips
-from outrider.algorithms.rapo.credit import retrieval_credit
+from outrider.algorithms.rapo.credit import retrieval_advantages
 from outrider.algorithms.rapo.formulas import combined_advantages_per_rollout
 from outrider.algorithms.rapo.hook import RetrievalHook
 from outrider.memory.changes import MemoryChange
 from outrider.memory.embedder import Embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.hooks import Hook
-from outrider.rollout.modes import HYBRID, ON_POLICY, joined_mode
+from outrider.rollout.modes import HYBRID, ON_POLICY, join_modes
 from outrider.trace import Trace
 
 
@@ -111,9 +111,9 @@ class Combined(Algorithm):
         if retrieval is None:
             return (tip_mode or ON_POLICY,) * size
         own = (ON_POLICY,) * (size - retrieval.num_hybrid) + (HYBRID,) * retrieval.num_hybrid
-        return own if tip_mode is None else tuple(joined_mode(tip_mode, one) for one in own)
+        return own if tip_mode is None else tuple(join_modes(tip_mode, mode) for mode in own)
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """Advantages of returns and novelty, times RAPO's factor, to shared tokens by ``attribution``, times
         AEPO's factor.
         """
@@ -123,15 +123,15 @@ class Combined(Algorithm):
             trace.without_memory = self.tips.leaves_out(trace)
         advantages, scales = outcome_advantages(trace, self.objective.advantage), None
         if self.settings.retrieval is not None:
-            found = retrieval_credit(trace, self.settings.retrieval)
-            advantages = combined_advantages_per_rollout(outcome=advantages, factors=found.factors)
-            scales = found.scales
-            measurements |= found.measurements
+            retrieval = retrieval_advantages(trace, self.settings.retrieval)
+            advantages = combined_advantages_per_rollout(outcome=advantages, factors=retrieval.factors)
+            scales = retrieval.scales
+            measurements |= retrieval.measurements
         branch = self.settings.branch
-        write_credit(trace, advantages, scales, attribution=branch.attribution if branch else None)
+        assign_advantages(trace, advantages, scales, attribution=branch.attribution if branch else None)
         if branch is not None and branch.entropy_advantage:
             scale_by_entropy(trace, weight=branch.entropy_advantage)
-        return GroupCredit(advantages=advantages, measurements=measurements)
+        return GroupAdvantages(advantages=advantages, measurements=measurements)
 
     def measure(self, traces: Sequence[Trace]) -> dict[str, float]:
         """Metrics of the step's tips."""
@@ -153,7 +153,7 @@ class Combined(Algorithm):
 
     def memory_changes(self) -> list[MemoryChange]:
         """Of the tips, where there are any."""
-        return [] if self.tips is None else self.tips.hook.memory.take_changes()
+        return [] if self.tips is None else self.tips.hook.memory.pop_changes()
 
     def counts(self) -> list[dict[str, int]]:
         """Counts of the retrieval hook."""

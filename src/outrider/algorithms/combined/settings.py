@@ -11,14 +11,18 @@ from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.common.loss_settings import needs_whole_rollouts
 from outrider.algorithms.empo2.hook import MemorySettings
 from outrider.algorithms.empo2.tips import TipSettings, no_tips
-from outrider.algorithms.rapo.credit import RetrievalCreditSettings, require_known_ratio, require_one_scale
+from outrider.algorithms.rapo.credit import (
+    RetrievalAdvantageSettings,
+    require_equal_scales,
+    require_known_ratio,
+)
 from outrider.algorithms.rapo.hook import RetrievalSettings, require_showable
 
 if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
 
 
-class RetrievalSection(RetrievalSettings, RetrievalCreditSettings):
+class RetrievalSection(RetrievalSettings, RetrievalAdvantageSettings):
     """When and what hybrid rollouts retrieve, and what it does to their credit (RAPO)."""
 
     details: ClassVar[frozenset[str]] = frozenset(
@@ -89,7 +93,7 @@ class CombinedSettings(OffPolicyObjective):
         return self
 
     @model_validator(mode="after")
-    def _possible(self) -> "CombinedSettings":
+    def _validate(self) -> "CombinedSettings":
         retrieval, branch = self.retrieval, self.branch
         if retrieval is not None:
             if retrieval.num_hybrid > self.group_size:
@@ -100,7 +104,7 @@ class CombinedSettings(OffPolicyObjective):
         if branch is not None:
             if branch.first_wave > self.group_size:
                 raise ValueError(first_wave_problem("algorithm.branch.", branch.first_wave, self.group_size))
-            require_one_scale(branch.attribution, retrieval.ratio_weight if retrieval else 0.0)
+            require_equal_scales(branch.attribution, retrieval.ratio_weight if retrieval else 0.0)
             require_countable(
                 branch.attribution,
                 self.aggregation,
@@ -111,7 +115,7 @@ class CombinedSettings(OffPolicyObjective):
             )
         return self
 
-    def require_possible(self, run: "RunSettings") -> None:
+    def validate_run(self, run: "RunSettings") -> None:
         """Retrieved steps that the environment can take, or show."""
         if self.retrieval is not None:
             require_showable(self.retrieval, run)

@@ -18,7 +18,7 @@ NoSignalReason = Literal["unscorable", "singleton", "no_spread", "rejected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GroupAdvantages:
+class RolloutAdvantages:
     """The credit of one group.
 
     ``values`` [N] are the advantages; ``assigned`` [N] is False where the rollout had no return (an
@@ -41,7 +41,7 @@ def group_normalized_advantages_per_rollout(
     eps: float = 1e-6,
     normalize_std: bool = True,
     spread_tolerance: float = 1e-9,
-) -> GroupAdvantages:
+) -> RolloutAdvantages:
     """``(R_i - mean R) / (std R + eps)`` over the scorable rollouts of one group (GRPO, arXiv 2402.03300
     section 4.1).
 
@@ -69,7 +69,7 @@ def group_normalized_advantages_per_rollout(
 
 def leave_one_out_advantages_per_rollout(
     *, returns: Sequence[float | None] | Float64Array, spread_tolerance: float = 1e-9
-) -> GroupAdvantages:
+) -> RolloutAdvantages:
     """``R_i - mean_{j != i} R_j`` over the scorable rollouts of one group (RLOO, arXiv 2402.14740).
 
     The baseline does not depend on rollout i, so the policy gradient stays unbiased. Unscorable rollouts,
@@ -106,11 +106,13 @@ def _no_signal_reason(scorable: Float64Array, spread_tolerance: float) -> NoSign
     return "no_spread" if spread <= spread_tolerance * scale else None
 
 
-def _no_signal(assigned: BoolArray, reason: NoSignalReason) -> GroupAdvantages:
-    return GroupAdvantages(values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reason)
+def _no_signal(assigned: BoolArray, reason: NoSignalReason) -> RolloutAdvantages:
+    return RolloutAdvantages(
+        values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reason
+    )
 
 
-def _scatter(advantages: Float64Array, assigned: BoolArray) -> GroupAdvantages:
+def _scatter(advantages: Float64Array, assigned: BoolArray) -> RolloutAdvantages:
     values = np.zeros(assigned.size)
     values[assigned] = advantages
-    return GroupAdvantages(values=values, assigned=assigned, has_signal=True, reason=None)
+    return RolloutAdvantages(values=values, assigned=assigned, has_signal=True, reason=None)

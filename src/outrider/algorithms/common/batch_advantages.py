@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from outrider.algorithms.common.advantages import (
     Float64Array,
-    GroupAdvantages,
     NoSignalReason,
+    RolloutAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
@@ -98,13 +98,13 @@ def returns_to_go_per_token(
     """
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
-    following: dict[int, float] = {}
+    returns_to_go: dict[int, float] = {}
     values = np.zeros(len(rewards))
     # From behind, so that one pass does; rollouts may be interleaved.
     for token in range(len(rewards) - 1, -1, -1):
         owner = int(rollout_index[token])
-        following[owner] = float(rewards[token]) + gamma * following.get(owner, 0.0)
-        values[token] = following[owner]
+        returns_to_go[owner] = float(rewards[token]) + gamma * returns_to_go.get(owner, 0.0)
+        values[token] = returns_to_go[owner]
     return values
 
 
@@ -116,13 +116,17 @@ def whitened_per_token(values: Float64Array, *, variance: Variance = "sample") -
     ``1 / sqrt(max(population variance, 1e-8))``. Without spread, or with fewer than two tokens, exactly 0.
     """
     known = ~np.isnan(values)
-    kept = values[known]
+    known_values = values[known]
     white = np.zeros(len(values))
-    if not _has_spread(kept, _SPREAD_TOLERANCE):
+    if not _has_spread(known_values, _SPREAD_TOLERANCE):
         return white
-    centred = kept - math.fsum(kept) / kept.size
+    centred = known_values - math.fsum(known_values) / known_values.size
     squares = math.fsum(centred * centred)
-    scale = squares / (kept.size - 1) + 1e-8 if variance == "sample" else max(squares / kept.size, 1e-8)
+    scale = (
+        squares / (known_values.size - 1) + 1e-8
+        if variance == "sample"
+        else max(squares / known_values.size, 1e-8)
+    )
     white[known] = centred / math.sqrt(scale)
     return white
 
@@ -163,14 +167,16 @@ def reinforce_plus_plus_baseline_advantages_per_token(
     values = _floats(returns)
     centred = np.full(values.size, math.nan)
     for members in _members(groups, values.size).values():
-        credit = group_normalized_advantages_per_rollout(returns=values[members], normalize_std=False)
-        centred[members] = np.where(credit.assigned, credit.values, math.nan)
+        member_advantages = group_normalized_advantages_per_rollout(
+            returns=values[members], normalize_std=False
+        )
+        centred[members] = np.where(member_advantages.assigned, member_advantages.values, math.nan)
     return whitened_per_token(centred[np.asarray(rollout_index, dtype=np.int64)], variance=variance)
 
 
 def tree_advantages_per_leaf(
     *, returns: Returns, trees: Sequence[Hashable], combination: TreeCombination = "sum", eps: float = 1e-6
-) -> GroupAdvantages:
+) -> RolloutAdvantages:
     """Tree-GRPO (arXiv 2509.21240): z-scores of the leaves of one task, over the task and over each leaf's
     tree.
 
@@ -189,7 +195,7 @@ def tree_advantages_per_leaf(
         reasons.append(inner.reason)
     has_signal = outer.has_signal if combination == "sum" else None in reasons
     lone = outer.reason or ("singleton" if "no_spread" not in reasons else "no_spread")
-    return GroupAdvantages(
+    return RolloutAdvantages(
         values=advantages, assigned=outer.assigned, has_signal=has_signal, reason=None if has_signal else lone
     )
 
@@ -201,7 +207,7 @@ def mixed_group_advantages_per_rollout(
     statistics: Literal["mixed", "on_policy"] = "mixed",
     normalize_std: bool = False,
     eps: float = 1e-6,
-) -> GroupAdvantages:
+) -> RolloutAdvantages:
     """LUFFY (arXiv 2504.14945): the advantages [N] of one group that holds demonstrations among the policy's
     rollouts.
 
@@ -225,7 +231,7 @@ def mixed_group_advantages_per_rollout(
         advantages /= _sample_std(own) + eps
     has_signal = bool(advantages.any())
     reasons: tuple[NoSignalReason, NoSignalReason, NoSignalReason] = ("unscorable", "singleton", "no_spread")
-    return GroupAdvantages(
+    return RolloutAdvantages(
         values=advantages,
         assigned=~np.isnan(values),
         has_signal=has_signal,
@@ -259,10 +265,10 @@ def groups_with_spread(
     metric; a group of one is constant.
     """
     values = _floats(metric)
-    found = _members(groups, values.size)
+    members_by_group = _members(groups, values.size)
     return {
         group: members
-        for group, members in found.items()
+        for group, members in members_by_group.items()
         if _has_spread(values[members][~np.isnan(values[members])], tolerance)
     }
 
@@ -305,8 +311,8 @@ def replayable_groups(
     stays stored when fresh groups come in.
     """
     newest = {key: position for position, key in enumerate(keys)}
-    kept = sorted(position for position in newest.values() if 0.0 < mean_rewards[position] < 1.0)
-    return kept if room is None else kept[max(0, len(kept) - max(0, room)) :]
+    positions = sorted(position for position in newest.values() if 0.0 < mean_rewards[position] < 1.0)
+    return positions if room is None else positions[max(0, len(positions) - max(0, room)) :]
 
 
 def _floats(returns: Returns) -> Float64Array:

@@ -37,7 +37,7 @@ class OverlongSettings(Settings):
     counted: Literal["policy", "all"] = "policy"
 
     @model_validator(mode="after")
-    def _possible(self) -> "OverlongSettings":
+    def _validate(self) -> "OverlongSettings":
         if self.buffer is not None and self.max_tokens is not None and self.buffer > self.max_tokens:
             raise ValueError(f"overlong.buffer {self.buffer} exceeds overlong.max_tokens {self.max_tokens}")
         return self
@@ -90,7 +90,7 @@ class GroupSettings(ObjectiveSettings):
         """With ``dynamic_sampling``."""
         return self.dynamic_sampling is not None
 
-    def require_possible(self, run: "RunSettings") -> None:
+    def validate_run(self, run: "RunSettings") -> None:
         """A punishment of length that some response could reach."""
         if self.overlong is not None:
             self.overlong.bounds(run.rollout.max_response_tokens)
@@ -101,14 +101,14 @@ class GroupSettings(ObjectiveSettings):
         return self.reward_kl_weight > 0
 
 
-def with_preset(presets: Mapping[str, Mapping[str, Any]], given: Any, *, default: str) -> Any:
-    """``given`` settings with what their preset says about the rest; a table in both is merged."""
-    if not isinstance(given, Mapping):
-        return given
-    chosen = presets.get(str(given.get("preset", default)), {})
-    merged = {**chosen, **given}
+def with_preset(presets: Mapping[str, Mapping[str, Any]], data: Any, *, default: str) -> Any:
+    """``data`` settings with what their preset says about the rest; a table in both is merged."""
+    if not isinstance(data, Mapping):
+        return data
+    chosen = presets.get(str(data.get("preset", default)), {})
+    merged = {**chosen, **data}
     for name, table in chosen.items():
-        own = given.get(name)
+        own = data.get(name)
         if isinstance(table, Mapping) and isinstance(own, Mapping):
             # Of another kind (loss.type) the preset's keys mean nothing.
             merged[name] = (
@@ -159,8 +159,8 @@ def groups_worth_training(traces: Sequence[Trace], rule: DynamicSamplingSettings
             value = leaf.episode_return if rule.metric == "return" else float(leaf.success)
             metric.append(None if leaf.episode_return is None else value)
             groups.append(number)
-    kept = groups_with_spread(metric, groups=groups)
-    return [trace for number, trace in enumerate(traces) if number in kept]
+    informative = groups_with_spread(metric, groups=groups)
+    return [trace for number, trace in enumerate(traces) if number in informative]
 
 
 def _length(path: Sequence[Node], overlong: OverlongSettings) -> int:

@@ -15,13 +15,13 @@ from outrider.algorithms.common.objectives import (
     gspo_per_token,
     reinforce_per_token,
 )
-from outrider.algorithms.common.token_loss import Denominators, TokenLoss, TokenLossInputs
+from outrider.algorithms.common.token_loss import OldLogprobs, TokenLoss, TokenLossInputs
 
 if TYPE_CHECKING:
     from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 
 
-def named_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> TokenLoss:
+def configured_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> TokenLoss:
     """The token loss that ``objective.loss`` names."""
     loss = objective.loss
     tokens = {
@@ -57,21 +57,28 @@ def named_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> Token
     )
 
 
-def without_tips(start_T: Tensor, acting_T: Tensor, objective: "OffPolicyObjective") -> Denominators:
+def old_logprobs_without_tips(
+    start_T: Tensor, with_tips_T: Tensor, objective: "OffPolicyObjective"
+) -> OldLogprobs:
     """Denominators where rollouts are trained without the tips that they acted with (EMPO², Table 3 and
     Algorithm 1).
 
-    ``start_T``: the policy when the update began, in the rendering that is trained. ``acting_T``: the same
+    ``start_T``: the policy when the update began, in the rendering that is trained. ``with_tips_T``: the same
     with tips, NaN where the token's rollout had none to lose.
     """
-    is_off_T = ~acting_T.isnan()
-    trainer_T = torch.where(is_off_T, acting_T, start_T)
+    is_without_tips_T = ~with_tips_T.isnan()
+    trainer_T = torch.where(is_without_tips_T, with_tips_T, start_T)
     old_T = trainer_T if objective.old_context == "acting" else start_T
-    return Denominators(old_T=old_T, trainer_T=trainer_T, is_off_T=is_off_T)
+    return OldLogprobs(old_T=old_T, trainer_T=trainer_T, is_without_tips_T=is_without_tips_T)
 
 
-def student_mask(
-    objective: "OffPolicyObjective", *, logprobs_T: Tensor, acting_T: Tensor, is_off_T: Tensor, turn_T: Tensor
+def without_tips_mask(
+    objective: "OffPolicyObjective",
+    *,
+    logprobs_T: Tensor,
+    with_tips_T: Tensor,
+    is_without_tips_T: Tensor,
+    turn_T: Tensor,
 ) -> Tensor:
     """[T] 1 or 0: which off-policy tokens are trained; the average is not renormalised (Eq. 2).
 
@@ -79,33 +86,39 @@ def student_mask(
     (released code, whose rows are turns): no token of the turn was less likely to the acting policy.
     ``none``: all. Tokens of other rollouts are never masked.
     """
-    lowest_kept = math.log(objective.min_probability) if objective.min_probability else -math.inf
+    min_logprob = math.log(objective.min_probability) if objective.min_probability else -math.inf
     if objective.student_mask == "none":
-        kept = torch.ones_like(is_off_T)
+        is_trained = torch.ones_like(is_without_tips_T)
     elif objective.student_mask == "token":
-        kept = logprobs_T.detach() >= lowest_kept
+        is_trained = logprobs_T.detach() >= min_logprob
     else:
-        turns, index_T = torch.unique(turn_T.to(is_off_T.device), return_inverse=True)
-        lowest = acting_T.new_full((len(turns),), math.inf).scatter_reduce(
-            0, index_T, acting_T, reduce="amin"
+        turns, index_T = torch.unique(turn_T.to(is_without_tips_T.device), return_inverse=True)
+        lowest = with_tips_T.new_full((len(turns),), math.inf).scatter_reduce(
+            0, index_T, with_tips_T, reduce="amin"
         )
-        kept = (lowest >= lowest_kept)[index_T]
-    return (kept | ~is_off_T).to(logprobs_T)
+        is_trained = (lowest >= min_logprob)[index_T]
+    return (is_trained | ~is_without_tips_T).to(logprobs_T)
 
 
-def measured_student_mask(
-    inputs: TokenLossInputs, objective: "OffPolicyObjective", is_off_T: Tensor
+def measure_without_tips_mask(
+    inputs: TokenLossInputs, objective: "OffPolicyObjective", is_without_tips_T: Tensor
 ) -> Tensor:
     """:func:`student_mask`, and what the tokens without their tips look like."""
-    logprobs_T, acting_T = inputs.logprobs_T.detach(), inputs.denominators.trainer_T
-    kept_T = student_mask(
-        objective, logprobs_T=logprobs_T, acting_T=acting_T, is_off_T=is_off_T, turn_T=inputs.turn_T
+    logprobs_T, with_tips_T = inputs.logprobs_T.detach(), inputs.old_logprobs.trainer_T
+    mask_T = without_tips_mask(
+        objective,
+        logprobs_T=logprobs_T,
+        with_tips_T=with_tips_T,
+        is_without_tips_T=is_without_tips_T,
+        turn_T=inputs.turn_T,
     )
-    num = int(is_off_T.sum())
+    num = int(is_without_tips_T.sum())
     if num:
-        off = (acting_T - logprobs_T)[is_off_T]
+        off = (with_tips_T - logprobs_T)[is_without_tips_T]
         inputs.measures.add("tips/kl_acting_student", float(off.mean()), num)
-        inputs.measures.add("tips/ratio_mean", float((logprobs_T - inputs.old_T)[is_off_T].exp().mean()), num)
-        inputs.measures.add("tips/masked_fraction", float(1.0 - kept_T[is_off_T].mean()), num)
+        inputs.measures.add(
+            "tips/ratio_mean", float((logprobs_T - inputs.old_T)[is_without_tips_T].exp().mean()), num
+        )
+        inputs.measures.add("tips/masked_fraction", float(1.0 - mask_T[is_without_tips_T].mean()), num)
         inputs.measures.add_sum("tips/num_off_tokens", float(num))
-    return kept_T
+    return mask_T

@@ -167,22 +167,22 @@ def require_new_fields(name: str, fields: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}.{key} is a section now (outrider.algorithms.common.loss_settings)")
 
 
-def require_new_spelling(given: Mapping[str, Any]) -> None:
+def require_new_spelling(table: Mapping[str, Any]) -> None:
     """Raises ValueError for a flat key of an earlier version, with its new name."""
-    for key in given:
+    for key in table:
         if key in _MOVED:
             raise ValueError(f"the key {key} is called {_MOVED[key]} now")
-    if isinstance(given.get("loss"), str):
+    if isinstance(table.get("loss"), str):
         raise ValueError(
-            f"loss is a section now: loss.type = {given['loss']}"[:80] + ", whose clip is its own"
+            f"loss is a section now: loss.type = {table['loss']}"[:80] + ", whose clip is its own"
         )
-    if isinstance(given.get("sampler_correction"), int | float):
+    if isinstance(table.get("sampler_correction"), int | float):
         raise ValueError(
-            f"sampler_correction is a section now: sampler_correction.upper = {given['sampler_correction']}"
+            f"sampler_correction is a section now: sampler_correction.upper = {table['sampler_correction']}"
         )
 
 
-def in_new_spelling(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def migrate_algorithm_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The ``[algorithm]`` table that a run of an earlier version wrote down, with today's keys.
 
     A record holds every key: those that mean nothing to its loss are left out. What is no such record stays
@@ -202,10 +202,14 @@ def in_new_spelling(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-def in_todays_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+def migrate_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded tree of settings, with the sections that were single keys in earlier versions."""
     algorithm = tree.get("algorithm")
-    return {**tree, "algorithm": in_new_spelling(algorithm)} if isinstance(algorithm, Mapping) else dict(tree)
+    return (
+        {**tree, "algorithm": migrate_algorithm_keys(algorithm)}
+        if isinstance(algorithm, Mapping)
+        else dict(tree)
+    )
 
 
 def plain_clip(loss: LossSettings, *, method: str) -> ClipLoss:

@@ -200,8 +200,8 @@ def weighted_loss(*, losses: Tensor, weights: Tensor) -> Tensor:
     """
     require_tokens(losses=losses, weights=weights)
     # Selected, not multiplied: NaN times 0 is NaN.
-    kept = weights != 0.0
-    return (losses[kept] * weights.detach()[kept]).sum()
+    is_trained = weights != 0.0
+    return (losses[is_trained] * weights.detach()[is_trained]).sum()
 
 
 def _denominator(kind: Aggregation, num_tokens: int, num_rollouts: int, max_length: int | None) -> int:

@@ -47,9 +47,11 @@ def gppo_per_token(
         dual_clip=dual_clip,
     )
     # A factor of value one. The printed form (bound / sg(r)) * r is the same, but NaN once r overflows.
-    one = (logprobs - logprobs.detach()).exp()
-    kept = clipped.clipped_high | clipped.clipped_low
-    return replace(clipped, losses=torch.where(kept, clipped.losses.detach() * one, clipped.losses))
+    unit_factor = (logprobs - logprobs.detach()).exp()
+    is_clipped = clipped.clipped_high | clipped.clipped_low
+    return replace(
+        clipped, losses=torch.where(is_clipped, clipped.losses.detach() * unit_factor, clipped.losses)
+    )
 
 
 def cispo_per_token(
@@ -66,12 +68,15 @@ def cispo_per_token(
     if not 0.0 <= floor < cap:
         raise ValueError(f"impossible bounds of the weight: floor {floor}, cap {cap}")
     require_tokens(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    weights, credit = token_ratio(logprobs=logprobs.detach(), old_logprobs=old_logprobs), advantages.detach()
+    weights, detached_advantages = (
+        token_ratio(logprobs=logprobs.detach(), old_logprobs=old_logprobs),
+        advantages.detach(),
+    )
     return SurrogateLoss(
-        losses=-weights.clamp(floor, cap) * credit * logprobs,
-        clipped_high=(weights > cap) & (credit != 0.0),
-        clipped_low=(weights < floor) & (credit != 0.0),
-        dual_clipped=torch.zeros_like(credit, dtype=torch.bool),
+        losses=-weights.clamp(floor, cap) * detached_advantages * logprobs,
+        clipped_high=(weights > cap) & (detached_advantages != 0.0),
+        clipped_low=(weights < floor) & (detached_advantages != 0.0),
+        dual_clipped=torch.zeros_like(detached_advantages, dtype=torch.bool),
     )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Generic, Self, TypeVar
 
 from outrider.algorithms.algorithm import Algorithm, GroupFilter, TaskChoice
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings
 from outrider.algorithms.common.group_settings import GroupSettings, groups_worth_training, shape_returns
 from outrider.algorithms.context import AlgorithmContext
 from outrider.rollout.hooks import Hook
@@ -45,7 +45,7 @@ class OnPolicyBatch(OnPolicyGroup, ABC, Generic[SettingsT]):
         """For a run."""
         return cls(settings, max_response_tokens=context.max_response_tokens)
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """A batch of one group."""
         return self.advantages([trace])[0]
 
@@ -54,13 +54,13 @@ class OnPolicyBatch(OnPolicyGroup, ABC, Generic[SettingsT]):
         rule = self.settings.dynamic_sampling
         if rule is None:
             return TaskChoice(num_groups=num_groups)
-        keep = partial(groups_worth_training, rule=rule)
+        select = partial(groups_worth_training, rule=rule)
         return TaskChoice(
-            num_groups=num_groups, groups=GroupFilter(keep=keep, max_extra_batches=rule.max_extra_batches)
+            num_groups=num_groups, groups=GroupFilter(select=select, max_extra_batches=rule.max_extra_batches)
         )
 
     @abstractmethod
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Write the credit of all groups of a step; one entry a trace."""
 
     def _shaped(self, traces: Sequence[Trace], *, sum_kl: bool = True) -> list[dict[str, list[float]]]:

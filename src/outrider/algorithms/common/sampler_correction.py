@@ -39,14 +39,16 @@ def over_rollouts(
     Differentiable. 0 for the tokens of a rollout whose tokens are all masked.
     """
     require_tokens(values=values)
-    kept = mask.bool()
-    owners = rollout_index[kept]
+    is_counted = mask.bool()
+    owners = rollout_index[is_counted]
     # Numbers are those of the mini-batch: a micro-batch leaves some of them empty.
     count = int(rollout_index.max()) + 1 if rollout_index.numel() else 0
     empty = values.new_zeros(count)
     if reduce == "max":
-        return empty.scatter_reduce(0, owners, values[kept], reduce="amax", include_self=False)[rollout_index]
-    sums = empty.index_add(0, owners, values[kept])
+        return empty.scatter_reduce(0, owners, values[is_counted], reduce="amax", include_self=False)[
+            rollout_index
+        ]
+    sums = empty.index_add(0, owners, values[is_counted])
     if reduce == "mean":
         # A rollout whose tokens are all masked has 0 of them: 0 / 1 and not NaN.
         sums = sums / torch.bincount(owners, minlength=count).clamp(min=1)
@@ -83,21 +85,21 @@ def sampler_weights_per_token(
     lower: float | None = None,
     upper: float | None = 2.0,
     outside: Outside = "truncate",
-    decided_by: Level | None = None,
+    decision_level: Level | None = None,
 ) -> SamplerWeights:
     """``w`` of ``level``, with what lies outside [``lower``, ``upper``] put on the bound (``truncate``) or to
     0 (``zero``).
 
     Truncated importance sampling is ``truncate`` with an upper bound; masked importance sampling (IcePop) is
-    ``zero`` with both. ``decided_by`` holds the bounds against the weights of another level: ``level="token",
+    ``zero`` with both. ``decision_level`` holds the bounds against the weights of another level: ``level="token",
     decided_by="geometric"`` drops whole rollouts and leaves the other tokens their own weights. None switches
     a bound off. The denominators of the aggregation stay as they are, also for what is dropped. Raises
-    ValueError for impossible bounds and for ``decided_by`` with ``truncate``.
+    ValueError for impossible bounds and for ``decision_level`` with ``truncate``.
     """
     low, high = lower or 0.0, math.inf if upper is None else upper
     if not 0.0 <= low < high:
         raise ValueError(f"impossible bounds of the sampler correction: {lower} and {upper}")
-    if decided_by is not None and outside == "truncate":
+    if decision_level is not None and outside == "truncate":
         raise ValueError(
             "decided_by needs outside = zero: there is no bound that another level's weight could be put on"
         )
@@ -108,16 +110,18 @@ def sampler_weights_per_token(
         "mask": mask,
     }
     weights = importance_weights_per_token(**tokens, level=level)
-    judged = weights if decided_by is None else importance_weights_per_token(**tokens, level=decided_by)
+    judged = (
+        weights if decision_level is None else importance_weights_per_token(**tokens, level=decision_level)
+    )
     is_outside = (judged < low) | (judged > high)
     bounded = (
         weights.clamp(low, high)
         if outside == "truncate"
         else torch.where(is_outside, torch.zeros_like(weights), weights)
     )
-    kept = mask.bool()
+    is_counted = mask.bool()
     return SamplerWeights(
-        weights=torch.where(kept, bounded, torch.zeros_like(bounded)), changed=is_outside & kept
+        weights=torch.where(is_counted, bounded, torch.zeros_like(bounded)), changed=is_outside & is_counted
     )
 
 
@@ -130,15 +134,15 @@ def correction_stats(
     changed, ``max`` and ``mean_abs_log`` describe the tokens' own weights without bounds. Raises ValueError
     when no token is left or a log-probability is not finite: either is a fault, not noise.
     """
-    kept = mask.bool()
+    is_counted = mask.bool()
     # float64: ESS divides the square of a sum by a sum of squares over all tokens.
-    difference = _difference(old_logprobs, sampler_logprobs)[kept].double()
+    difference = _difference(old_logprobs, sampler_logprobs)[is_counted].double()
     if difference.numel() == 0 or not bool(torch.isfinite(difference).all()):
         raise ValueError("sampler correction needs at least one token and finite log-probabilities")
-    weights = applied.weights[kept].double()
+    weights = applied.weights[is_counted].double()
     return ImportanceStats(
         num_tokens=weights.numel(),
-        num_truncated=int(applied.changed[kept].sum()),
+        num_truncated=int(applied.changed[is_counted].sum()),
         mean=float(weights.mean()),
         max=float(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().max()),
         mean_square=float((weights**2).mean()),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.algorithms.common.losses import SurrogateLoss as TokenLoss
 
-__all__ = ["Denominators", "Measures", "TokenLoss", "TokenLossInputs"]
+__all__ = ["Measures", "OldLogprobs", "TokenLoss", "TokenLossInputs"]
 
 
 class Measures(Protocol):
@@ -29,16 +29,16 @@ class Measures(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Denominators:
+class OldLogprobs:
     """``old_T`` divides the ratio; ``trainer_T`` is the trainer's value in the context that the engine
     sampled in.
 
-    ``is_off_T`` marks the tokens whose tips were left out; None: none.
+    ``is_without_tips_T`` marks the tokens whose tips were left out; None: none.
     """
 
     old_T: Tensor
     trainer_T: Tensor
-    is_off_T: Tensor | None = None
+    is_without_tips_T: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,19 +46,19 @@ class TokenLossInputs:
     """One micro-batch, one value a trained token; only ``logprobs_T`` carries gradient. Log-probs are natural
     logs.
 
-    ``logprobs_T``: the policy's. ``denominators``: those of the ratio. ``advantages_T`` and
+    ``logprobs_T``: the policy's. ``old_logprobs``: those of the ratio. ``advantages_T`` and
     ``ratio_scale_T``: what the algorithm wrote on the trace. ``engine_logprobs_T``: the sampler's, 0 where
-    nobody sampled. ``is_foreign_T``: the policy did not write the token in this step (a demonstration, a
+    nobody sampled. ``is_off_policy_T``: the policy did not write the token in this step (a demonstration, a
     replayed rollout). ``rollout_T`` and ``turn_T``: numbers of the token's rollout and turn. ``measures``
     takes metrics of the loss's own.
     """
 
     logprobs_T: Tensor
-    denominators: Denominators
+    old_logprobs: OldLogprobs
     advantages_T: Tensor
     ratio_scale_T: Tensor
     engine_logprobs_T: Tensor
-    is_foreign_T: Tensor
+    is_off_policy_T: Tensor
     rollout_T: Tensor
     turn_T: Tensor
     measures: Measures
@@ -66,4 +66,4 @@ class TokenLossInputs:
     @property
     def old_T(self) -> Tensor:
         """The denominator of the ratio."""
-        return self.denominators.old_T
+        return self.old_logprobs.old_T

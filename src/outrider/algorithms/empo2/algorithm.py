@@ -12,11 +12,11 @@ from pydantic import model_validator
 
 from outrider.algorithms.algorithm import Algorithm, Arrays
 from outrider.algorithms.base import (
-    GroupCredit,
+    GroupAdvantages,
     ObjectiveSettings,
     OffPolicyObjective,
+    assign_advantages,
     outcome_advantages,
-    write_credit,
 )
 from outrider.algorithms.common.group_settings import with_preset
 from outrider.algorithms.common.loss_settings import ClipLoss, LossSettings
@@ -71,8 +71,8 @@ class Empo2Settings(TipSettings, OffPolicyObjective):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        return with_preset(PRESETS, given, default="empo2")
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(PRESETS, data, default="empo2")
 
 
 class Empo2(Algorithm):
@@ -128,13 +128,13 @@ class Empo2(Algorithm):
         """One mode for all rollouts of a group."""
         return (self.part.mode(step, group),) * self.settings.group_size
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """Group-normalised returns, with what new states add, on every policy token."""
         measured = self.part.reward_novelty(trace)
         advantages = outcome_advantages(trace, self.objective.advantage)
-        write_credit(trace, advantages)
+        assign_advantages(trace, advantages)
         trace.without_memory = self.part.leaves_out(trace)
-        return GroupCredit(advantages=advantages, measurements=self.part.measurements(trace, measured))
+        return GroupAdvantages(advantages=advantages, measurements=self.part.measurements(trace, measured))
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Memory and novelty, as plain data and arrays, for a checkpoint."""
@@ -146,4 +146,4 @@ class Empo2(Algorithm):
 
     def memory_changes(self) -> list[MemoryChange]:
         """Of the tips."""
-        return self.tips.memory.take_changes()
+        return self.tips.memory.pop_changes()

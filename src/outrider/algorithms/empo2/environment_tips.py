@@ -6,7 +6,7 @@ nothing was done.
 
 from collections.abc import Callable, Sequence
 
-from outrider.trace import Node, played_turns
+from outrider.trace import Node, policy_turns
 from outrider.types import Origin
 
 
@@ -19,7 +19,7 @@ def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]
     the episode behind an answer, that answer is the path's last node.
     """
     # a retrieved step that was done is nobody's action here, nor the answer to one
-    turns = played_turns([node for node in path if node.origin is not Origin.BUFFER])
+    turns = policy_turns([node for node in path if node.origin is not Origin.BUFFER])
     answers = [turn.observation for turn in turns[1:]]
     last = path[-1] if path else None
     answers.append(last.message.content if last is not None and last.origin is Origin.ENVIRONMENT else ending)

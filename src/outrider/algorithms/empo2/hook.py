@@ -20,7 +20,7 @@ from outrider.memory.tips import Eviction, Key, Rank, Tip, TipHit, TipMemory
 from outrider.plugins.fields import EmbedderName
 from outrider.rollout.hooks import EpisodeState, Splice
 from outrider.tokens.thoughts import without_thoughts
-from outrider.trace import Leaf, Node, Trace, played_turns
+from outrider.trace import Leaf, Node, Trace, policy_turns
 from outrider.types import Message, Origin, Task
 
 REQUEST = (
@@ -75,7 +75,7 @@ class TipHook:
         self.memory = TipMemory(
             capacity=settings.capacity,
             eviction=settings.eviction,
-            by_state=settings.state_key == "observation",
+            per_state=settings.state_key == "observation",
             seed=seed,
         )
         self.embedder = embedder
@@ -115,12 +115,12 @@ class TipHook:
 
     def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
         """Fits tips into ``budget`` tokens: first those go that alone do not fit, then the oldest."""
-        kept = [hit for hit in hits if self._num_tokens(rendered_tips([hit.tip])) <= budget]
-        while kept:
-            text = rendered_tips([hit.tip for hit in kept])
+        fitting = [hit for hit in hits if self._num_tokens(render_tips([hit.tip])) <= budget]
+        while fitting:
+            text = render_tips([hit.tip for hit in fitting])
             if self._num_tokens(text) <= budget:
-                return kept, text
-            kept.remove(min(kept, key=lambda hit: hit.tip.tip_id))
+                return fitting, text
+            fitting.remove(min(fitting, key=lambda hit: hit.tip.tip_id))
         return [], ""
 
     def task_key(self, task: Task) -> str:
@@ -171,19 +171,19 @@ class TipHook:
             if self.settings.writer == "environment":
                 self._store_answers(trace, leaf, path, ending)
                 continue
-            tip = cleaned(leaf.reflection)
+            tip = clean_reflection(leaf.reflection)
             self.counts["empty" if not tip else "written"] += 1
             if tip:
                 self._store(trace, leaf, path, tip)
 
     def _store(self, trace: Trace, leaf: Leaf, path: Sequence[Node], tip: str) -> None:
         """Stores the policy's tip at every state of its episode."""
-        turns = played_turns(path)
-        by_state = self.settings.state_key == "observation"
+        turns = policy_turns(path)
+        uses_observations = self.settings.state_key == "observation"
         whole = trace.task.question if self.settings.state_key == "question" else chat_text(path)
-        keys = self.embedder.embed([turn.observation for turn in turns] if by_state else [whole])
+        keys = self.embedder.embed([turn.observation for turn in turns] if uses_observations else [whole])
         for number, turn in enumerate(turns):
-            key = keys[number if by_state else 0]
+            key = keys[number if uses_observations else 0]
             self._add(
                 trace,
                 leaf,
@@ -197,7 +197,7 @@ class TipHook:
         """
         tips = [
             environment_tip(
-                said_action(text),
+                action_text(text),
                 answer,
                 max_tokens=self.settings.max_tip_tokens,
                 num_tokens=self._num_tokens,
@@ -252,7 +252,7 @@ def last_words(state: EpisodeState) -> str:
     return f"{last.text}\n\n" if last and last.done and last.text else ""
 
 
-def rendered_tips(tips: Sequence[Tip]) -> str:
+def render_tips(tips: Sequence[Tip]) -> str:
     """The block that a turn shows."""
     return "\n\n<tip>\n" + "\n".join([HEADING, *(f"- {tip.text}" for tip in tips)]) + "\n</tip>"
 
@@ -261,10 +261,10 @@ def record_text(tip: str, *, action: str, score: float) -> str:
     """Text of one record: the tip, the action taken at its state, and how the episode ended (paper, appendix
     E).
     """
-    return f"{tip} Here: {said_action(action)}; final score {score:.3g}."
+    return f"{tip} Here: {action_text(action)}; final score {score:.3g}."
 
 
-def said_action(text: str) -> str:
+def action_text(text: str) -> str:
     """Of a turn with thoughts only its newest tagged part is the action: ``<action>``, ``<search>``,
     ``<answer>`` and their like.
     """
@@ -272,7 +272,7 @@ def said_action(text: str) -> str:
     return " ".join((tagged[-1][1] if tagged else text).split())
 
 
-def cleaned(reflection: str) -> str:
+def clean_reflection(reflection: str) -> str:
     """The first line with text behind a reasoning model's thoughts; empty where those were cut."""
     lines = without_thoughts(reflection).splitlines()
     return next((line.strip() for line in lines if line.strip()), "")

@@ -20,7 +20,7 @@ _WINDOW: Final = 24  # groups whose modes are shuffled together
 
 def tip_mode(mode: str) -> TipMode:
     """What a rollout's mode says about tips; plain where it says nothing."""
-    return next((one for one in MODES if has_part(mode, one)), PLAIN)
+    return next((candidate for candidate in MODES if has_part(mode, candidate)), PLAIN)
 
 
 def mode_of_draw(u: float, *, memory_probability: float, off_policy_probability: float) -> TipMode:

@@ -52,8 +52,8 @@ class DistilledNovelty(RandomDistillation):
 
     def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
         """See :class:`Novelty`."""
-        found = self.visit_together(keys)
-        return [bonus for bonus, _ in found], [error for _, error in found]
+        visits = self.visit_together(keys)
+        return [bonus for bonus, _ in visits], [error for _, error in visits]
 
 
 def visit_bonus(num_visits: int) -> float:

@@ -17,7 +17,7 @@ from outrider.config import Settings
 from outrider.memory.distillation import DistillationSettings
 from outrider.memory.embedder import Embedder
 from outrider.rollout.hooks import Hook
-from outrider.trace import Node, Trace, played_turns
+from outrider.trace import Node, Trace, policy_turns
 
 
 class TipSettings(Settings):
@@ -106,8 +106,8 @@ class Tips:
         """
         if not self.settings.intrinsic_coefficient:
             return []
-        kept = [(leaf, states_of(path)) for leaf, path in trace.scored_rollouts()]
-        texts = [text for _, states in kept for text in states]
+        rollouts = [(leaf, visited_states(path)) for leaf, path in trace.scored_rollouts()]
+        texts = [text for _, states in rollouts for text in states]
         if not texts:
             return []
         returns = [leaf.episode_return for leaf, _ in trace.scored_rollouts()]
@@ -115,7 +115,7 @@ class Tips:
         # Counted even where nothing is paid: what was seen is not new the next time.
         bonuses, measured = self.novelty.see(trace.task.key, list(self._embedder.embed(texts)))
         rest = iter(bonuses)
-        for leaf, states in kept:
+        for leaf, states in rollouts:
             mine = [next(rest) for _ in states]
             leaf.intrinsic = (
                 intrinsic_return(mine, coefficient=self.settings.intrinsic_coefficient) if is_paid else 0.0
@@ -157,14 +157,14 @@ def no_tips(settings: TipSettings, section: str, *, num_groups: int, num_tasks: 
     ]
 
 
-def states_of(path: Sequence[Node]) -> list[str]:
+def visited_states(path: Sequence[Node]) -> list[str]:
     """The states of an episode: what each turn acted on, one per turn (section 4.2: the reward of a step is
     that of its state).
 
     What is said after the last turn is no state: nothing acts on it, it is in the path only where the loop
     cut the episode, and counted there it would pay an episode for being cut.
     """
-    return [turn.observation for turn in played_turns(path)]
+    return [turn.observation for turn in policy_turns(path)]
 
 
 def intrinsic_return(bonuses: Sequence[float], *, coefficient: float) -> float:

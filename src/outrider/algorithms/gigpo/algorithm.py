@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import AdvantageKind, GroupCredit, ObjectiveSettings
+from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings
 from outrider.algorithms.common.advantages import (
     Float64Array,
-    GroupAdvantages,
+    RolloutAdvantages,
     group_normalized_advantages_per_rollout,
 )
 from outrider.algorithms.common.group_settings import with_preset
@@ -29,7 +29,7 @@ from outrider.algorithms.gigpo.formulas import (
     episode_advantages_per_turn,
     step_advantages_per_turn,
 )
-from outrider.trace import Leaf, Node, Trace, played_turns
+from outrider.trace import Leaf, Node, Trace, policy_turns
 from outrider.types import Origin
 
 _KINDS: Mapping[str, AdvantageKind] = {"none": "group_centered", "std": "group_normalized"}
@@ -59,14 +59,14 @@ class GigpoSettings(ObjectiveSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _advantage(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        whole = with_preset(GIGPO_PRESETS, given, default="gigpo")
+    def _advantage(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        whole = with_preset(GIGPO_PRESETS, data, default="gigpo")
         return {"advantage": _KINDS.get(str(whole.get("normalization", "none")), "group_centered"), **whole}
 
     @model_validator(mode="after")
-    def _possible(self) -> "GigpoSettings":
+    def _validate(self) -> "GigpoSettings":
         if self.advantage != _KINDS[self.normalization]:
             raise ValueError(
                 f"advantage = {self.advantage} contradicts normalization = {self.normalization}: leave it out"
@@ -98,7 +98,7 @@ class Gigpo(OnPolicyGroup):
         super().__init__(settings, num_rollouts=settings.group_size)
         self.settings = settings
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """``A^E + omega A^S`` (Eq. 8) on the tokens of every turn; ``advantages`` holds A^E per rollout.
 
         Raises ValueError for a node that several rollouts share: it would need one credit for several step
@@ -106,10 +106,10 @@ class Gigpo(OnPolicyGroup):
         """
         chosen = self.settings
         rollouts = list(trace.rollouts())
-        by_rollout = [self._turns(leaf, path) for leaf, path in rollouts]
-        turns = [turn for own in by_rollout for turn in own]
-        _require_uncredited(turns)
-        scores = [_score(leaf, own) for (leaf, _), own in zip(rollouts, by_rollout, strict=True)]
+        rollout_turns = [self._turns(leaf, path) for leaf, path in rollouts]
+        turns = [turn for own in rollout_turns for turn in own]
+        _require_unassigned(turns)
+        scores = [_score(leaf, own) for (leaf, _), own in zip(rollouts, rollout_turns, strict=True)]
         turn_scores = [turn.score for turn in turns]
         scorable = [score for score in scores if score is not None]
         population = scorable if chosen.episode_statistics == "rollouts" else turn_scores
@@ -121,22 +121,22 @@ class Gigpo(OnPolicyGroup):
         step = step_advantages_per_turn(step_scores, groups=groups, normalization=chosen.normalization)
         for turn, value in zip(turns, (episode + chosen.step_weight * step).tolist(), strict=True):
             turn.node.credit = (value,) * len(turn.node.token_ids)
-        of_rollouts = episode_advantages_per_turn(
+        rollout_advantages = episode_advantages_per_turn(
             scorable, population=population, normalization=chosen.normalization
         )
-        advantages = _group_advantages(scores, of_rollouts, turns)
+        advantages = _group_advantages(scores, rollout_advantages, turns)
         values, assigned = advantages.values.tolist(), advantages.assigned.tolist()
         for (leaf, _), value, has_return in zip(rollouts, values, assigned, strict=True):
             leaf.advantage = value if has_return else None
-        return GroupCredit(advantages=advantages, measurements=_measure(rollouts, groups, episode, step))
+        return GroupAdvantages(advantages=advantages, measurements=_measure(rollouts, groups, episode, step))
 
     def _turns(self, leaf: Leaf, path: Sequence[Node]) -> list[Turn]:
         if leaf.episode_return is None:
             return []
         returns = step_returns(path, episode_return=leaf.episode_return, gamma=self.settings.gamma)
         turns = []
-        for played, step_return in zip(played_turns(path), returns, strict=True):
-            node, anchor = played.node, played.observation
+        for turn, step_return in zip(policy_turns(path), returns, strict=True):
+            node, anchor = turn.node, turn.observation
             penalty = self.settings.invalid_penalty if node.metadata.get("invalid", False) else 0.0
             score, step_score = leaf.episode_return - penalty, step_return - penalty
             turns.append(Turn(node=node, anchor=anchor, penalty=penalty, score=score, step_score=step_score))
@@ -150,13 +150,13 @@ def step_returns(path: Sequence[Node], *, episode_return: float, gamma: float) -
     environment's record (:func:`reward_without_step`) is put on the last policy turn.
     """
     steps = [node for node in path if node.origin in (Origin.POLICY, Origin.BUFFER)]
-    of_policy = [index for index, node in enumerate(steps) if node.trainable]
-    if not of_policy:
+    policy_indices = [index for index, node in enumerate(steps) if node.trainable]
+    if not policy_indices:
         return []
     rewards = [node.reward for node in steps]
-    rewards[of_policy[-1]] += reward_without_step(path, episode_return=episode_return)
+    rewards[policy_indices[-1]] += reward_without_step(path, episode_return=episode_return)
     returns = discounted_returns_per_turn(rewards, gamma=gamma)
-    return [returns[index] for index in of_policy]
+    return [returns[index] for index in policy_indices]
 
 
 def reward_without_step(path: Sequence[Node], *, episode_return: float) -> float:
@@ -164,7 +164,7 @@ def reward_without_step(path: Sequence[Node], *, episode_return: float) -> float
     return episode_return - math.fsum(node.reward for node in path)
 
 
-def _require_uncredited(turns: Sequence[Turn]) -> None:
+def _require_unassigned(turns: Sequence[Turn]) -> None:
     seen: set[int] = set()
     for node in (turn.node for turn in turns):
         if node.credit is not None or node.shares is not None or node.node_id in seen:
@@ -183,14 +183,14 @@ def _score(leaf: Leaf, turns: Sequence[Turn]) -> float | None:
 
 def _group_advantages(
     scores: Sequence[float | None], values: Float64Array, turns: Sequence[Turn]
-) -> GroupAdvantages:
+) -> RolloutAdvantages:
     """A^E per rollout; the group has a signal as soon as one token has, if only from the step part."""
     plain = group_normalized_advantages_per_rollout(returns=scores)
     placed = np.zeros(len(scores))
     placed[plain.assigned] = values
     has_signal = any(value != 0.0 for turn in turns for value in turn.node.credit or ())
     reason = None if has_signal else plain.reason or "no_spread"
-    return GroupAdvantages(values=placed, assigned=plain.assigned, has_signal=has_signal, reason=reason)
+    return RolloutAdvantages(values=placed, assigned=plain.assigned, has_signal=has_signal, reason=reason)
 
 
 def _measure(

@@ -28,10 +28,10 @@ def discounted_returns_per_turn(rewards: Sequence[float], *, gamma: float) -> li
     if not all(map(math.isfinite, rewards)):
         raise ValueError("a step reward that is not finite cannot be credited")
     returns: list[float] = []
-    following = 0.0
+    later_return = 0.0
     for reward in reversed(rewards):
-        following = reward + gamma * following
-        returns.append(following)
+        later_return = reward + gamma * later_return
+        returns.append(later_return)
     return returns[::-1]
 
 

@@ -12,14 +12,14 @@ from pydantic import model_validator
 
 from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.arpo.hook import BranchHook, BranchSettings, require_countable
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages, outcome_advantages
 from outrider.algorithms.common.loss_settings import ClipLoss, LossSettings, needs_whole_rollouts
 from outrider.algorithms.context import AlgorithmContext
 from outrider.algorithms.rapo.credit import (
-    RetrievalCreditSettings,
+    RetrievalAdvantageSettings,
+    require_equal_scales,
     require_known_ratio,
-    require_one_scale,
-    retrieval_credit,
+    retrieval_advantages,
     retrieval_reward,
 )
 from outrider.algorithms.rapo.formulas import RetrievalReward, combined_advantages_per_rollout
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
 
 
-class RapoSettings(RetrievalCreditSettings, ObjectiveSettings):
+class RapoSettings(RetrievalAdvantageSettings, ObjectiveSettings):
     """RAPO's own settings; every ablation of the paper is one of them (spec section 10).
 
-    :class:`~outrider.algorithms.rapo.credit.RetrievalCreditSettings` has the parts of the credit; ``branch``
+    :class:`~outrider.algorithms.rapo.credit.RetrievalAdvantageSettings` has the parts of the credit; ``branch``
     lets rollouts branch as well. Defaults are the paper's where it gives one.
     """
 
@@ -66,7 +66,7 @@ class RapoSettings(RetrievalCreditSettings, ObjectiveSettings):
         return self.retrieval.mode == "execute"
 
     @model_validator(mode="after")
-    def _possible(self) -> "RapoSettings":
+    def _validate(self) -> "RapoSettings":
         if self.num_hybrid > self.group_size:
             raise ValueError(f"num_hybrid {self.num_hybrid} exceeds group_size {self.group_size}")
         require_known_ratio(self.loss, self.ratio_weight)
@@ -74,7 +74,7 @@ class RapoSettings(RetrievalCreditSettings, ObjectiveSettings):
             self._can_branch(self.branch)
         return self
 
-    def require_possible(self, run: "RunSettings") -> None:
+    def validate_run(self, run: "RunSettings") -> None:
         """Retrieved steps that the environment can take, or show."""
         require_showable(self.retrieval, run)
 
@@ -94,7 +94,7 @@ class RapoSettings(RetrievalCreditSettings, ObjectiveSettings):
                 f"branch.first_wave {branch.first_wave} leaves no place for forks "
                 f"in group_size {self.group_size}"
             )
-        require_one_scale(branch.attribution, self.ratio_weight)
+        require_equal_scales(branch.attribution, self.ratio_weight)
         require_countable(
             branch.attribution,
             self.aggregation,
@@ -160,18 +160,18 @@ class Rapo(Algorithm):
         for hook, counts in zip(self._retrieval, saved, strict=True):
             hook.counts = Counter(counts)
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """``A = (1 + a A_ret) A_acc`` (Eq. 10) and the ratio scale ``1 + m F_ret`` (Eq. 8)."""
         outcome = outcome_advantages(trace, self.objective.advantage)
-        found = retrieval_credit(trace, self.settings)
-        advantages = combined_advantages_per_rollout(outcome=outcome, factors=found.factors)
-        write_credit(
+        retrieval = retrieval_advantages(trace, self.settings)
+        advantages = combined_advantages_per_rollout(outcome=outcome, factors=retrieval.factors)
+        assign_advantages(
             trace,
             advantages,
-            found.scales,
+            retrieval.scales,
             attribution=self.settings.branch.attribution if self.settings.branch else None,
         )
-        return GroupCredit(advantages=advantages, measurements=found.measurements)
+        return GroupAdvantages(advantages=advantages, measurements=retrieval.measurements)
 
     def retrieval_reward(self, path: Sequence[Node]) -> RetrievalReward:
         """:func:`outrider.algorithms.rapo.credit.retrieval_reward` with these settings."""

@@ -25,7 +25,7 @@ from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin
 
 
-class RetrievalCreditSettings(Settings):
+class RetrievalAdvantageSettings(Settings):
     """``num_hybrid`` of the group's rollouts may retrieve; ``advantage_weight`` is a of Eq. 10,
     ``ratio_weight`` m of Eq. 8 (0 switches either off). ``quality``, ``timing`` and ``sign`` are the
     parts of the reward.
@@ -39,7 +39,7 @@ class RetrievalCreditSettings(Settings):
     sign: Literal["decrease", "increase"] = "decrease"
 
     @model_validator(mode="after")
-    def _rewards_something(self) -> "RetrievalCreditSettings":
+    def _rewards_something(self) -> "RetrievalAdvantageSettings":
         if not self.quality and self.timing == "none":
             raise ValueError(
                 "quality = false with timing = none leaves no retrieval reward: "
@@ -58,7 +58,7 @@ def require_known_ratio(loss: LossSettings, ratio_weight: float) -> None:
         )
 
 
-def require_one_scale(attribution: str, ratio_weight: float) -> None:
+def require_equal_scales(attribution: str, ratio_weight: float) -> None:
     """Raises ValueError where a token counts once, and its rollouts scale its ratio differently."""
     if attribution == "hard" and ratio_weight > 0:
         raise ValueError(
@@ -68,7 +68,7 @@ def require_one_scale(attribution: str, ratio_weight: float) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetrievalCredit:
+class RetrievalAdvantages:
     """Of one group [N]: ``factors`` on the outcome advantages, ``scales`` of the importance ratios, and what
     was measured.
     """
@@ -78,7 +78,7 @@ class RetrievalCredit:
     measurements: dict[str, list[float]]
 
 
-def retrieval_credit(trace: Trace, settings: RetrievalCreditSettings) -> RetrievalCredit:
+def retrieval_advantages(trace: Trace, settings: RetrievalAdvantageSettings) -> RetrievalAdvantages:
     """``1 + a A_ret`` (Eq. 10) and ``1 + m F_ret`` (Eq. 8) of every rollout of a group."""
     rollouts = list(trace.rollouts())
     rewards = [retrieval_reward(path, settings) for _, path in rollouts]
@@ -95,10 +95,10 @@ def retrieval_credit(trace: Trace, settings: RetrievalCreditSettings) -> Retriev
         retrieval_ratio_scale(retrieved_token_share=share, weight=settings.ratio_weight) for share in shares
     ]
     measured = _measure(rollouts, rewards, shares, factors.tolist())
-    return RetrievalCredit(factors=factors, scales=scales, measurements=measured)
+    return RetrievalAdvantages(factors=factors, scales=scales, measurements=measured)
 
 
-def retrieval_reward(path: Sequence[Node], settings: RetrievalCreditSettings) -> RetrievalReward:
+def retrieval_reward(path: Sequence[Node], settings: RetrievalAdvantageSettings) -> RetrievalReward:
     """Z_ret of one rollout (Eq. 5-7) from the entropies of the policy nodes around each retrieved node."""
     around = entropies_around_retrievals(path)
     return retrieval_reward_per_rollout(
@@ -115,20 +115,20 @@ def entropies_around_retrievals(path: Sequence[Node]) -> list[tuple[float, float
 
     Several retrieved nodes in a row (trajectory-level retrieval) are one retrieval.
     """
-    found: list[tuple[float, float | None]] = []
+    entropies: list[tuple[float, float | None]] = []
     before: float | None = None
     waiting = False
     for node in path:
         if node.origin is Origin.BUFFER and not waiting and before is not None:
-            found.append((before, None))
+            entropies.append((before, None))
             waiting = True
         elif node.trainable and node.entropies:
             entropy = step_entropy_per_step(token_entropies=node.entropies)
             if waiting:
-                found[-1] = (found[-1][0], entropy)
+                entropies[-1] = (entropies[-1][0], entropy)
                 waiting = False
             before = entropy
-    return found
+    return entropies
 
 
 def retrieved_share(path: Sequence[Node]) -> float:
@@ -152,9 +152,9 @@ def _measure(
     return {
         "retrieval/z_mean": [z for reward in rewards for z in reward.rewards],
         "retrieval/g_mean": [g for reward in rewards for g in reward.gains],
-        "retrieval/entropy_before_mean": [before for found in around for before, _ in found],
+        "retrieval/entropy_before_mean": [before for pairs in around for before, _ in pairs],
         "retrieval/entropy_after_mean": [
-            after for found in around for _, after in found if after is not None
+            after for pairs in around for _, after in pairs if after is not None
         ],
         "retrieval/share_g_positive": [float(g > 0) for reward in rewards for g in reward.gains],
         "retrieval/token_share": [share for share in shares if share > 0],

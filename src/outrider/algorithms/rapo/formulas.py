@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.algorithms.common.advantages import (
     Float64Array,
-    GroupAdvantages,
+    RolloutAdvantages,
     group_normalized_advantages_per_rollout,
 )
 
@@ -114,7 +114,7 @@ def retrieval_reward_per_rollout(
 
 def retrieval_advantages_per_rollout(
     *, rewards: Sequence[float | None] | Float64Array, std_ddof: Literal[0, 1] = 1, eps: float = 1e-6
-) -> GroupAdvantages:
+) -> RolloutAdvantages:
     """``A_ret = (Z - mean Z) / (std Z + eps)`` over the whole group, zeros of on-policy rollouts included
     (Eq. 9).
 
@@ -124,7 +124,7 @@ def retrieval_advantages_per_rollout(
     return group_normalized_advantages_per_rollout(returns=rewards, std_ddof=std_ddof, eps=eps)
 
 
-def retrieval_factors_per_rollout(*, retrieval: GroupAdvantages, weight: float = 0.2) -> Float64Array:
+def retrieval_factors_per_rollout(*, retrieval: RolloutAdvantages, weight: float = 0.2) -> Float64Array:
     """``1 + a * A_ret`` [N], the factor on the outcome advantage (Eq. 10); ``weight`` 0 switches it off
     exactly.
 
@@ -134,14 +134,16 @@ def retrieval_factors_per_rollout(*, retrieval: GroupAdvantages, weight: float =
     return np.asarray(1.0 + weight * retrieval.values, dtype=np.float64)
 
 
-def combined_advantages_per_rollout(*, outcome: GroupAdvantages, factors: Float64Array) -> GroupAdvantages:
+def combined_advantages_per_rollout(
+    *, outcome: RolloutAdvantages, factors: Float64Array
+) -> RolloutAdvantages:
     """``A = (1 + a * A_ret) * A_acc`` [N] (Eq. 10), ``factors`` from :func:`retrieval_factors_per_rollout`.
 
     The sum over the group is in general not 0 any more. Raises ValueError when the lengths differ.
     """
     if factors.shape != outcome.values.shape:
         raise ValueError(f"{factors.size} retrieval factors for {outcome.values.size} rollouts")
-    return GroupAdvantages(
+    return RolloutAdvantages(
         values=factors * outcome.values,
         assigned=outcome.assigned,
         has_signal=outcome.has_signal,

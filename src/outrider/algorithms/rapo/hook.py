@@ -15,7 +15,7 @@ from outrider.environments.families import is_inline, is_stateful
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.history import history_text
 from outrider.memory.steps.records import Hit, StepFilter, StepRecord
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice, joined, retrieved
+from outrider.rollout.hooks import Attempt, EpisodeState, Splice, format_retrieved, join_observation
 from outrider.rollout.modes import HYBRID, has_part
 from outrider.trace import Trace
 from outrider.types import Origin, Step
@@ -50,7 +50,7 @@ class RetrievalSettings(Settings):
     min_similarity: float | None = Field(None, ge=-1, le=1)
 
     @model_validator(mode="after")
-    def _possible(self) -> "RetrievalSettings":
+    def _validate(self) -> "RetrievalSettings":
         if self.mode == "execute" and self.level != "step":
             raise ValueError(f"mode = execute replays one action: level = {self.level} has no meaning there")
         if (self.schedule == "constant") != (self.final_probability is None):
@@ -116,8 +116,8 @@ class RetrievalHook:
         """The step whose key is nearest to the history of the rollout's own steps, or a random one, that it
         was not shown yet.
         """
-        inserted = _inserted(state)
-        seen = self._words_of(inserted)
+        inserted = _inserted_step_ids(state)
+        seen = self._record_texts(inserted)
         allowed = StepFilter(
             scope=self.settings.scope,
             task_key=state.task.key,
@@ -127,52 +127,52 @@ class RetrievalHook:
         if random_step:
             return self._draw(allowed, seen, state.stream("retrieval noise"))
         vectors = self.buffer.embedder.embed([history_text(state.task.question, state.steps)])
-        num_asked, least = 1, self.settings.min_similarity
+        num_hits, least = 1, self.settings.min_similarity
         while True:
-            hits = self.buffer.query_vectors(vectors, [allowed], k=num_asked)[0]
-            near = [hit for hit in hits if hit.similarity >= (-math.inf if least is None else least)]
-            fresh = next((hit for hit in near if _words(hit.record) not in seen), None)
-            if fresh is not None or len(near) < num_asked:
+            hits = self.buffer.query_vectors(vectors, [allowed], k=num_hits)[0]
+            similar = [hit for hit in hits if hit.similarity >= (-math.inf if least is None else least)]
+            fresh = next((hit for hit in similar if _text_pair(hit.record) not in seen), None)
+            if fresh is not None or len(similar) < num_hits:
                 return fresh
             # Equal words may lie under many ids, so excluding the ids that were shown is not enough.
-            num_asked *= 4
+            num_hits *= 4
 
     def _draw(
         self, allowed: StepFilter, seen: Collection[tuple[str, str]], random: np.random.Generator
     ) -> Hit | None:
         while (record := self.buffer.sample(allowed, random)) is not None:
-            if _words(record) not in seen:
+            if _text_pair(record) not in seen:
                 # Nobody measured it; the mean over similarities leaves NaN out.
                 return Hit(record=record, similarity=float("nan"))
             allowed = replace(allowed, exclude=allowed.exclude | {record.step_id})
         return None
 
-    def _words_of(self, step_ids: Collection[int]) -> set[tuple[str, str]]:
-        return {_words(record) for record in self.buffer.steps(sorted(step_ids))}
+    def _record_texts(self, step_ids: Collection[int]) -> set[tuple[str, str]]:
+        return {_text_pair(record) for record in self.buffer.steps(sorted(step_ids))}
 
     def _show(self, state: EpisodeState, hit: Hit) -> Splice:
         """Mode ``context``: the stored observation stands in, no tool is called. It does not join the
         history: it did not happen.
         """
-        records = [hit.record, *self._following(state, hit.record)]
-        text = "".join(joined(record.text, record.observation) for record in records)
+        records = [hit.record, *self._later_steps(state, hit.record)]
+        text = "".join(join_observation(record.text, record.observation) for record in records)
         saved = sum(bool(record.observation) for record in records)
         return Splice(
             origin=Origin.BUFFER,
-            text=self._formed(text),
+            text=self._format(text),
             metadata=self._metadata(hit, [record.step_id for record in records], num_calls_saved=saved),
         )
 
-    def _following(self, state: EpisodeState, first: StepRecord) -> list[StepRecord]:
+    def _later_steps(self, state: EpisodeState, first: StepRecord) -> list[StepRecord]:
         """The steps of its trajectory that are shown with ``first``, as ``level`` has it."""
         if self.settings.level == "step":
             return []
         records: list[StepRecord] = []
-        seen = self._words_of(_inserted(state)) | {_words(first)}
+        seen = self._record_texts(_inserted_step_ids(state)) | {_text_pair(first)}
         for record in self.buffer.trajectory(first.trajectory_id)[first.step_index + 1 :]:
-            if (self.settings.include_terminal or not record.is_terminal) and _words(record) not in seen:
+            if (self.settings.include_terminal or not record.is_terminal) and _text_pair(record) not in seen:
                 records.append(record)
-                seen.add(_words(record))
+                seen.add(_text_pair(record))
         if self.settings.level == "segment":
             del records[int(state.stream("retrieval length").integers(len(records) + 1)) :]
         return records
@@ -191,7 +191,7 @@ class RetrievalHook:
                 "num_tool_calls": result.num_tool_calls
             }
             step = Step(text=hit.record.text, observation=observation, is_terminal=result.done)
-            text = self._formed(joined(hit.record.text, observation))
+            text = self._format(join_observation(hit.record.text, observation))
             return Splice(origin=Origin.BUFFER, text=text, step=step, metadata=metadata)
 
         return Attempt(action=hit.record.text, then=then)
@@ -207,8 +207,8 @@ class RetrievalHook:
             "memory_version": self.buffer.revision,
         }
 
-    def _formed(self, text: str) -> str:
-        return retrieved(text) if self.settings.form == "tags" else text
+    def _format(self, text: str) -> str:
+        return format_retrieved(text) if self.settings.form == "tags" else text
 
     def after_turn(self, state: EpisodeState) -> None:
         """Nothing to do."""
@@ -241,12 +241,12 @@ class RetrievalHook:
         self.counts.update(gathered)
 
 
-def _inserted(state: EpisodeState) -> frozenset[int]:
+def _inserted_step_ids(state: EpisodeState) -> frozenset[int]:
     """Steps that the rollout has been shown already."""
     nodes = [node for node in state.trace.path(state.last_node.node_id) if node.origin is Origin.BUFFER]
     return frozenset(step_id for node in nodes for step_id in node.metadata["step_ids"])
 
 
-def _words(record: StepRecord) -> tuple[str, str]:
+def _text_pair(record: StepRecord) -> tuple[str, str]:
     """Identity of a step by its texts: a buffer holds equal steps of sibling trajectories."""
     return record.text, record.observation

@@ -73,10 +73,10 @@ class Critic:
 
     def save(self, path: Path) -> None:
         """Networks, settings and the embedder's identity, in one file that is there as a whole or not."""
-        told = {"embedder": self.embedder.name, "dim": self.embedder.dim}
-        told["settings"] = self.settings.model_dump(mode="json")
+        metadata = {"embedder": self.embedder.name, "dim": self.embedder.dim}
+        metadata["settings"] = self.settings.model_dump(mode="json")
         # one key: of several the order in the file is another one each time
-        replace_file(path, save(self.networks.state_dict(), metadata={FORMAT: json.dumps(told)}))
+        replace_file(path, save(self.networks.state_dict(), metadata={FORMAT: json.dumps(metadata)}))
 
 
 def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
@@ -85,18 +85,22 @@ def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            said = file.metadata() or {}
+            file_metadata = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} is no critic: {' '.join(str(error).split())}") from error
-    if FORMAT not in said:
+    if FORMAT not in file_metadata:
         raise DataError(f"{path} is no critic: train one with `outrider critic`")
     try:
-        told = json.loads(said[FORMAT])
-        name, dim, given = str(told["embedder"]), int(told["dim"]), dict(told["settings"])
+        description = json.loads(file_metadata[FORMAT])
+        name, dim, table = (
+            str(description["embedder"]),
+            int(description["dim"]),
+            dict(description["settings"]),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} does not say what it was trained on") from error
-    settings = validate(CriticSettings, given)
+    settings = validate(CriticSettings, table)
     embedder: Embedder = load_embedder(settings.embedder)
     if embedder.name != name:
         raise DataError(f"{path} was trained on vectors of {name}, here is {embedder.name}")
@@ -110,6 +114,6 @@ def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
     return Critic(networks, embedder, settings)
 
 
-def rows(vectors: NDArray[Any], which: NDArray[Any]) -> Tensor:
+def rows(vectors: NDArray[Any], indices: NDArray[Any]) -> Tensor:
     """``[B, K D]`` of the vectors that ``[B, K]`` (or ``[B]``) names."""
-    return torch.from_numpy(vectors[which].reshape(len(which), -1))
+    return torch.from_numpy(vectors[indices].reshape(len(indices), -1))

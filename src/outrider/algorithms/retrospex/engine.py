@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.algorithms.retrospex.reader import EpisodeReader
-from outrider.algorithms.retrospex.rescoring import policy_weight, probability, rescored
+from outrider.algorithms.retrospex.rescoring import policy_weight, probability, rescore
 from outrider.algorithms.retrospex.settings import RetrospexSettings
 from outrider.engines.base import Engine, EngineContext, Generation, Request
 from outrider.engines.plugins import Local
@@ -47,14 +47,16 @@ class RescoringEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """All candidates of all requests in one batch."""
-        asked = [self._candidates(request) for request in requests]
-        drawn = iter(self._inner.generate([one for candidates in asked for one in candidates]))
-        found = []
-        for request, candidates in zip(requests, asked, strict=True):
+        candidate_groups = [self._candidates(request) for request in requests]
+        drawn = iter(
+            self._inner.generate([candidate for candidates in candidate_groups for candidate in candidates])
+        )
+        generations = []
+        for request, candidates in zip(requests, candidate_groups, strict=True):
             turns = [next(drawn) for _ in candidates]
             chosen = self._choose(request, turns) if _is_turn(request) else turns[0]
-            found.append(replace(chosen, request_id=request.request_id))
-        return found
+            generations.append(replace(chosen, request_id=request.request_id))
+        return generations
 
     def _candidates(self, request: Request) -> list[Request]:
         """The request itself, and more draws at its temperature, or at 1 where it is greedy: log-probs are
@@ -76,22 +78,22 @@ class RescoringEngine:
         """Of turns that do the same the likeliest one counts, of equal scores the first."""
         situation, turn = self._reader.read(request)
         best: dict[str, Generation] = {}
-        for one in turns:
-            held = best.setdefault(self._reader.action(one), one)
-            if probability(one.logprobs) > probability(held.logprobs):
-                best[self._reader.action(one)] = one
-        scores = rescored(
-            [probability(one.logprobs) for one in best.values()],
+        for candidate in turns:
+            current = best.setdefault(self._reader.action(candidate), candidate)
+            if probability(candidate.logprobs) > probability(current.logprobs):
+                best[self._reader.action(candidate)] = candidate
+        scores = rescore(
+            [probability(candidate.logprobs) for candidate in best.values()],
             self._critic.advantages(situation, list(best)),
             weight=policy_weight(turn, decay=self._settings.decay, floor=self._settings.floor),
         )
         chosen = list(best.values())[int(scores.argmax())]
-        self._reader.played(request, chosen)
+        self._reader.record_turn(request, chosen)
         return chosen
 
     def release(self, cache_keys: Sequence[str]) -> None:
         """See :class:`Engine`."""
-        self._reader.forget(cache_keys)
+        self._reader.clear(cache_keys)
         self._inner.release(cache_keys)
 
     def free_cache(self) -> None:

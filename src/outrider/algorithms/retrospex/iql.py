@@ -26,7 +26,7 @@ class Batch:
     states: Tensor
     actions: Tensor
     rewards: Tensor
-    following: Tensor
+    next_states: Tensor
     is_last: Tensor
 
 
@@ -46,16 +46,16 @@ def value_loss(networks: Networks, target: Networks, batch: Batch, *, expectile:
 def quality_loss(networks: Networks, batch: Batch, *, discount: float) -> Tensor:
     """Both Q towards the reward and the discounted V of what came then, which is 0 after an end."""
     with torch.no_grad():
-        goal = batch.rewards + discount * torch.where(batch.is_last, 0.0, networks.values(batch.following))
+        goal = batch.rewards + discount * torch.where(batch.is_last, 0.0, networks.values(batch.next_states))
     first, second = networks.qualities(batch.states, batch.actions)
     return ((first - goal) ** 2).mean() + ((second - goal) ** 2).mean()
 
 
 @torch.no_grad()
-def follow(target: Networks, networks: Networks, *, rate: float) -> None:
+def update_target(target: Networks, networks: Networks, *, rate: float) -> None:
     """The target network moves towards the learned one."""
-    for behind, ahead in zip(target.parameters(), networks.parameters(), strict=True):
-        behind.lerp_(ahead, rate)
+    for target_weight, learned_weight in zip(target.parameters(), networks.parameters(), strict=True):
+        target_weight.lerp_(learned_weight, rate)
 
 
 def train(
@@ -70,27 +70,27 @@ def train(
     draws = stream(settings.seed, "critic batches")
     for number in range(1, settings.num_updates + 1):
         batch = _batch(turns, draws.integers(len(turns.rewards_N), size=settings.batch_size))
-        of_values = value_loss(networks, target, batch, expectile=settings.expectile)
-        of_qualities = quality_loss(networks, batch, discount=settings.discount)
+        v_loss = value_loss(networks, target, batch, expectile=settings.expectile)
+        q_loss = quality_loss(networks, batch, discount=settings.discount)
         adam.zero_grad()
         # one step for both: they share no weight, and each holds what the other one learns fixed
-        both = of_values + of_qualities
-        if not both.isfinite():
+        total_loss = v_loss + q_loss
+        if not total_loss.isfinite():
             raise DataError(f"the critic diverged in update {number}: give it a smaller learning_rate")
-        both.backward()
+        total_loss.backward()
         adam.step()
-        follow(target, networks, rate=settings.target_rate)
+        update_target(target, networks, rate=settings.target_rate)
         if on_update is not None:
-            on_update(number, of_values.item(), of_qualities.item())
+            on_update(number, v_loss.item(), q_loss.item())
     return networks.requires_grad_(False)
 
 
-def _batch(turns: Turns, which: NDArray[np.int64]) -> Batch:
+def _batch(turns: Turns, indices: NDArray[np.int64]) -> Batch:
     vectors = turns.vectors_UD
     return Batch(
-        states=rows(vectors, turns.states_N3[which]),
-        actions=rows(vectors, turns.actions_N[which]),
-        rewards=torch.from_numpy(turns.rewards_N[which]),
-        following=rows(vectors, turns.following_N3[which]),
-        is_last=torch.from_numpy(turns.is_last_N[which]),
+        states=rows(vectors, turns.states_N3[indices]),
+        actions=rows(vectors, turns.actions_N[indices]),
+        rewards=torch.from_numpy(turns.rewards_N[indices]),
+        next_states=rows(vectors, turns.next_states_N3[indices]),
+        is_last=torch.from_numpy(turns.is_last_N[indices]),
     )

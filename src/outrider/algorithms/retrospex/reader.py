@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.algorithms.empo2.hook import said_action
+from outrider.algorithms.empo2.hook import action_text
 from outrider.algorithms.retrospex.situations import Situation
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.tokens import ChatRenderer, Tokenizer, text_of
+from outrider.tokens import ChatRenderer, Tokenizer, decode_text
 from outrider.types import Message
 
 _MARK, _RULES = "@said@", "@rules@"
@@ -48,25 +48,25 @@ class EpisodeReader:
             prompt = self._prompt(self._text(request.token_ids))
             episode = self._episodes[request.cache_key] = _Episode(prompt)
             return Situation(prompt=prompt), 0
-        said = _inside(self._text(request.token_ids[num:]), self._around_answer)
-        found = Situation(prompt=episode.prompt, observation=said, previous=episode.previous)
-        return found, episode.num_turns
+        observation = _unwrap(self._text(request.token_ids[num:]), self._around_answer)
+        situation = Situation(prompt=episode.prompt, observation=observation, previous=episode.previous)
+        return situation, episode.num_turns
 
     def _prompt(self, text: str) -> str:
         """A system message and a user's are one text in the trace."""
         before, between, after = self._around_rules
         if not text.startswith(self._around_prompt[0]) and text.startswith(before):
-            rules, found, asked = text.removeprefix(before).partition(between)
-            if found:
-                return f"{rules}\n{asked.removesuffix(after)}"
-        return _inside(text, self._around_prompt)
+            rules, separator, question = text.removeprefix(before).partition(between)
+            if separator:
+                return f"{rules}\n{question.removesuffix(after)}"
+        return _unwrap(text, self._around_prompt)
 
     def action(self, generation: Generation) -> str:
         """What a turn does."""
-        text = text_of(self._tokenizer, generation.token_ids, skip_special_tokens=True)
-        return said_action(self._closing.cut(text) if generation.finish_reason is FinishReason.EOS else text)
+        text = decode_text(self._tokenizer, generation.token_ids, skip_special_tokens=True)
+        return action_text(self._closing.cut(text) if generation.finish_reason is FinishReason.EOS else text)
 
-    def played(self, request: Request, chosen: Generation) -> None:
+    def record_turn(self, request: Request, chosen: Generation) -> None:
         """The turn that the rollout goes on with."""
         assert request.cache_key is not None
         episode = self._episodes[request.cache_key]
@@ -74,19 +74,19 @@ class EpisodeReader:
         episode.previous = self.action(chosen)
         episode.num_turns += 1
 
-    def forget(self, cache_keys: Sequence[str]) -> None:
+    def clear(self, cache_keys: Sequence[str]) -> None:
         """These rollouts have ended."""
         for key in cache_keys:
             self._episodes.pop(key, None)
 
     def _text(self, ids: Sequence[int]) -> str:
-        return text_of(self._tokenizer, ids, skip_special_tokens=False)
+        return decode_text(self._tokenizer, ids, skip_special_tokens=False)
 
 
-def _inside(text: str, around: Sequence[str]) -> str:
+def _unwrap(text: str, around: Sequence[str]) -> str:
     """Without what the template writes around a message. The policy may have closed its turn itself: then the
     beginning lacks what it wrote.
     """
     before, after = around
-    begin = next(before[at:] for at in range(len(before) + 1) if text.startswith(before[at:]))
+    begin = next(before[start:] for start in range(len(before) + 1) if text.startswith(before[start:]))
     return text.removeprefix(begin).removesuffix(after)

@@ -21,17 +21,19 @@ def probability(logprobs: Sequence[float]) -> float:
     return exp(fmean(logprobs))
 
 
-def rescored(
+def rescore(
     probabilities: Sequence[float], advantages: Sequence[float], *, weight: float
 ) -> NDArray[np.float64]:
     """``[C]`` scores. What is equal for all candidates decides nothing, where the released code divides by
     0.
     """
-    scores_C: NDArray[np.float64] = weight * _scaled(probabilities) + (1 - weight) * _scaled(advantages)
+    scores_C: NDArray[np.float64] = weight * _min_max_scale(probabilities) + (1 - weight) * _min_max_scale(
+        advantages
+    )
     return scores_C
 
 
-def _scaled(values: Sequence[float]) -> NDArray[np.float64]:
+def _min_max_scale(values: Sequence[float]) -> NDArray[np.float64]:
     """From 0 (the least) to 1 (the greatest)."""
     values_C = np.asarray(values, np.float64)
     spread = values_C.max() - values_C.min()

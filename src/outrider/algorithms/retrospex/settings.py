@@ -67,5 +67,5 @@ class RetrospexSettings(LocalSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        return with_preset(PRESETS, given, default="scienceworld")
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(PRESETS, data, default="scienceworld")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.algorithms.empo2.hook import said_action
+from outrider.algorithms.empo2.hook import action_text
 from outrider.errors import DataError
 from outrider.memory.embedder import Embedder, Vectors
 from outrider.rollout.branch import prompt_text
@@ -33,32 +33,34 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One turn. ``following`` is None where the episode ended."""
+    """One turn. ``next_situation`` is None where the episode ended."""
 
     situation: Situation
     action: str
     reward: float
-    following: Situation | None
+    next_situation: Situation | None
 
 
-def transitions_of(trajectory: Trajectory) -> list[Transition]:
+def to_transitions(trajectory: Trajectory) -> list[Transition]:
     """The turns of a trajectory; its reward is paid with the last one, as records keep nothing finer."""
     situation = Situation(prompt=prompt_text(trajectory.prompt))
-    found = []
+    transitions = []
     for number, step in enumerate(trajectory.steps, start=1):
-        action, is_last = said_action(step.text), number == len(trajectory.steps)
+        action, is_last = action_text(step.text), number == len(trajectory.steps)
         after = Situation(prompt=situation.prompt, observation=step.observation, previous=action)
         reward = trajectory.reward if is_last else 0.0
-        following = None if is_last else after
-        found.append(Transition(situation=situation, action=action, reward=reward, following=following))
+        next_situation = None if is_last else after
+        transitions.append(
+            Transition(situation=situation, action=action, reward=reward, next_situation=next_situation)
+        )
         situation = after
-    return found
+    return transitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """N transitions as numbers. Texts are rows of ``vectors_UD``; ``states_N3`` and ``following_N3`` name
-    three each (see :attr:`Situation.texts`), ``actions_N`` one. After an end ``following_N3`` repeats the
+    """N transitions as numbers. Texts are rows of ``vectors_UD``; ``states_N3`` and ``next_states_N3`` name
+    three each (see :attr:`Situation.texts`), ``actions_N`` one. After an end ``next_states_N3`` repeats the
     state, and ``is_last_N`` is true.
     """
 
@@ -66,13 +68,13 @@ class Turns:
     states_N3: NDArray[np.int64]
     actions_N: NDArray[np.int64]
     rewards_N: NDArray[np.float32]
-    following_N3: NDArray[np.int64]
+    next_states_N3: NDArray[np.int64]
     is_last_N: NDArray[np.bool_]
 
 
-def turns_of(trajectories: Iterable[Trajectory], embedder: Embedder) -> Turns:
+def encode_turns(trajectories: Iterable[Trajectory], embedder: Embedder) -> Turns:
     """Every different text is embedded once. Raises DataError where nothing was done."""
-    transitions = [one for trajectory in trajectories for one in transitions_of(trajectory)]
+    transitions = [transition for trajectory in trajectories for transition in to_transitions(trajectory)]
     if not transitions:
         raise DataError("the trajectories hold no turn to learn from")
     rows: dict[str, int] = {}
@@ -80,16 +82,19 @@ def turns_of(trajectories: Iterable[Trajectory], embedder: Embedder) -> Turns:
     def number(texts: Sequence[str]) -> list[int]:
         return [rows.setdefault(text, len(rows)) for text in texts]
 
-    states = np.array([number(one.situation.texts) for one in transitions], np.int64)
-    actions = np.array([number([one.action])[0] for one in transitions], np.int64)
-    following = np.array([number((one.following or one.situation).texts) for one in transitions], np.int64)
+    states = np.array([number(transition.situation.texts) for transition in transitions], np.int64)
+    actions = np.array([number([transition.action])[0] for transition in transitions], np.int64)
+    next_states = np.array(
+        [number((transition.next_situation or transition.situation).texts) for transition in transitions],
+        np.int64,
+    )
     texts = list(rows)
-    vectors = [embedder.embed(texts[at : at + _PORTION]) for at in range(0, len(texts), _PORTION)]
+    vectors = [embedder.embed(texts[start : start + _PORTION]) for start in range(0, len(texts), _PORTION)]
     return Turns(
         vectors_UD=np.concatenate(vectors),
         states_N3=states,
         actions_N=actions,
-        rewards_N=np.array([one.reward for one in transitions], np.float32),
-        following_N3=following,
-        is_last_N=np.array([one.following is None for one in transitions], np.bool_),
+        rewards_N=np.array([transition.reward for transition in transitions], np.float32),
+        next_states_N3=next_states,
+        is_last_N=np.array([transition.next_situation is None for transition in transitions], np.bool_),
     )

@@ -15,18 +15,18 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.algorithm import Arrays, Augmentation, StepPlay, TaskChoice
 from outrider.algorithms.base import (
-    GroupCredit,
+    GroupAdvantages,
     ObjectiveSettings,
+    assign_advantages,
     group_advantages,
     outcome_advantages,
-    write_credit,
 )
 from outrider.algorithms.common.batch_advantages import difficulty_scores, replayable_groups
 from outrider.algorithms.common.group_settings import with_preset
 from outrider.algorithms.common.loss_settings import plain_clip
 from outrider.algorithms.common.on_policy import OnPolicyGroup
 from outrider.algorithms.context import AlgorithmContext
-from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restored_groups, snapshot_groups
+from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restore_groups, snapshot_groups
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Task
@@ -66,11 +66,11 @@ class RolloutReplaySettings(ObjectiveSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        return with_preset(PRESETS, given, default="rollout-replay")
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(PRESETS, data, default="rollout-replay")
 
     @model_validator(mode="after")
-    def _possible(self) -> "RolloutReplaySettings":
+    def _validate(self) -> "RolloutReplaySettings":
         plain_clip(self.loss, method="rollout_replay")
         return self
 
@@ -83,7 +83,7 @@ class RolloutReplaySettings(ObjectiveSettings):
         from outrider.algorithms.common.objectives import replay_centred_per_token
 
         clip = plain_clip(self.loss, method="rollout_replay")
-        replayed_T, old_T = inputs.is_foreign_T, inputs.old_T
+        replayed_T, old_T = inputs.is_off_policy_T, inputs.old_T
         self._measure(inputs)
         return replay_centred_per_token(
             logprobs=inputs.logprobs_T,
@@ -101,11 +101,11 @@ class RolloutReplaySettings(ObjectiveSettings):
         """Measures the replayed tokens under the policy; they are in no other measure of the update."""
         from outrider.algorithms.common.ratios import log_ratio
 
-        replayed_T, measures = inputs.is_foreign_T, inputs.measures
+        replayed_T, measures = inputs.is_off_policy_T, inputs.measures
         if not (num := int(replayed_T.sum())):
             return
-        found = log_ratio(logprobs=inputs.old_T, reference_logprobs=inputs.engine_logprobs_T)
-        weights = found[replayed_T].exp()
+        log_weights = log_ratio(logprobs=inputs.old_T, reference_logprobs=inputs.engine_logprobs_T)
+        weights = log_weights[replayed_T].exp()
         measures.add("replay/weight_mean", float(weights.mean()), num)
         measures.add_max("replay/weight_max", float(weights.max()))
         measures.add_sum("replay/num_capped", float((weights > (self.weight_cap or math.inf)).sum()))
@@ -164,25 +164,27 @@ class RolloutReplay(OnPolicyGroup):
         """Stored groups, with the advantages of their own returns."""
         replayed, metrics = self.replay(traces, step=step)
         for trace in replayed:
-            self.credit(trace)
+            self.assign_advantages(trace)
         return Augmentation(groups=replayed, metrics=metrics)
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """Group-normalised returns on every policy token, with the returns of the time."""
         advantages = outcome_advantages(trace, self.objective.advantage)
-        write_credit(trace, advantages)
-        return GroupCredit(advantages=advantages, measurements={})
+        assign_advantages(trace, advantages)
+        return GroupAdvantages(advantages=advantages, measurements={})
 
     def replay(self, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:
         """Stored groups to train on beside ``traces``, which are stored in turn; metrics."""
         eligible = self._eligible()
-        wanted = min(self._groups_per_step - self.num_fresh(step), len(eligible))
-        places = (
-            np.sort(stream(self._seed, "replay", step).choice(len(eligible), size=wanted, replace=False))
-            if wanted
+        num_replayed = min(self._groups_per_step - self.num_fresh(step), len(eligible))
+        indices = (
+            np.sort(
+                stream(self._seed, "replay", step).choice(len(eligible), size=num_replayed, replace=False)
+            )
+            if num_replayed
             else ()
         )
-        replayed = [eligible[place] for place in places]
+        replayed = [eligible[index] for index in indices]
         self._store(traces, step=step)
         ages = [float(step - group.step) for group in replayed]
         metrics = {
@@ -200,15 +202,17 @@ class RolloutReplay(OnPolicyGroup):
         keys = [group.task_key for group in self.stored]
         # A group without an advantage is never replayed, whatever its mean: 0 is none that may be.
         means = [self._mean_reward(group) if self._has_signal(group) else 0.0 for group in self.stored]
-        return [self.stored[place] for place in replayable_groups(keys, mean_rewards=means, room=room)]
+        return [self.stored[index] for index in replayable_groups(keys, mean_rewards=means, room=room)]
 
     def _store(self, traces: Sequence[Trace], *, step: int) -> None:
         """Keep what may be replayed again and finds room beside the fresh groups, which come in whatever they
         are worth.
         """
-        kept = self._eligible(room=self.settings.buffer_size - len(traces))
-        fresh = [group for group in (StoredGroup.of(trace, step=step) for trace in traces) if group.leaves]
-        self.stored = (kept + fresh)[-self.settings.buffer_size :]
+        retained = self._eligible(room=self.settings.buffer_size - len(traces))
+        fresh = [
+            group for group in (StoredGroup.from_trace(trace, step=step) for trace in traces) if group.leaves
+        ]
+        self.stored = (retained + fresh)[-self.settings.buffer_size :]
         rate = self.settings.estimate_rate
         for group in fresh:
             before = self.estimates.get(group.task_key, self.settings.target)
@@ -220,8 +224,8 @@ class RolloutReplay(OnPolicyGroup):
         ).has_signal
 
     def _mean_reward(self, group: StoredGroup) -> float:
-        by_success = self.settings.reward == "success"
-        return fmean(float(leaf.success) if by_success else leaf.episode_return for leaf in group.leaves)
+        uses_success = self.settings.reward == "success"
+        return fmean(float(leaf.success) if uses_success else leaf.episode_return for leaf in group.leaves)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Stored groups and estimates, as plain data and arrays, for a checkpoint."""
@@ -230,5 +234,5 @@ class RolloutReplay(OnPolicyGroup):
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
         """Puts back what :meth:`state` saved."""
-        self.stored = restored_groups(state["groups"], arrays)
+        self.stored = restore_groups(state["groups"], arrays)
         self.estimates = dict(state["estimates"])

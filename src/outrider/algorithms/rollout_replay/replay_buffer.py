@@ -53,18 +53,18 @@ class StoredGroup:
     leaves: tuple[StoredLeaf, ...]
 
     @classmethod
-    def of(cls, trace: Trace, *, step: int) -> "StoredGroup":
+    def from_trace(cls, trace: Trace, *, step: int) -> "StoredGroup":
         """Copy what an update needs."""
-        places: dict[int, int] = {}
+        positions: dict[int, int] = {}
         nodes: list[StoredNode] = []
         leaves: list[StoredLeaf] = []
         for leaf, path in trace.rollouts():
             if leaf.episode_return is None:
                 continue
             for node in path:
-                if node.node_id not in places:
-                    places[node.node_id] = len(nodes)
-                    parent = None if node.parent is None else places[node.parent]
+                if node.node_id not in positions:
+                    positions[node.node_id] = len(nodes)
+                    parent = None if node.parent is None else positions[node.parent]
                     nodes.append(
                         StoredNode(
                             parent=parent,
@@ -77,7 +77,7 @@ class StoredGroup:
             leaves.append(
                 StoredLeaf(
                     rollout=leaf.rollout,
-                    node=places[path[-1].node_id],
+                    node=positions[path[-1].node_id],
                     outcome=leaf.outcome.value,
                     episode_return=leaf.episode_return,
                     success=leaf.success,
@@ -140,7 +140,7 @@ def snapshot_groups(groups: Sequence[StoredGroup]) -> tuple[list[dict[str, Any]]
     return plain, arrays if ids else {}
 
 
-def restored_groups(
+def restore_groups(
     plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]]
 ) -> list[StoredGroup]:
     """Groups as :func:`snapshot_groups` got them. Raises CheckpointError where data and arrays do not belong
@@ -150,9 +150,9 @@ def restored_groups(
     logprobs = arrays["replay_logprobs"].tolist() if "replay_logprobs" in arrays else []
     groups: list[StoredGroup] = []
     num_ids = num_logprobs = 0
-    for one in plain:
+    for entry in plain:
         nodes = []
-        for parent, origin, length, *restarts in one["nodes"]:
+        for parent, origin, length, *restarts in entry["nodes"]:
             num_own = length if origin == Origin.POLICY else 0
             nodes.append(
                 StoredNode(
@@ -166,10 +166,12 @@ def restored_groups(
             num_ids, num_logprobs = num_ids + length, num_logprobs + num_own
         leaves = [
             StoredLeaf(rollout=rollout, node=node, outcome=outcome, episode_return=value, success=success)
-            for rollout, node, outcome, value, success in one["leaves"]
+            for rollout, node, outcome, value, success in entry["leaves"]
         ]
         groups.append(
-            StoredGroup(task_key=one["task_key"], step=one["step"], nodes=tuple(nodes), leaves=tuple(leaves))
+            StoredGroup(
+                task_key=entry["task_key"], step=entry["step"], nodes=tuple(nodes), leaves=tuple(leaves)
+            )
         )
     if (num_ids, num_logprobs) != (len(ids), len(logprobs)):
         raise CheckpointError(

@@ -217,7 +217,7 @@ class ChatEndpoint:
         url = f"{self.settings.base_url}/{path}"
         for attempt in range(self.settings.max_retries + 1):
             try:
-                return read(self._ask(url, body))
+                return read(self._send_request(url, body))
             except Refusal as refusal:
                 if refusal.status not in _HOPELESS_STATUS:
                     raise EngineFault(f"{url}: {refusal}") from refusal
@@ -237,7 +237,7 @@ class ChatEndpoint:
                 self._sleep(self._wait_s(attempt, key, problem.wait_s))
         raise AssertionError("unreachable: the last attempt raises")
 
-    def _wait_s(self, attempt: int, key: int, asked_s: float) -> float:
+    def _wait_s(self, attempt: int, key: int, server_wait_s: float) -> float:
         """Exponential back-off, half of it jitter; at least what the server asks for, never more than the
         maximum.
         """
@@ -245,9 +245,9 @@ class ChatEndpoint:
         jittered = full * (
             0.5 + 0.5 * float(stream(self.settings.seed, "endpoint back-off", key, attempt).random())
         )
-        return min(self.settings.max_backoff_s, max(jittered, asked_s))
+        return min(self.settings.max_backoff_s, max(jittered, server_wait_s))
 
-    def _ask(self, url: str, body: Mapping[str, Any] | None) -> Any:
+    def _send_request(self, url: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -261,18 +261,18 @@ class ChatEndpoint:
             reason = str(error).partition(": bytearray(")[0] or type(error).__name__
             raise Transient("connection", f"no connection: {shown(reason, self._key)}") from error
         if answer.is_error:
-            raise self._refused(answer)
+            raise self._to_error(answer)
         try:
             return json.loads(answer.content)
         except (ValueError, RecursionError) as error:
             raise Transient("garbage", "the answer is no JSON") from error
 
-    def _refused(self, answer: HttpAnswer) -> Exception:
+    def _to_error(self, answer: HttpAnswer) -> Exception:
         line = shown(refusal_line(answer), self._key)
         if answer.status not in _TRANSIENT_STATUS and answer.status < 500:
             return Refusal(answer.status, line)
-        asked = answer.headers.get("Retry-After", "")
-        wait_s = float(asked) if asked.isascii() and asked.isdecimal() else 0.0
+        retry_after = answer.headers.get("Retry-After", "")
+        wait_s = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
         return Transient(f"status {answer.status}", line, wait_s=wait_s)
 
 
@@ -300,8 +300,8 @@ def _reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -> Cha
 
 def _counted(answer: Mapping[str, Any], name: str) -> int:
     usage = answer.get("usage")
-    found = usage.get(name) if isinstance(usage, dict) else None
-    return found if isinstance(found, int) and found > 0 else 0
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def _content(message: Mapping[str, Any], choice: Mapping[str, Any]) -> object:
@@ -319,9 +319,9 @@ def _models(answer: Any) -> dict[str, str]:
     match answer:
         case {"data": list(entries)}:
             return {
-                one["id"]: str(one.get("owned_by"))
-                for one in entries
+                entry["id"]: str(entry.get("owned_by"))
+                for entry in entries
                 # it is shown to people
-                if isinstance(one, dict) and isinstance(one.get("id"), str) and one["id"].isprintable()
+                if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"].isprintable()
             }
     return {}

@@ -24,7 +24,7 @@ import httpx2
 _MAX_BYTES = 16 << 20
 _MAX_ERROR_BYTES = 1 << 14
 # shorter than servers keep an idle connection (uvicorn: 5 s), so that none is found closed
-_KEPT_OPEN_S = 2.0
+_KEEPALIVE_S = 2.0
 
 ResultT = TypeVar("ResultT")
 
@@ -93,7 +93,7 @@ class _Loop:
 
     def __init__(self, transport: httpx2.AsyncBaseTransport | None, is_bare: bool = False) -> None:
         policy = DefaultCookiePolicy(allowed_domains=() if is_bare else None)
-        limits = httpx2.Limits(max_connections=None, keepalive_expiry=_KEPT_OPEN_S)
+        limits = httpx2.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
         self.client = httpx2.AsyncClient(
             transport=transport,
             verify=ssl.create_default_context(),
@@ -143,12 +143,12 @@ async def _exchange(
     content = bytearray()
     response: httpx2.Response | None = None
     method = "GET" if body is None else "POST"
-    asked = {**headers, "Accept-Encoding": "identity"}  # a few bytes could unpack to gigabytes
+    request_headers = {**headers, "Accept-Encoding": "identity"}  # a few bytes could unpack to gigabytes
     try:
         async with (
             asyncio.timeout(timeout_s) as deadline,
             client.stream(
-                method, url, content=body, headers=asked, extensions=dict(extensions or {})
+                method, url, content=body, headers=request_headers, extensions=dict(extensions or {})
             ) as response,
         ):
             async for chunk in response.aiter_raw():

@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from outrider.engines.chat.wire import REASONING, Transient
-from outrider.tokens.calls.format import call_id, call_of
-from outrider.tokens.calls.reading import fault_of, passed_on
+from outrider.tokens.calls.format import call_id, parse_call
+from outrider.tokens.calls.reading import find_call_error, sanitize_call
 from outrider.types import ToolCall, ToolSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedCalls:
     """The calls that a server has read out of a turn: those that the tools take, what was wrong with the
-    others, and those as they were written. ``passed_on`` are all of them, as a program that asked the server
+    others, and those as they were written. ``forwarded`` are all of them, as a program that asked the server
     itself would get them.
     """
 
     calls: tuple[ToolCall, ...] = ()
     problems: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    passed_on: tuple[ToolCall, ...] = ()
+    forwarded: tuple[ToolCall, ...] = ()
 
 
 NO_CALLS: Final = ServedCalls()
@@ -37,36 +37,36 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
 
     What the model wrote is a problem in words; raises Transient for what only a server writes.
     """
-    found = message.get("tool_calls") or []
+    entries = message.get("tool_calls") or []
     calls: dict[str, ToolCall] = {}
     problems: list[str] = []
     unread: list[str] = []
-    passed: list[ToolCall] = []
-    for number, one in enumerate(found if isinstance(found, list) else [None]):
-        match one:
+    forwarded: list[ToolCall] = []
+    for number, entry in enumerate(entries if isinstance(entries, list) else [None]):
+        match entry:
             case {"function": {"name": str(name)} as function}:
                 written = function.get("arguments")
             case _:
                 raise Transient("garbage", "the answer holds no tool call where one should be")
-        call = call_of({"name": name, "arguments": written}, number, keys=("arguments",))
-        if not isinstance(call, str) and isinstance(whole := passed_on(call), ToolCall):
-            passed.append(whole)
-        told = f"The call: {call}." if isinstance(call, str) else fault_of(call, tools)
-        if isinstance(call, str) or told:
-            problems.append(told)
+        call = parse_call({"name": name, "arguments": written}, number, keys=("arguments",))
+        if not isinstance(call, str) and isinstance(whole := sanitize_call(call), ToolCall):
+            forwarded.append(whole)
+        problem = f"The call: {call}." if isinstance(call, str) else find_call_error(call, tools)
+        if isinstance(call, str) or problem:
+            problems.append(problem)
             unread.append(f"{name} {written if isinstance(written, str) else json.dumps(written)}")
             continue
-        ids = (one.get("id"), *(call_id(free) for free in range(number, len(found) + number)))
+        ids = (entry.get("id"), *(call_id(free) for free in range(number, len(entries) + number)))
         own = next(name for name in ids if isinstance(name, str) and name and name not in calls)
         calls[own] = replace(call, call_id=own)
     return ServedCalls(
         calls=tuple(calls.values()),
         problems=tuple(problems),
         unread=tuple(unread),
-        passed_on=tuple(passed),
+        forwarded=tuple(forwarded),
     )
 
 
 def served_reasoning(message: Mapping[str, Any]) -> str:
     """Thinking that the server took out of a turn, under either of the names that servers give it."""
-    return next((said for key in REASONING if isinstance(said := message.get(key), str) and said), "")
+    return next((text for key in REASONING if isinstance(text := message.get(key), str) and text), "")

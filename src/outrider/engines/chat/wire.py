@@ -90,10 +90,10 @@ def without_thinking(messages: Sequence[Message]) -> list[Message]:
     Of a turn that calls tools it stands apart then: as in training, the template says how much of it a chain
     of calls shows.
     """
-    following = [*(message.role for message in messages[1:]), None]
+    next_roles = [*(message.role for message in messages[1:]), None]
     return [
         _cut(message) if message.role == "assistant" and role not in ("inline", None) else message
-        for message, role in zip(messages, following, strict=True)
+        for message, role in zip(messages, next_roles, strict=True)
     ]
 
 

@@ -152,13 +152,13 @@ class SlotCache:
             keys[target, :, :length] = keys[source, :, :length]
             values[target, :, :length] = values[source, :, :length]
 
-    def swap(self, one: int, other: int, length: int) -> None:
+    def swap(self, first: int, second: int, length: int) -> None:
         """Exchange two slots up to ``length`` positions."""
         for pair in self.layers.values():
             for tensor in pair:
-                kept = tensor[one, :, :length].clone()
-                tensor[one, :, :length] = tensor[other, :, :length]
-                tensor[other, :, :length] = kept
+                saved = tensor[first, :, :length].clone()
+                tensor[first, :, :length] = tensor[second, :, :length]
+                tensor[second, :, :length] = saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ _CACHES = {
 }
 
 
-def engine_for(
+def make_engine(
     language_model: LanguageModel,
     *,
     context_length: int | None = None,
@@ -27,14 +27,14 @@ def engine_for(
     return LocalEngine(language_model, context_length=context_length, max_rows=max_rows, on_tokens=on_tokens)
 
 
-def path_of(language_model: LanguageModel, name: str) -> str:
+def describe_path(language_model: LanguageModel, name: str) -> str:
     """One line: how the model is computed, and why."""
     unused = language_model.unused
     rest = f"; it has no place for {len(unused)} weights of its files, such as {unused[0]}" if unused else ""
-    return _path_of(language_model, name) + rest
+    return _describe_forward(language_model, name) + rest
 
 
-def _path_of(language_model: LanguageModel, name: str) -> str:
+def _describe_forward(language_model: LanguageModel, name: str) -> str:
     longest, unpacked = language_model.context_length, language_model.unpacked
     if unpacked is not None:
         return (

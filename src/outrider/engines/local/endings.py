@@ -8,7 +8,7 @@ from outrider.engines.local.sampling import StopStrings
 from outrider.errors import EngineFault
 
 
-def room_for(request: Request, context_length: int) -> int:
+def max_new_tokens(request: Request, context_length: int) -> int:
     """Tokens that may be written. Raises EngineFault for a context that is empty or leaves no room."""
     if not 0 < len(request.token_ids) < context_length:
         raise EngineFault(

@@ -16,7 +16,7 @@ import torch
 
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache, decode_mask
-from outrider.engines.local.endings import Endings, room_for
+from outrider.engines.local.endings import Endings, max_new_tokens
 from outrider.engines.local.few_rows import MAX_ROWS, FewRows
 from outrider.engines.local.model import LanguageModel
 from outrider.engines.local.packed import PackedLinears
@@ -75,7 +75,7 @@ class LocalEngine:
         self._endings = Endings(language_model)
         self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
         self._few_rows = FewRows(self._model)
-        self._takes_few_rows = False
+        self._use_few_rows = False
         self._packed = PackedLinears(self._model)
         # slot -> (cache key or None where it is free, the ids whose keys and values it holds)
         self._slots: list[tuple[str | None, tuple[int, ...]]] = []
@@ -98,8 +98,10 @@ class LocalEngine:
 
     def release(self, cache_keys: Sequence[str]) -> None:
         """Forget what is kept for these rollouts; the memory is used again."""
-        gone = frozenset(cache_keys)
-        self._slots = [(None, ()) if key is None or key in gone else (key, ids) for key, ids in self._slots]
+        released = frozenset(cache_keys)
+        self._slots = [
+            (None, ()) if key is None or key in released else (key, ids) for key, ids in self._slots
+        ]
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -118,8 +120,8 @@ class LocalEngine:
             # All positions at once: growing in the middle of decoding would copy every slot.
             self._reserve(1, max(row.length + row.room for row in rows))
             # asked every time: adapters may have come since the last one
-            self._takes_few_rows = self._few_rows.is_supported
-            with nullcontext() if self._takes_few_rows else self._packed.active():
+            self._use_few_rows = self._few_rows.is_supported
+            with nullcontext() if self._use_few_rows else self._packed.active():
                 self._decode(deque(rows))
         finally:
             self._model.train(was_training)
@@ -131,7 +133,7 @@ class LocalEngine:
         self._cache.reserve(num_slots, num_positions, stored=stored)
 
     def _row(self, index: int, request: Request) -> _Row:
-        room = room_for(request, self.context_length)
+        room = max_new_tokens(request, self.context_length)
         return _Row(index, request, request_stream(request.seed), len(request.token_ids), room)
 
     def _admit(self, waiting: deque[_Row], num_active: int) -> list[_Row]:
@@ -148,24 +150,28 @@ class LocalEngine:
             self._slots.append((None, ()))
         self._reserve(len(self._slots), 1)
         for slot, row in enumerate(joining, start=num_active):
-            self._place(row, slot)
+            self._assign_slot(row, slot)
         self._prefill(joining)
         return joining
 
-    def _place(self, row: _Row, slot: int) -> None:
+    def _assign_slot(self, row: _Row, slot: int) -> None:
         """Give the row this slot; what it holds of another rollout is kept in another slot behind."""
         request = row.request
         behind = range(slot, len(self._slots))
-        held = next((s for s in behind if request.cache_key and self._slots[s][0] == request.cache_key), None)
-        if held is None and self._slots[slot][0] is not None:
-            held = next((s for s in behind if self._slots[s][0] is None), None)
-            if held is None:
+        stored_slot = next(
+            (s for s in behind if request.cache_key and self._slots[s][0] == request.cache_key), None
+        )
+        if stored_slot is None and self._slots[slot][0] is not None:
+            stored_slot = next((s for s in behind if self._slots[s][0] is None), None)
+            if stored_slot is None:
                 self._slots.append((None, ()))
-                held = len(self._slots) - 1
+                stored_slot = len(self._slots) - 1
                 self._reserve(len(self._slots), 1)
-        if held is not None and held != slot:
-            self._cache.swap(slot, held, max(len(self._slots[slot][1]), len(self._slots[held][1])))
-            self._slots[slot], self._slots[held] = self._slots[held], self._slots[slot]
+        if stored_slot is not None and stored_slot != slot:
+            self._cache.swap(
+                slot, stored_slot, max(len(self._slots[slot][1]), len(self._slots[stored_slot][1]))
+            )
+            self._slots[slot], self._slots[stored_slot] = self._slots[stored_slot], self._slots[slot]
         self._slots[slot] = (request.cache_key or _unnamed(request), self._slots[slot][1])
         row.slot = slot
 
@@ -173,18 +179,18 @@ class LocalEngine:
         """Compute what no slot holds yet: first the contexts that others begin with, then the rest."""
         # Shorter contexts first, because longer ones may begin with them; equal ones in the order asked.
         waiting = deque(sorted(rows, key=lambda row: (row.length, row.index)))
-        held = Prefixes((slot, ids) for slot, (_, ids) in enumerate(self._slots))
+        prefixes = Prefixes((slot, ids) for slot, (_, ids) in enumerate(self._slots))
         computed: dict[tuple[int, ...], _Row] = {}
         while waiting:
-            batch = self._next_batch(waiting, held, computed)
+            batch = self._next_batch(waiting, prefixes, computed)
             if batch:
                 self._prefill_batch(batch)
             for row, _ in batch:
-                self._hold(row, row.request.token_ids, held)
+                self._record_cached(row, row.request.token_ids, prefixes)
                 computed[row.request.token_ids] = row
 
     def _next_batch(
-        self, waiting: deque[_Row], held: Prefixes, computed: Mapping[tuple[int, ...], _Row]
+        self, waiting: deque[_Row], prefixes: Prefixes, computed: Mapping[tuple[int, ...], _Row]
     ) -> list[tuple[_Row, int]]:
         """Rows from the front of ``waiting`` until the token budget is full, each with the length of what its
         slot holds now.
@@ -193,42 +199,42 @@ class LocalEngine:
         """
         batch: list[tuple[_Row, int]] = []
         begun = Prefixes()
-        put_off: list[_Row] = []
+        postponed: list[_Row] = []
         num_tokens = 0
         while waiting:
             row = waiting.popleft()
             if (twin := computed.get(row.request.token_ids)) is not None:
-                self._take_over(twin, row, held)
+                self._copy_twin(twin, row, prefixes)
                 continue
-            wanted = row.request.token_ids[:-1]  # the last token is always computed: its logits are needed
-            cached, source = held.longest(wanted)
-            if begun.longest(wanted)[0] > cached:
-                put_off.append(row)
+            needed = row.request.token_ids[:-1]  # the last token is always computed: its logits are needed
+            cached, source = prefixes.longest(needed)
+            if begun.longest(needed)[0] > cached:
+                postponed.append(row)
                 continue
             num_tokens += row.length - cached
             if batch and num_tokens > self._prefill_tokens:
                 waiting.appendleft(row)
                 break
             # Its own slot often holds them: an episode's turns go on in place.
-            if source is not None and self._slots[row.slot][1][:cached] != wanted[:cached]:
+            if source is not None and self._slots[row.slot][1][:cached] != needed[:cached]:
                 self._cache.copy(source, row.slot, cached)
             # Only what is there now: a later row of this batch must not copy what is still to be computed.
-            self._hold(row, wanted[:cached], held)
+            self._record_cached(row, needed[:cached], prefixes)
             batch.append((row, cached))
             begun.add(row.slot, row.request.token_ids)
-        waiting.extendleft(reversed(put_off))
+        waiting.extendleft(reversed(postponed))
         return batch
 
-    def _hold(self, row: _Row, ids: tuple[int, ...], held: Prefixes) -> None:
+    def _record_cached(self, row: _Row, ids: tuple[int, ...], prefixes: Prefixes) -> None:
         """Note which ids the row's slot holds the keys and values of."""
         key, before = self._slots[row.slot]
-        held.replace(row.slot, before, ids)
+        prefixes.replace(row.slot, before, ids)
         self._slots[row.slot] = (key, ids)
 
-    def _take_over(self, twin: _Row, row: _Row, held: Prefixes) -> None:
+    def _copy_twin(self, twin: _Row, row: _Row, prefixes: Prefixes) -> None:
         """The same context was computed for another row: nothing is left to compute."""
         self._cache.copy(twin.slot, row.slot, row.length)
-        self._hold(row, row.request.token_ids, held)
+        self._record_cached(row, row.request.token_ids, prefixes)
         row.logits = twin.logits
 
     def _prefill_batch(self, batch: list[tuple[_Row, int]]) -> None:
@@ -316,7 +322,7 @@ class LocalEngine:
         for slot, row in enumerate(active):
             key, ids = self._slots[slot]
             self._slots[slot] = (key, (*ids, row.ids[-1]))
-        if self._takes_few_rows and len(active) <= MAX_ROWS:
+        if self._use_few_rows and len(active) <= MAX_ROWS:
             return self._few_rows.logits(newest_B1, lengths[:, None], plan)[:, 0]
         logits: torch.Tensor = self._lm.head(self._lm.hidden(newest_B1, lengths[:, None], plan)[:, 0])
         return logits

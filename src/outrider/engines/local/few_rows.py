@@ -31,8 +31,8 @@ class _Linear:
     """One or several linear layers of one input, side by side, with packed weights."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        weight = torch.cat([one.weight.detach() for one in linears])
-        biases = [one.bias.detach() for one in linears if one.bias is not None]
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self._bias = torch.cat(biases) if biases else None
         self._packed = onednn.pack(weight)
 
@@ -112,8 +112,8 @@ def _attention(layer: _Layer, rows: Tensor, rotation: tuple[Tensor, Tensor], pla
 
 def _rotated(x_BNHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(a cos - b sin, b cos + a sin) for the two halves of every head."""
-    one, other = x_BNHD.chunk(2, dim=-1)
-    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
+    first, second = x_BNHD.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _norm(module: Any) -> Norm:
@@ -165,10 +165,12 @@ def _is_supported(model: PreTrainedModel) -> bool:
     linears = [head, *projections]
     return (
         all(
-            type(one) is nn.Linear and one.weight.device.type == "cpu" and one.weight.dtype in _DTYPES
-            for one in linears
+            type(linear) is nn.Linear
+            and linear.weight.device.type == "cpu"
+            and linear.weight.dtype in _DTYPES
+            for linear in linears
         )
-        and all(onednn.can_pack(dtype) for dtype in {one.weight.dtype for one in linears})
+        and all(onednn.can_pack(dtype) for dtype in {linear.weight.dtype for linear in linears})
         and all(
             type(layer.mlp).__name__ in MLPS and "forward" in vars(layer.mlp) for layer in backbone.layers
         )

@@ -45,7 +45,7 @@ class FlexPlan:
     num_positions: int
 
     @classmethod
-    def of(cls, plan: TreePlan, *, device: torch.device) -> "FlexPlan":
+    def from_plan(cls, plan: TreePlan, *, device: torch.device) -> "FlexPlan":
         """Raises ValueError for segments that are not packed depth first."""
         num_tokens = sum(segment.length for segment in plan.segments)
         length = bucket(num_tokens)
@@ -62,7 +62,7 @@ class FlexPlan:
         """
         num_tokens = query_1HND.shape[2]
         rest = (0, 0, 0, self.num_positions - num_tokens)
-        query, key, value = (pad(one, rest) for one in (query_1HND, key_1KND, value_1KND))
+        query, key, value = (pad(tensor, rest) for tensor in (query_1HND, key_1KND, value_1KND))
         try:
             with dynamo_config.patch(**_LIMITS):
                 output: Tensor = _attention(query.device.type)(

@@ -133,7 +133,7 @@ def _convert(packaged: PackagedModel, target: Path) -> None:
         dequantised, info = _FROM_PRETRAINED(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
         )
-        require_whole(dequantised, info, gguf.name)
+        check_weights(dequantised, info, gguf.name)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # a model marked as GGUF refuses to be saved: move its weights into a plain one
         with torch.device("meta"):
@@ -229,7 +229,7 @@ def load_model(
         eos_texts=texts,
         unused=unused,
     )
-    return _on_its_path(loaded, name, forward)
+    return _choose_path(loaded, name, forward)
 
 
 def read_weights(
@@ -249,7 +249,7 @@ def read_weights(
     # damaged or hostile weights and settings raise whatever their readers raise
     except Exception as error:
         raise _unreadable(name, error) from error
-    return model, require_whole(model, info, name)
+    return model, check_weights(model, info, name)
 
 
 def _read_tokenizer(folder: str, name: str) -> PreTrainedTokenizerBase:
@@ -266,28 +266,28 @@ def _unreadable(name: str, error: Exception) -> ModelError:
     return ModelError(f"cannot load model {name!r}: {reason}"[:500])
 
 
-def require_whole(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def check_weights(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Raises ModelError, naming one, where a weight is in no file of the model's (transformers would draw it
     at random), has another shape there, or is of a layer that the configuration leaves out. ``info`` is what
     transformers reports of a load; tied weights, and what an architecture declares as optional, are not
     missing there. Returns the weights that the model has no place for, such as heads of other tasks.
     """
-    where = f"model {name!r} cannot be used: "
+    prefix = f"model {name!r} cannot be used: "
     if mismatched := sorted(info["mismatched_keys"]):
-        key, found, wanted = mismatched[0]
+        key, file_shape, config_shape = mismatched[0]
         raise ModelError(
-            f"{where}its files have {key}{_more(mismatched)} in the shape {list(found)}, its configuration "
-            f"asks for {list(wanted)}: config.json and weights belong to different models"
+            f"{prefix}its files have {key}{_more(mismatched)} in the shape {list(file_shape)}, its configuration "
+            f"asks for {list(config_shape)}: config.json and weights belong to different models"
         )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"{where}the weight {missing[0]}{_more(missing)} is in none of its files, and would be random: "
+            f"{prefix}the weight {missing[0]}{_more(missing)} is in none of its files, and would be random: "
             "copy or download the model again, or save all of it"
         )
     unused = sorted(info["unexpected_keys"])
-    if left := _left_out(model, unused):
+    if left := _unused_layer_weights(model, unused):
         raise ModelError(
-            f"{where}its files have {left[0]}{_more(left)}, which its configuration leaves out: config.json "
+            f"{prefix}its files have {left[0]}{_more(left)}, which its configuration leaves out: config.json "
             "and weights belong to different models"
         )
     return tuple(unused)
@@ -297,7 +297,7 @@ def _more(names: Sequence[Any]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _left_out(model: PreTrainedModel, unused: Sequence[str]) -> list[str]:
+def _unused_layer_weights(model: PreTrainedModel, unused: Sequence[str]) -> list[str]:
     """Of the weights without a place those of layers like the model's (but not of layers that predict
     several tokens, which have weights besides), and biases of its linear layers.
     """
@@ -305,17 +305,17 @@ def _left_out(model: PreTrainedModel, unused: Sequence[str]) -> list[str]:
     modules = dict(model.named_modules())
     kinds: dict[str, list[str]] = {}
     for key in unused:
-        kinds.setdefault(key[: found.end()] if (found := _NUMBER.search(key)) else "", []).append(key)
+        kinds.setdefault(key[: number.end()] if (number := _NUMBER.search(key)) else "", []).append(key)
     more = [
         key
         for layer, keys in kinds.items()
         for key in keys
-        if layer and {_NUMBER.sub(".0.", one) for one in keys} <= known
+        if layer and {_NUMBER.sub(".0.", name) for name in keys} <= known
     ]
     return more or [key for key in unused if isinstance(modules.get(key.removesuffix(".bias")), nn.Linear)]
 
 
-def _on_its_path(loaded: LanguageModel, name: str, forward: Forward) -> LanguageModel:
+def _choose_path(loaded: LanguageModel, name: str, forward: Forward) -> LanguageModel:
     """Packed where that is exact and not forbidden. Raises ModelError where the chosen path is not exact,
     with ``auto`` where neither is.
     """
@@ -360,12 +360,12 @@ def turn_ends(
     """
     if tokenizer.chat_template is None:
         raise ModelError(f"model {name!r} has no chat template; use an instruct model")
-    given = configured.eos_token_id if configured else None
+    configured_ids = configured.eos_token_id if configured else None
     closing = ChatRenderer(tokenizer, observations=()).closing  # a base model's EOS is another one
     ends = {
         tokenizer.eos_token_id,
         *closing.token_ids,
-        *(given if isinstance(given, list) else [given]),
+        *(configured_ids if isinstance(configured_ids, list) else [configured_ids]),
     } - {None}
     if not ends and not closing.stop:
         raise ModelError(f"model {name!r} declares no end-of-turn id")
@@ -390,12 +390,12 @@ def _difference(loaded: LanguageModel) -> str:
     packed = loaded.logits(ids, half.repeat(2), TreePlan(segments=whole * 2))
     alone = torch.cat([loaded.logits(part, half, TreePlan(segments=whole)) for part in ids.split(4)])
     last = loaded.logits(ids[-1:], positions[-1:], TreePlan(segments=(Segment(length=1),)))
-    apart = _same(packed, alone, beside=ours[4:] - alone[4:])
-    if not apart or not _same(_step_after(loaded, ids), ours[-1:], beside=last - ours[-1:]):
+    apart = _same(packed, alone, scale=ours[4:] - alone[4:])
+    if not apart or not _same(_step_after(loaded, ids), ours[-1:], scale=last - ours[-1:]):
         return (
             "it has layers beside attention that carry state from token to token (recurrent or convolution)"
         )
-    if not _same(ours, _eager(loaded, ids, positions), beside=ours[4:] - alone[4:], limits=_KERNELS):
+    if not _same(ours, _eager(loaded, ids, positions), scale=ours[4:] - alone[4:], limits=_KERNELS):
         return "its attention is not plain causal attention"
     return ""
 
@@ -428,10 +428,10 @@ def _same(
     ours: torch.Tensor,
     theirs: torch.Tensor,
     *,
-    beside: torch.Tensor,
+    scale: torch.Tensor,
     limits: Mapping[torch.dtype, float] = _ROUNDING,
 ) -> bool:
     """Equal up to rounding, in units of what a context changes in the logits: no scale of the weights hides a
     lost context.
     """
-    return bool((ours - theirs).float().norm() <= limits[ours.dtype] * beside.float().norm())
+    return bool((ours - theirs).float().norm() <= limits[ours.dtype] * scale.float().norm())

@@ -35,7 +35,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     rows = torch.linspace(-1.0, 1.0, 4 * _NUM_IN).view(4, _NUM_IN).to(dtype)
     weight = torch.linspace(-0.5, 1.0, _NUM_OUT * _NUM_IN).view(_NUM_OUT, _NUM_IN).to(dtype)
     try:
-        found = packed_linear(rows, pack(weight), None)
+        output = packed_linear(rows, pack(weight), None)
     except (AttributeError, RuntimeError, TypeError):
         return False  # no such operator in this torch, refused on this processor, or with other arguments
-    return torch.allclose(found.float(), rows.float() @ weight.float().T, rtol=0.02, atol=0.02)
+    return torch.allclose(output.float(), rows.float() @ weight.float().T, rtol=0.02, atol=0.02)

@@ -25,7 +25,7 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         linears = (module for module in model.modules() if isinstance(module, nn.Linear))
-        self._linears = [one for one in linears if _is_packable(one)]
+        self._linears = [linear for linear in linears if _is_packable(linear)]
         self._packed: list[torch.Tensor] | None = None
 
     def drop(self) -> None:
@@ -36,7 +36,7 @@ class PackedLinears:
     def active(self) -> Iterator[None]:
         """Decoding steps inside use the copies, which are made at the first one after :meth:`drop`."""
         if self._packed is None:
-            self._packed = [onednn.pack(one.weight.detach()) for one in self._linears]
+            self._packed = [onednn.pack(linear.weight.detach()) for linear in self._linears]
         for linear, packed in zip(self._linears, self._packed, strict=True):
             linear.forward = MethodType(_Forward(packed), linear)  # type: ignore[method-assign]
         try:

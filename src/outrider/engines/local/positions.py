@@ -6,7 +6,7 @@ from typing import Final
 from outrider.config import Settings
 from outrider.errors import ConfigError
 
-_ASKED: Final = "model.context_length"
+_CONTEXT_LENGTH: Final = "model.context_length"
 # Observations, splices and tips count as response, or give way to it: their budgets are upper bounds of
 # something smaller.
 _LIMITS: Final = ("rollout.max_response_tokens", "rollout.max_turn_tokens")
@@ -21,23 +21,26 @@ def check_positions(
     is so by default, and what a ``resumed`` run began with, goes to ``note``. A prompt takes some of the
     positions too, so a limit that passes may still be out of reach; such a rollout ends as truncated.
     """
-    asked = dict(_set(settings, (_ASKED,))).get(_ASKED, (longest, False))
-    positions = min(asked[0], longest)
-    held = [(_ASKED, *asked, longest), *((key, *found, positions) for key, found in _set(settings, _LIMITS))]
-    for key, value, is_given, limit in held:
+    context_length = dict(_read_limits(settings, (_CONTEXT_LENGTH,))).get(_CONTEXT_LENGTH, (longest, False))
+    positions = min(context_length[0], longest)
+    limits = [
+        (_CONTEXT_LENGTH, *context_length, longest),
+        *((key, *entry, positions) for key, entry in _read_limits(settings, _LIMITS)),
+    ]
+    for key, value, is_explicit, limit in limits:
         if value <= limit:
             continue
         bound = f"model {model!r} has {longest} positions" + (
-            f", of which {_ASKED} leaves {limit}" if limit < longest else ""
+            f", of which {_CONTEXT_LENGTH} leaves {limit}" if limit < longest else ""
         )
-        if is_given and not resumed:
+        if is_explicit and not resumed:
             raise ConfigError(
                 f"{key} is {value}, more than there is room for: {bound}, for prompt and response together"
             )
         note(f"{key} is {value}, which no rollout reaches: {bound}, for prompt and response together")
 
 
-def _set(settings: Settings, keys: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, bool]]]:
+def _read_limits(settings: Settings, keys: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, bool]]]:
     """Each key that these settings have: its value, and whether it was asked for (a default that is written
     out was not).
     """

@@ -36,12 +36,12 @@ class Prefixes:
 
         In sorted order it stands right before or right behind the place of ``ids``.
         """
-        wanted = _packed(ids)
+        target = _packed(ids)
         # -1: in front of an equal sequence, whatever its number.
-        place = bisect_left(self._entries, (wanted, -1))
+        index = bisect_left(self._entries, (target, -1))
         best: tuple[int, int | None] = (0, None)
-        for stored, number in self._entries[max(0, place - 1) : place + 1]:
-            if (length := _common(stored, wanted) // _SIZE) > best[0]:
+        for stored, number in self._entries[max(0, index - 1) : index + 1]:
+            if (length := _common(stored, target) // _SIZE) > best[0]:
                 best = (length, number)
         return best
 
@@ -51,12 +51,12 @@ def _packed(ids: Sequence[int]) -> bytes:
     return array(_KIND, ids).tobytes()
 
 
-def _common(one: bytes, other: bytes) -> int:
+def _common(first: bytes, second: bytes) -> int:
     """Length of the common beginning, by halves: slices are compared at once."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1

@@ -75,7 +75,7 @@ def _rotated(x_BNHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     rows = max(1, torch.get_num_threads() * _BLOCK // (x_BNHD.shape[2] * x_BNHD.shape[3]))
     tensors = (x_BNHD.flatten(0, 1), output.flatten(0, 1), cos, sin)
     for x, y, c, s in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
-        (one, other), (first, second) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
-        torch.mul(one, c, out=first).sub_(other * s)
-        torch.mul(other, c, out=second).add_(one * s)
+        (x_first, x_second), (first, second) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+        torch.mul(x_first, c, out=first).sub_(x_second * s)
+        torch.mul(x_second, c, out=second).add_(x_first * s)
     return output

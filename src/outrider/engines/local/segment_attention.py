@@ -97,10 +97,10 @@ class _CpuAttention(torch.autograd.Function):
                     tensor[row, queries, block].reshape(-1, size) for tensor in (query_BHND, gradient)
                 )
                 key, value = key_BKTD[row, head, :seen], value_BKTD[row, head, :seen]
-                found = _block_gradients(query, key, value, output, repeats, ctx.scale)
-                grad_query[row, queries, block] = found[0].view(repeats, -1, size)
-                grad_key[row, head, :seen] += found[1]
-                grad_value[row, head, :seen] += found[2]
+                gradients = _block_gradients(query, key, value, output, repeats, ctx.scale)
+                grad_query[row, queries, block] = gradients[0].view(repeats, -1, size)
+                grad_key[row, head, :seen] += gradients[1]
+                grad_value[row, head, :seen] += gradients[2]
         return grad_query, grad_key.to(key_BKTD.dtype), grad_value.to(value_BKTD.dtype), None
 
 

@@ -38,7 +38,7 @@ class Unpacked:
     cache: CacheUse = "extended"
     has_plain_head: bool = True
 
-    def factors_at(self, length: int) -> int:
+    def rotation_index(self, length: int) -> int:
         """Which of the rotations a sequence of this length has: the same number, the same rotation."""
         return bisect_left(self.turns, length)
 
@@ -50,33 +50,33 @@ class Pass:
     """
 
     tokens: tuple[int, ...]
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     scored: tuple[int, ...]
 
 
-def logits_at(model: PreTrainedModel, ids_N: Tensor, places_K: Tensor) -> Tensor:
+def compute_logits(model: PreTrainedModel, ids_N: Tensor, positions_K: Tensor) -> Tensor:
     """[K, V] as the architecture defines them, whatever it does behind its vocabulary projection."""
     run: Any = model
     logits: Tensor = run(
-        input_ids=ids_N[None], position_ids=_positions(ids_N), use_cache=False, logits_to_keep=places_K
+        input_ids=ids_N[None], position_ids=_positions(ids_N), use_cache=False, logits_to_keep=positions_K
     ).logits
     return logits[0]
 
 
-def hidden_at(model: PreTrainedModel, ids_N: Tensor, places_K: Tensor) -> Tensor:
+def compute_hidden(model: PreTrainedModel, ids_N: Tensor, positions_K: Tensor) -> Tensor:
     """[K, E]: last hidden states."""
     backbone: Any = model.base_model
     states: Tensor = backbone(
         input_ids=ids_N[None], position_ids=_positions(ids_N), use_cache=False
     ).last_hidden_state
-    return states[0, places_K]
+    return states[0, positions_K]
 
 
 def _positions(ids_N: Tensor) -> Tensor:
     return torch.arange(len(ids_N), device=ids_N.device)[None]
 
 
-def passes_of(plan: TreePlan, predictors: Sequence[int], unpacked: Unpacked) -> Iterator[Pass]:
+def split_into_sequences(plan: TreePlan, predictors: Sequence[int], unpacked: Unpacked) -> Iterator[Pass]:
     """The sequences that give every scored token its log-prob once; ``predictors`` are packed positions.
 
     A shared token is scored in the first sequence that it is part of: its context is the same in all of them.
@@ -86,15 +86,15 @@ def passes_of(plan: TreePlan, predictors: Sequence[int], unpacked: Unpacked) -> 
     waiting: dict[int, list[int]] = {}
     for number, position in enumerate(predictors):
         waiting.setdefault(position, []).append(number)
-    for path in paths_of(plan):
-        own = [(place, waiting.pop(token)) for place, token in enumerate(path) if token in waiting]
-        for _, group in groupby(own, key=lambda found: unpacked.factors_at(found[0] + 1)):
-            pairs = [(place, number) for place, numbers in group for number in numbers]
-            places, scored = zip(*pairs, strict=True)
-            yield Pass(tokens=tuple(path[: places[-1] + 1]), places=places, scored=scored)
+    for path in segment_paths(plan):
+        own = [(index, waiting.pop(token)) for index, token in enumerate(path) if token in waiting]
+        for _, group in groupby(own, key=lambda pair: unpacked.rotation_index(pair[0] + 1)):
+            pairs = [(index, number) for index, numbers in group for number in numbers]
+            indices, scored = zip(*pairs, strict=True)
+            yield Pass(tokens=tuple(path[: indices[-1] + 1]), indices=indices, scored=scored)
 
 
-def paths_of(plan: TreePlan) -> list[list[int]]:
+def segment_paths(plan: TreePlan) -> list[list[int]]:
     """Packed positions of every sequence of a row: of each segment that nothing follows, and what it sees."""
     ends = list(accumulate(segment.length for segment in plan.segments))
     inner = {index for segment in plan.segments for index in segment.ancestors}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from outrider.engines.local.unpacked import CacheUse, Unpacked, hidden_at, logits_at
+from outrider.engines.local.unpacked import CacheUse, Unpacked, compute_hidden, compute_logits
 from outrider.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
@@ -27,9 +27,12 @@ def examine(model: PreTrainedModel, *, why: str, turns: tuple[int, ...] = ()) ->
     every = torch.arange(num, device=model.device)
     half = num // 2
     try:
-        whole = logits_at(model, ids, every)
-        begun, alone = logits_at(model, ids[:half], every[:half]), logits_at(model, ids[half:], every[:-half])
-        picked = logits_at(model, ids, every[[1, -2]])
+        whole = compute_logits(model, ids, every)
+        begun, alone = (
+            compute_logits(model, ids[:half], every[:half]),
+            compute_logits(model, ids[half:], every[:-half]),
+        )
+        picked = compute_logits(model, ids, every[[1, -2]])
     # the modules of an architecture raise anything
     except Exception as error:
         raise ModelError(f"transformers' forward pass fails: {_line(error)}") from error
@@ -53,27 +56,27 @@ def _cache_use(model: PreTrainedModel, ids: Tensor, whole: Tensor, context: Tens
     tries: dict[CacheUse, list[int]] = {"extended": [half, new - 1, 1], "stepped": [half, *[1] * new]}
     for use, lengths in tries.items():
         try:
-            found = _with_cache(model, ids.split(lengths))
+            logits = _with_cache(model, ids.split(lengths))
         except Exception as error:  # caches of an architecture's own, or none: it is computed whole then
             _LOG.info("keys and values cannot be %s: %s: %s", use, type(error).__name__, error)
             continue
-        if found.shape == whole.shape and _same(found, whole, context):
+        if logits.shape == whole.shape and _same(logits, whole, context):
             return use
     return "none"
 
 
 def _with_cache(model: PreTrainedModel, parts: tuple[Tensor, ...]) -> Tensor:
-    cache, found, start = DynamicCache(config=model.config), [], 0
+    cache, logits, start = DynamicCache(config=model.config), [], 0
     for part in parts:
-        found.append(cached_logits(model, part, start, cache, keep=len(part)))
+        logits.append(cached_logits(model, part, start, cache, num_logits=len(part)))
         start += len(part)
-    return torch.cat(found)
+    return torch.cat(logits)
 
 
 def cached_logits(
-    model: PreTrainedModel, ids_N: Tensor, start: int, cache: DynamicCache, *, keep: int = 1
+    model: PreTrainedModel, ids_N: Tensor, start: int, cache: DynamicCache, *, num_logits: int = 1
 ) -> Tensor:
-    """[K, V] of the last ``keep`` of N tokens behind the ``start`` that the cache holds; it holds these too
+    """[K, V] of the last ``num_logits`` of N tokens behind the ``start`` that the cache holds; it holds these too
     then.
     """
     run: Any = model
@@ -83,7 +86,7 @@ def cached_logits(
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=keep,
+        logits_to_keep=num_logits,
     ).logits
     return logits[0]
 
@@ -92,7 +95,7 @@ def _has_plain_head(model: PreTrainedModel, ids: Tensor, whole: Tensor, context:
     head = model.get_output_embeddings()
     if model.base_model is model or not isinstance(head, nn.Module):
         return False
-    states = hidden_at(model, ids, torch.arange(len(ids), device=ids.device))
+    states = compute_hidden(model, ids, torch.arange(len(ids), device=ids.device))
     return bool((head(states) - whole).float().norm() <= 1e-5 * context.float().norm())
 
 

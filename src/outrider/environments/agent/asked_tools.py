@@ -11,18 +11,18 @@ _MAX_DEPTH: Final = 64  # of a schema; templates write it, and readers walk thro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedTools:
-    """``choice`` is as the request has it; ``one_call``: a turn may hold one call at most. ``ignored``:
+class ToolRequest:
+    """``choice`` is as the request has it; ``single_call``: a turn may hold one call at most. ``ignored``:
     fields that change nothing.
     """
 
     tools: tuple[ToolSchema, ...]
     choice: Any
-    one_call: bool
+    single_call: bool
     ignored: tuple[str, ...] = ()
 
 
-def read_tools(fields: Mapping[str, Any], *, takes_tools: bool) -> AskedTools:
+def read_tools(fields: Mapping[str, Any], *, takes_tools: bool) -> ToolRequest:
     """The tools of a request, in the nested form or the flat one of ``/v1/responses``. Raises BadRequest."""
     tools = fields.get("tools") or []
     if not isinstance(tools, list):
@@ -33,15 +33,15 @@ def read_tools(fields: Mapping[str, Any], *, takes_tools: bool) -> AskedTools:
             param="tools",
         )
     ignored: list[str] = []
-    read = tuple(_tool(one, ignored) for one in tools)
+    read = tuple(_tool(tool, ignored) for tool in tools)
     choice = fields.get("tool_choice") or "auto"
-    _require_choice(choice, [str(one["name"]) for one in read])
+    _require_choice(choice, [str(tool["name"]) for tool in read])
     if choice not in ("auto", "none"):
         ignored.append("tool_choice")
-    return AskedTools(
+    return ToolRequest(
         tools=() if choice == "none" else read,
         choice=choice,
-        one_call=fields.get("parallel_tool_calls") is not None and not flag(fields, "parallel_tool_calls"),
+        single_call=fields.get("parallel_tool_calls") is not None and not flag(fields, "parallel_tool_calls"),
         ignored=tuple(ignored),
     )
 
@@ -82,29 +82,29 @@ def _tool(value: Any, ignored: list[str]) -> ToolSchema:
 
 def _require_schema(schema: Mapping[str, Any], name: str) -> None:
     """The form of what reads calls and of what templates write; a schema may say more than that."""
-    where = f"the schema of {name}'s parameters"
-    waiting: list[tuple[Any, int]] = [(schema, 0)]  # no recursion: how deep it goes, the program decides
-    while waiting:
-        one, depth = waiting.pop()
+    location = f"the schema of {name}'s parameters"
+    pending: list[tuple[Any, int]] = [(schema, 0)]  # no recursion: how deep it goes, the program decides
+    while pending:
+        node, depth = pending.pop()
         if depth > _MAX_DEPTH:
-            raise BadRequest(f"{where} has more than {_MAX_DEPTH} levels", param="tools")
-        if isinstance(one, bool):
+            raise BadRequest(f"{location} has more than {_MAX_DEPTH} levels", param="tools")
+        if isinstance(node, bool):
             continue  # anything, or nothing
-        if not isinstance(one, dict):
-            raise BadRequest(f"{where} holds {one!r:.40}, which is no schema", param="tools")
+        if not isinstance(node, dict):
+            raise BadRequest(f"{location} holds {node!r:.40}, which is no schema", param="tools")
         for key, is_right in _FORMS.items():
-            if one.get(key) is not None and not is_right(one[key]):
-                raise BadRequest(f"{where}: {key} cannot be {one[key]!r:.40}", param="tools")
-        waiting += [(inner, depth + 1) for inner in _inner(one)]
+            if node.get(key) is not None and not is_right(node[key]):
+                raise BadRequest(f"{location}: {key} cannot be {node[key]!r:.40}", param="tools")
+        pending += [(inner, depth + 1) for inner in _inner(node)]
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+def _is_text_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 _FORMS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "type": lambda value: isinstance(value, str) or _is_texts(value),
-    "required": _is_texts,
+    "type": lambda value: isinstance(value, str) or _is_text_list(value),
+    "required": _is_text_list,
     "enum": lambda value: isinstance(value, list),
     "properties": lambda value: isinstance(value, dict),
     "description": lambda value: isinstance(value, str),

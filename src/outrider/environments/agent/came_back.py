@@ -9,7 +9,7 @@ from outrider.environments.values import as_float
 from outrider.errors import InvalidResult, NonFiniteResult
 
 
-def paid(value: Any) -> Any:
+def normalize_reward(value: Any) -> Any:
     """A reward as :func:`~outrider.environments.agent.session.read_reward` takes it: a pair of a number and
     a mapping is a reward with its metrics, as many libraries give it.
     """
@@ -18,26 +18,26 @@ def paid(value: Any) -> Any:
     return value
 
 
-def as_text(found: Mapping[str, Any]) -> str:
-    """``found`` as JSON; where that cannot be, why not, under ``unusable``."""
+def result_to_json(result: Mapping[str, Any]) -> str:
+    """``result`` as JSON; where that cannot be, why not, under ``unusable``."""
     try:
-        return json.dumps(found, default=_plain)
+        return json.dumps(result, default=_plain)
     except Exception as error:  # somebody else's object may raise anything
-        kind = type(found.get("value")).__name__
+        kind = type(result.get("value")).__name__
         return json.dumps(
-            {"unusable": f"what came back cannot be written as JSON ({kind}): {words_of(error)}"}
+            {"unusable": f"what came back cannot be written as JSON ({kind}): {one_line_text(error)}"}
         )
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An exception in one line."""
-    return f"{type(error).__name__}: {words_of(error)}"
+    return f"{type(error).__name__}: {one_line_text(error)}"
 
 
-def words_of(said: object) -> str:
+def one_line_text(value: object) -> str:
     """The words of an object, such as an exception, in one line."""
     try:
-        return " ".join(str(said).split())
+        return " ".join(str(value).split())
     except BaseException:  # what a program wrote is as total as it wants
         return "(it has no words)"
 

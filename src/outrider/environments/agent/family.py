@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 from outrider.environments.agent.factory import ProgramFactory
-from outrider.environments.agent.named import function_of
+from outrider.environments.agent.named import load_function
 from outrider.environments.agent.programs import Programs
 from outrider.environments.agent.settings import AgentConfig
 from outrider.environments.tool_qa.datasets import load_tasks
@@ -25,7 +25,7 @@ class AgentFactory(ProgramFactory):
         )
 
 
-class AgentFamily:
+class AgentTaskSet:
     """The rows of your data sets, which programs work on."""
 
     Settings = AgentConfig
@@ -66,7 +66,7 @@ class AgentFamily:
             environment.reset(seed)
             steps: list[Step] = []
             while not steps or not steps[-1].is_terminal:
-                text = self._said(task, environment.asked.messages)
+                text = self._expert_answer(task, environment.request.messages)
                 result = environment.step(environment.read(text))
                 steps.append(Step(text=text, observation=result.text, is_terminal=result.done))
                 if len(steps) > _MAX_EXPERT_TURNS:
@@ -81,11 +81,11 @@ class AgentFamily:
         if factory is not None:
             factory.close()
 
-    def _said(self, task: Task, messages: Sequence[Message]) -> str:
+    def _expert_answer(self, task: Task, messages: Sequence[Message]) -> str:
         if self._answer is None:
-            self._answer = function_of("expert", str(self.config.expert))
-        asked = [{"role": message.role, "content": message.content} for message in messages]
+            self._answer = load_function("expert", str(self.config.expert))
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return str(self._answer(task, asked))
+            return str(self._answer(task, conversation))
         except Exception as error:  # somebody else's code
             raise EnvironmentFault(f"{self.config.expert} raised {type(error).__name__}: {error}") from error

@@ -15,10 +15,10 @@ class BadRequest(Exception):
         self.code = code
 
 
-def mapping(value: Any, what: str, *, param: str | None = None) -> dict[str, Any]:
+def mapping(value: Any, label: str, *, param: str | None = None) -> dict[str, Any]:
     """A JSON object. Raises BadRequest."""
     if not isinstance(value, dict):
-        raise BadRequest(f"{what} must be a JSON object", param=param)
+        raise BadRequest(f"{label} must be a JSON object", param=param)
     return value
 
 

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from outrider.environments.agent.completions import completion, events
 from outrider.environments.agent.fields import BadRequest
 from outrider.environments.agent.responses import read_response, response, response_events
-from outrider.environments.agent.session import Ended, Refused, Reward, Session, read_reward
-from outrider.environments.agent.wire import MODEL, Answer, Ask, read_chat, read_json
+from outrider.environments.agent.session import ProgramExit, Refused, Reward, Session, read_reward
+from outrider.environments.agent.wire import MODEL, Answer, PolicyRequest, read_chat, read_json
 from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult
 from outrider.printing import one_line
 
@@ -36,8 +36,8 @@ _PATHS: Final = (
 
 _log = logging.getLogger(__name__)
 
-Read = Callable[..., Ask]
-Write = Callable[[Ask, list[Answer], str], Response]
+Read = Callable[..., PolicyRequest]
+Write = Callable[[PolicyRequest, list[Answer], str], Response]
 
 
 class Gateway:
@@ -70,31 +70,31 @@ class Gateway:
         self._sessions[session.key] = session
         return session
 
-    def forget(self, session: Session) -> None:
+    def close_session(self, session: Session) -> None:
         """Close a session; its key opens nothing any more. May be called twice."""
         session.close()
         self._sessions.pop(session.key, None)
 
-    def end(self, session: Session, ended: Ended) -> None:
+    def end(self, session: Session, program_exit: ProgramExit) -> None:
         """A program is over: its session is told behind all that the program has sent, which may not have
         been read yet. From any thread.
         """
 
         def begin() -> None:
-            ending = asyncio.ensure_future(self._end(session, ended))
+            ending = asyncio.ensure_future(self._end(session, program_exit))
             self._endings.add(ending)  # the loop itself keeps no task alive
             ending.add_done_callback(self._endings.discard)
 
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(begin)
 
-    async def _end(self, session: Session, ended: Ended) -> None:
+    async def _end(self, session: Session, program_exit: ProgramExit) -> None:
         if session.key in self._sessions:
             with contextlib.suppress(TimeoutError):  # half a request may stay that for ever
                 async with asyncio.timeout(_CAUGHT_UP_S):
                     await self._caught_up()
                     await session.all_read()
-            session.end(ended)
+            session.end(program_exit)
 
     async def _caught_up(self) -> None:
         """Answer a request of our own: those that were sent before it have come so far, too."""
@@ -109,7 +109,7 @@ class Gateway:
     def close(self) -> None:
         """Stop serving. May be called twice."""
         for session in list(self._sessions.values()):
-            self.forget(session)
+            self.close_session(session)
         self._server.should_exit = True
         self._thread.join(_START_S)
         self._socket.close()
@@ -135,22 +135,22 @@ class Gateway:
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/reward", self._reward, methods=["POST"]),
             ],
-            exception_handlers={HTTPException: self._nothing_there},
+            exception_handlers={HTTPException: self._not_found},
         )
 
     async def _chat(self, request: Request) -> Response:
-        def write(ask: Ask, answers: list[Answer], name: str) -> Response:
-            if ask.streams:
-                return _stream(events(ask, answers, name))
-            return JSONResponse(completion(ask, answers, name))
+        def write(policy_request: PolicyRequest, answers: list[Answer], name: str) -> Response:
+            if policy_request.streams:
+                return _stream(events(policy_request, answers, name))
+            return JSONResponse(completion(policy_request, answers, name))
 
         return await self._answer(request, read_chat, write)
 
     async def _responses(self, request: Request) -> Response:
-        def write(ask: Ask, answers: list[Answer], name: str) -> Response:
-            if ask.streams:
-                return _stream(response_events(ask, answers[0], name))
-            return JSONResponse(response(ask, answers[0], name))
+        def write(policy_request: PolicyRequest, answers: list[Answer], name: str) -> Response:
+            if policy_request.streams:
+                return _stream(response_events(policy_request, answers[0], name))
+            return JSONResponse(response(policy_request, answers[0], name))
 
         return await self._answer(request, read_response, write)
 
@@ -159,7 +159,7 @@ class Gateway:
             self._session(request)
         except Refused as refused:
             return _error(refused)
-        return JSONResponse({"object": "list", "data": [_described(MODEL)]})
+        return JSONResponse({"object": "list", "data": [_model_entry(MODEL)]})
 
     async def _model(self, request: Request) -> Response:
         """Requests may name any, so each of them is one."""
@@ -167,23 +167,23 @@ class Gateway:
             self._session(request)
         except Refused as refused:
             return _error(refused)
-        return JSONResponse(_described(request.path_params["name"]))
+        return JSONResponse(_model_entry(request.path_params["name"]))
 
-    async def _nothing_there(self, request: Request, error: Exception) -> Response:
+    async def _not_found(self, request: Request, error: Exception) -> Response:
         """A path that is none, or another method than its own."""
         status = error.status_code if isinstance(error, HTTPException) else 404
-        code, what = ("method_not_allowed", "is not what this path takes") if status == 405 else (
+        code, problem = ("method_not_allowed", "is not what this path takes") if status == 405 else (
             "not_found", "is not here"
         )  # fmt: skip
         with contextlib.suppress(Refused):
             self._session(request).num_refused += 1
-        words = f"{request.method} {request.url.path} {what}: {_PATHS}"
+        words = f"{request.method} {request.url.path} {problem}: {_PATHS}"
         return _error(Refused(status, code, words))
 
     async def _reward(self, request: Request) -> Response:
         try:
             with self._counted(request) as session, session.reading():
-                session.hand_in(_reward_of(await _body(request)))
+                session.submit_reward(_parse_reward(await _body(request)))
         except Refused as refused:
             return _error(refused)
         except ClientDisconnect:  # a program that is killed while it writes
@@ -208,31 +208,31 @@ class Gateway:
     async def _answer(self, request: Request, read: Read, write: Write) -> Response:
         try:
             with self._counted(request) as session, session.reading():
-                ask = read(
+                policy_request = read(
                     await _body(request),
                     takes_tools=session.takes_tools,
                     ignores_formats=session.ignores_formats,
                     ignores=session.ignores,
                 )
-                self._log_ignored(ask)
-                question = session.ask(ask)
+                self._log_ignored(policy_request)
+                pending = session.add_request(policy_request)
                 number = session.num_requests
-            hung_up = asyncio.ensure_future(request.receive())
-            answered = asyncio.ensure_future(question.answers())
-            await asyncio.wait({hung_up, answered}, return_when=asyncio.FIRST_COMPLETED)
-            hung_up.cancel()
+            disconnected = asyncio.ensure_future(request.receive())
+            answered = asyncio.ensure_future(pending.answers())
+            await asyncio.wait({disconnected, answered}, return_when=asyncio.FIRST_COMPLETED)
+            disconnected.cancel()
             if not answered.done():
                 answered.cancel()
                 return Response(status_code=499)
-            return write(ask, answered.result(), f"turn-{number}")
+            return write(policy_request, answered.result(), f"turn-{number}")
         except Refused as refused:
             return _error(refused)
         except ClientDisconnect:
             return Response(status_code=499)
 
-    def _log_ignored(self, ask: Ask) -> None:
+    def _log_ignored(self, policy_request: PolicyRequest) -> None:
         """One line for every field that changes nothing, when it comes for the first time."""
-        for name in ask.ignored:
+        for name in policy_request.ignored:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED:  # programs may invent names
                 self._logged.add(name)
                 _log.warning(
@@ -261,14 +261,14 @@ async def _body(request: Request) -> Any:
         raise BadRequest(f"the body is no JSON: {error}") from error
 
 
-def _reward_of(value: Any) -> Reward:
+def _parse_reward(value: Any) -> Reward:
     try:
         return read_reward(value)
     except (InvalidResult, NonFiniteResult) as error:
         raise BadRequest(str(error)) from error
 
 
-def _described(name: str) -> dict[str, Any]:
+def _model_entry(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "outrider"}
 
 

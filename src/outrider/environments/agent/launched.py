@@ -50,7 +50,7 @@ class ProgramRunner(Protocol):
         ...
 
 
-class Launched:
+class WorkerProcess:
     """The process, which first says that it is ready, or why not."""
 
     def __init__(
@@ -58,34 +58,34 @@ class Launched:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        what: str,
+        description: str,
         start_s: float,
         first: Mapping[str, Any] | None = None,
         is_quiet: bool = False,
     ) -> None:
-        """Start it, send it ``first``, and wait ``start_s`` seconds at most until it is ready. ``what`` names
+        """Start it, send it ``first``, and wait ``start_s`` seconds at most until it is ready. ``description`` names
         it in messages. Of what a quiet one writes to its standard error only the last line is told, and only
         when it dies. Raises ToolUnavailable.
         """
-        self._what = what
-        self._last_words = b""
+        self._description = description
+        self._last_stderr_line = b""
         self._lock = threading.Lock()  # never held while something is sent, or nobody would read meanwhile
         self._sending = threading.Lock()
-        self._waiting: dict[int, OnEnd] = {}
-        self._sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._started(command, environment, theirs, is_quiet=is_quiet)
+        self._callbacks: dict[int, OnEnd] = {}
+        self._sock, child_end = socket.socketpair()
+        with child_end:
+            self._process = self._start_process(command, environment, child_end, is_quiet=is_quiet)
         self._lines = self._sock.makefile("rb")
-        self._drain = threading.Thread(target=self._keep_last_words, daemon=True, name=f"outrider {what}")
+        self._drain = threading.Thread(target=self._drain_stderr, daemon=True, name=f"outrider {description}")
         self._drain.start()
-        self.said = self._greeted(start_s, first)
-        if "failed" in self.said:
+        self.ready_message = self._read_ready_message(start_s, first)
+        if "failed" in self.ready_message:
             self.close()
-            raise ToolUnavailable(f"{what} cannot be loaded: {self.said['failed']}")
+            raise ToolUnavailable(f"{description} cannot be loaded: {self.ready_message['failed']}")
         self._sock.settimeout(None)
         self.is_over = False
         """Whether it is gone; nothing can be started in it."""
-        threading.Thread(target=self._hear, daemon=True, name=f"outrider {what}").start()
+        threading.Thread(target=self._read_reports, daemon=True, name=f"outrider {description}").start()
 
     @property
     def pid(self) -> int:
@@ -97,7 +97,7 @@ class Launched:
         """Whether it can start programs."""
         return not self.is_over and self._process.poll() is None
 
-    def _started(
+    def _start_process(
         self, command: Sequence[str], environment: Mapping[str, str], end: socket.socket, *, is_quiet: bool
     ) -> subprocess.Popen[bytes]:
         try:
@@ -111,23 +111,23 @@ class Launched:
             )
         except OSError as error:
             self._sock.close()
-            raise ToolUnavailable(f"{self._what} cannot be started: {error}") from error
+            raise ToolUnavailable(f"{self._description} cannot be started: {error}") from error
 
-    def _greeted(self, start_s: float, first: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    def _read_ready_message(self, start_s: float, first: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """What the process says first; ``failed`` where it is not ready."""
         self._sock.settimeout(start_s)
         try:
             if first is not None:
-                self._say(first)
-            said: Mapping[str, Any] = json.loads(self._lines.readline() or b"{}")
+                self._send(first)
+            ready_message: Mapping[str, Any] = json.loads(self._lines.readline() or b"{}")
         except TimeoutError:
             return {"failed": f"it was not ready after {start_s:g} s"}
         except (OSError, ValueError, EnvironmentFault) as error:
             return {"failed": str(error)}
-        if not said:
+        if not ready_message:
             self._drain.join(_DRAIN_S)
-            return {"failed": f"its process ended{self._in_its_words()}"}
-        return said
+            return {"failed": f"its process ended{self._stderr_suffix()}"}
+        return ready_message
 
     def begin(self, request: Mapping[str, Any], on_end: OnEnd) -> int:
         """Start an episode; its number. ``on_end`` is called once. Raises EnvironmentFault where the process
@@ -136,24 +136,24 @@ class Launched:
         number = next(_NUMBERS)
         with self._lock:
             if self.is_over:
-                raise EnvironmentFault(self._gone())
-            self._waiting[number] = on_end
+                raise EnvironmentFault(self._exit_message())
+            self._callbacks[number] = on_end
         try:
-            self._say({"name": number, **request})
+            self._send({"name": number, **request})
         except EnvironmentFault:
             with self._lock:
-                is_told = self._waiting.pop(number, None) is None
-            if not is_told:
+                is_reported = self._callbacks.pop(number, None) is None
+            if not is_reported:
                 raise
         return number
 
     def kill(self, number: int) -> None:
         """End an episode and what it started; one that has ended is none."""
         with self._lock:
-            if number not in self._waiting:
+            if number not in self._callbacks:
                 return
         with contextlib.suppress(EnvironmentFault):  # gone with its process
-            self._say({"kill": number})
+            self._send({"kill": number})
 
     def close(self) -> None:
         """End all of it. May be called twice."""
@@ -169,46 +169,46 @@ class Launched:
             self._drain.join(_DRAIN_S)
             self._process.stderr.close()
 
-    def _gone(self) -> str:
-        return f"the process of {self._what} is gone{self._in_its_words()}"
+    def _exit_message(self) -> str:
+        return f"the process of {self._description} is gone{self._stderr_suffix()}"
 
-    def _in_its_words(self) -> str:
-        words = " ".join(self._last_words.decode("utf-8", "replace").split())[-200:]
+    def _stderr_suffix(self) -> str:
+        words = " ".join(self._last_stderr_line.decode("utf-8", "replace").split())[-200:]
         return f" ({words})" if words else ""
 
-    def _keep_last_words(self) -> None:
+    def _drain_stderr(self) -> None:
         errors = self._process.stderr
         with contextlib.suppress(OSError, ValueError):
             for line in iter(lambda: errors.readline(1 << 12), b"") if errors is not None else ():
-                self._last_words = line if line.strip() else self._last_words
+                self._last_stderr_line = line if line.strip() else self._last_stderr_line
 
-    def _say(self, value: Mapping[str, Any]) -> None:
+    def _send(self, value: Mapping[str, Any]) -> None:
         try:
             with self._sending:
                 self._sock.sendall(json.dumps(value).encode() + b"\n")
         except OSError as error:
-            raise EnvironmentFault(f"{self._gone()}: {error}") from error
+            raise EnvironmentFault(f"{self._exit_message()}: {error}") from error
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             for line in self._lines:
-                said = json.loads(line)
+                message = json.loads(line)
                 with self._lock:
-                    on_end = self._waiting.pop(said.pop("name"), None)
+                    on_end = self._callbacks.pop(message.pop("name"), None)
                 if on_end is not None:
-                    on_end(Report(**said))
+                    on_end(Report(**message))
         self._drain.join(_DRAIN_S)
         with self._lock:
             self.is_over = True
-            waiting, self._waiting = self._waiting, {}
-        for on_end in waiting.values():
-            on_end(Report(status=-9, result=json.dumps({"fault": self._gone()}), tail=""))
+            callbacks, self._callbacks = self._callbacks, {}
+        for on_end in callbacks.values():
+            on_end(Report(status=-9, result=json.dumps({"fault": self._exit_message()}), tail=""))
 
 
-class Relaunched:
+class RestartingProcess:
     """Such a process, and another one where it is gone. Called from several threads."""
 
-    def __init__(self, launch: Callable[[], Launched]) -> None:
+    def __init__(self, launch: Callable[[], WorkerProcess]) -> None:
         """Start it. Raises ToolUnavailable."""
         self._launch = launch
         self._lock = threading.Lock()
@@ -225,7 +225,7 @@ class Relaunched:
         """Start an episode; its number. ``on_end`` is called once. Raises EnvironmentFault where that cannot
         be.
         """
-        return self._living().begin(request, on_end)
+        return self._live_process().begin(request, on_end)
 
     def kill(self, number: int) -> None:
         """End an episode and what it started; one that has ended is none."""
@@ -237,7 +237,7 @@ class Relaunched:
             self._is_closed = True
             self._process.close()
 
-    def _living(self) -> Launched:
+    def _live_process(self) -> WorkerProcess:
         with self._lock:
             if not (self._process.is_alive or self._is_closed or self._num_processes == _MAX_PROCESSES):
                 self._process.close()

@@ -21,16 +21,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
-from outrider.environments.agent.came_back import as_text, paid, told, words_of
-from outrider.environments.agent.named import function_of
-from outrider.environments.keeper import ENDED, kept
+from outrider.environments.agent.came_back import (
+    format_error,
+    normalize_reward,
+    one_line_text,
+    result_to_json,
+)
+from outrider.environments.agent.named import load_function
+from outrider.environments.keeper import STATUS_PREFIX, supervised_command
 from outrider.errors import OutriderError
 from outrider.tools import sandbox
 from outrider.types import Task
 
 _TAIL_BYTES: Final = 8 << 10  # of what a program prints
 _MAX_RESULT: Final = 4 << 20
-_EVERY_S: Final = 0.2  # how often a child is looked for whose pipe somebody else holds open
+_POLL_S: Final = 0.2  # how often a child is looked for whose pipe somebody else holds open
 
 
 class CommandFailed(Exception):
@@ -49,26 +54,26 @@ class _Child:
     tail: bytearray = field(default_factory=bytearray)
 
 
-def main(given: str) -> None:
-    """Import what the recipe names, say so, and serve. ``given`` is JSON: ``function`` or ``command``, and
+def main(settings_json: str) -> None:
+    """Import what the recipe names, say so, and serve. ``settings_json`` is JSON: ``function`` or ``command``, and
     ``reward``.
     """
     sock = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
-    settings = json.loads(given)
+    settings = json.loads(settings_json)
     try:
         run = _runner(settings)
-        reward = function_of("reward", settings["reward"]) if settings["reward"] else None
+        reward = load_function("reward", settings["reward"]) if settings["reward"] else None
         if reward is None and settings["command"]:
             reward = _no_reward
     except (OutriderError, Exception, SystemExit) as error:
-        _say(sock, {"failed": f"{type(error).__name__}: {error}"})
+        _send(sock, {"failed": f"{type(error).__name__}: {error}"})
         return
     gc.collect()
     gc.freeze()
-    _say(sock, {"ready": True})
+    _send(sock, {"ready": True})
     with contextlib.suppress(ConnectionError):
         _Launcher(sock, run, reward).serve()
 
@@ -76,18 +81,18 @@ def main(given: str) -> None:
 def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
     command: Sequence[str] = settings["command"]
     if not command:
-        return function_of("function", settings["function"])
+        return load_function("function", settings["function"])
 
     def run(task: Task) -> str:
         """The program's standard output is its answer; the task is its standard input, as JSON."""
         words = [word.replace("{question}", task.question) for word in command]
-        given = {
+        fields = {
             "key": task.key,
             "question": task.question,
             "answers": task.answers,
             "metadata": task.metadata,
         }
-        return _output_of(words, json.dumps(given)).strip()
+        return _run_command(words, json.dumps(fields)).strip()
 
     return run
 
@@ -96,26 +101,26 @@ def _no_reward(task: Task, output: str) -> None:
     """What a command prints is no reward, unless a function reads it: the command posts its reward."""
 
 
-def _output_of(words: Sequence[str], given: str) -> str:
+def _run_command(words: Sequence[str], stdin_text: str) -> str:
     """What a command prints. It runs under a keeper whose input this process holds: the kernel ends this one
     with the launcher, but nothing that a command has started. Raises CommandFailed where it fails.
     """
-    told, tells = os.pipe()
-    with tempfile.TemporaryFile() as stdin, open(told, encoding="utf-8", errors="replace") as line:
-        stdin.write(given.encode())
+    status_read, status_write = os.pipe()
+    with tempfile.TemporaryFile() as stdin, open(status_read, encoding="utf-8", errors="replace") as line:
+        stdin.write(stdin_text.encode())
         stdin.seek(0)
         with subprocess.Popen(
-            kept(words, given=stdin.fileno(), told=tells),
+            supervised_command(words, stdin_fd=stdin.fileno(), status_fd=status_write),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=(stdin.fileno(), tells),
+            pass_fds=(stdin.fileno(), status_write),
             start_new_session=True,
         ) as process:
-            os.close(tells)
+            os.close(status_write)
             output = process.stdout.read() if process.stdout is not None else b""
-            ended = line.read().strip() or f"{words[0]} was killed"
-    if not ended.endswith(f"{ENDED}0"):
-        raise CommandFailed(ended)
+            status = line.read().strip() or f"{words[0]} was killed"
+    if not status.endswith(f"{STATUS_PREFIX}0"):
+        raise CommandFailed(status)
     return output.decode("utf-8", "replace")
 
 
@@ -129,28 +134,28 @@ class _Launcher:
         self._run = run
         self._reward = reward
         self._children: dict[int, _Child] = {}
-        self._waiting = selectors.DefaultSelector()
-        self._waiting.register(sock, selectors.EVENT_READ)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
         self._lines = bytearray()
 
     def serve(self) -> None:
         """Until the socket ends."""
         try:
-            while self._turn():
+            while self._poll():
                 pass
         finally:
             for child in self._children.values():
                 _kill(child.pid)
 
-    def _turn(self) -> bool:
-        for key, _ in self._waiting.select(_EVERY_S if self._children else None):
+    def _poll(self) -> bool:
+        for key, _ in self._selector.select(_POLL_S if self._children else None):
             if key.fileobj is self._sock:
                 if not self._read_requests():
                     return False
             else:
                 self._read_pipe(key.data, int(key.fd))
         for child in list(self._children.values()):
-            self._look(child)
+            self._reap(child)
         return True
 
     def _read_requests(self) -> bool:
@@ -171,23 +176,23 @@ class _Launcher:
         pid = os.fork()
         if pid == 0:
             try:
-                self._leave()
+                self._close_inherited()
                 os.close(result)
-                _become(request, result_end, output_end, self._run, self._reward)
+                _run_child(request, result_end, output_end, self._run, self._reward)
             finally:  # what ran up from here would end in this copy of serve(), which kills every sibling
                 os._exit(1)
         os.close(result_end)
         os.close(output_end)
         child = _Child(request["name"], pid, result, output)
         self._children[child.name] = child
-        for one in (result, output):
-            os.set_blocking(one, False)
-            self._waiting.register(one, selectors.EVENT_READ, child)
+        for pipe in (result, output):
+            os.set_blocking(pipe, False)
+            self._selector.register(pipe, selectors.EVENT_READ, child)
 
-    def _leave(self) -> None:
+    def _close_inherited(self) -> None:
         """In a child: close what is the launcher's."""
         self._sock.close()
-        self._waiting.close()
+        self._selector.close()
         for child in self._children.values():
             os.close(child.result)
             os.close(child.output)
@@ -196,7 +201,7 @@ class _Launcher:
         with contextlib.suppress(BlockingIOError):
             data = os.read(pipe, 1 << 16)
             if not data:
-                self._waiting.unregister(pipe)
+                self._selector.unregister(pipe)
             elif pipe == child.result:
                 child.value += data
                 if len(child.value) > _MAX_RESULT:
@@ -204,7 +209,7 @@ class _Launcher:
             else:
                 child.tail = (child.tail + data)[-_TAIL_BYTES:]
 
-    def _look(self, child: _Child) -> None:
+    def _reap(self, child: _Child) -> None:
         """Report a child that has ended, and end what it left behind."""
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         if pid == 0:
@@ -212,14 +217,14 @@ class _Launcher:
         _kill_rest(child.pid)
         for pipe in (child.result, child.output):
             for _ in range(64):  # what is still in the pipe
-                if pipe not in self._waiting.get_map():
+                if pipe not in self._selector.get_map():
                     break
                 self._read_pipe(child, pipe)
-            if pipe in self._waiting.get_map():
-                self._waiting.unregister(pipe)
+            if pipe in self._selector.get_map():
+                self._selector.unregister(pipe)
             os.close(pipe)
         del self._children[child.name]
-        _say(self._sock, {
+        _send(self._sock, {
             "name": child.name,
             "status": os.waitstatus_to_exitcode(status),
             "result": child.value.decode("utf-8", "replace") if len(child.value) <= _MAX_RESULT else "",
@@ -227,7 +232,7 @@ class _Launcher:
         })  # fmt: skip
 
 
-def _become(
+def _run_child(
     request: Mapping[str, Any],
     result: int,
     output: int,
@@ -246,30 +251,32 @@ def _become(
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         fields = request["task"]
         task = Task(**{**fields, "answers": tuple(fields["answers"])})
-        value = _called(run, task)
-        found: dict[str, Any] = {"value": paid(value if reward is None else _called(reward, task, value))}
+        value = _call(run, task)
+        outcome: dict[str, Any] = {
+            "value": normalize_reward(value if reward is None else _call(reward, task, value))
+        }
         status = 0
     except SystemExit as error:
         status = error.code & 0xFF if isinstance(error.code, int) else 1 if error.code else 0
-        said = "" if isinstance(error.code, int) else f": {words_of(error.code)}"
-        found = {"error": f"it exited with status {status}{said}"} if status else {"value": None}
+        suffix = "" if isinstance(error.code, int) else f": {one_line_text(error.code)}"
+        outcome = {"error": f"it exited with status {status}{suffix}"} if status else {"value": None}
     except CommandFailed as error:
-        found = {"failed": words_of(error)}
+        outcome = {"failed": one_line_text(error)}
     except BaseException as error:
         with contextlib.suppress(BaseException):  # it may have closed its standard error
             traceback.print_exc()
-        found = {"error": told(error)}
+        outcome = {"error": format_error(error)}
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()
     with contextlib.suppress(OSError), open(result, "wb") as pipe:
-        pipe.write(as_text(found).encode())
+        pipe.write(result_to_json(outcome).encode())
     os._exit(status)
 
 
-def _called(function: Callable[..., Any], *given: Any) -> Any:
-    found = function(*given)
-    return asyncio.run(found) if inspect.iscoroutine(found) else found
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    value = function(*args)
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def _kill(pid: int) -> None:
@@ -287,5 +294,5 @@ def _kill_rest(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _say(sock: socket.socket, value: Mapping[str, Any]) -> None:
+def _send(sock: socket.socket, value: Mapping[str, Any]) -> None:
     sock.sendall(json.dumps(value).encode() + b"\n")

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from outrider.environments.agent.launched import Launched, OnEnd, Relaunched
-from outrider.plugins.imports import searched
+from outrider.environments.agent.launched import OnEnd, RestartingProcess, WorkerProcess
+from outrider.plugins.imports import search_folders
 from outrider.types import Task
 
 _START_S: Final = 120.0  # a cold disk and a large framework
@@ -25,31 +25,31 @@ ONE_THREAD: Final = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NU
 _HIDDEN: Final = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 
 
-class Programs(Relaunched):
+class Programs(RestartingProcess):
     """Starts programs by a launcher, and another launcher where one is gone. Called from several threads."""
 
     def __init__(self, *, function: str | None, command: Sequence[str], reward: str | None) -> None:
         """Start the launcher, which imports the agent. Raises ToolUnavailable where that fails."""
-        given = json.dumps({"function": function, "command": list(command), "reward": reward})
-        super().__init__(lambda: _launch(given))
+        settings_json = json.dumps({"function": function, "command": list(command), "reward": reward})
+        super().__init__(lambda: _launch(settings_json))
 
     def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
         """See :class:`~outrider.environments.agent.launched.ProgramRunner`."""
         return self.begin({"task": asdict(task), "environment": dict(environment)}, on_end)
 
 
-def _launch(given: str) -> Launched:
-    path = [one or os.getcwd() for one in sys.path]
+def _launch(settings_json: str) -> WorkerProcess:
+    path = [entry or os.getcwd() for entry in sys.path]
     path += [folder for folder in recipe_folders() if folder not in path]
     environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
-    return Launched(
-        [sys.executable, "-c", _BOOT, given, json.dumps(path)],
+    return WorkerProcess(
+        [sys.executable, "-c", _BOOT, settings_json, json.dumps(path)],
         environment | ONE_THREAD,
-        what="the agent program",
+        description="the agent program",
         start_s=_START_S,
     )
 
 
 def recipe_folders() -> list[str]:
     """Where a recipe's own modules may lie: beside it, and in the current folder."""
-    return [str(folder) for folder in (*searched(), Path.cwd())]
+    return [str(folder) for folder in (*search_folders(), Path.cwd())]

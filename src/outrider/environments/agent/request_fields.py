@@ -36,10 +36,11 @@ class RequestField:
         """What becomes of it on a path."""
         return self.chat if path == CHAT else self.responses
 
-    def asks_for_nothing(self, value: Any) -> bool:
+    def is_default(self, value: Any) -> bool:
         """Whether the value is the default of OpenAI's or vLLM's servers."""
         return value is None or any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.defaults
+            value == default and isinstance(value, bool) == isinstance(default, bool)
+            for default in self.defaults
         )
 
 
@@ -80,12 +81,12 @@ def _refused(reason: str, *, is_ignorable: bool = True, **defaults: tuple[Any, .
 
 _OWN_SAMPLING: Final = "sampling is the run's own (algorithm and evaluation settings)"
 _HINT: Final = "a hint to OpenAI's models, which changes no policy"
-_BOOKS: Final = "for the books of a hosted service"
+_ACCOUNTING: Final = "for the books of a hosted service"
 _FREE: Final = "a policy in training writes freely"
 _FORM: Final = f"{_FREE}: nothing holds its answer to a form"
 _PROMPT: Final = "the prompt is rendered by the run's own template and variables (model.template_kwargs)"
 _TOKENS: Final = "requests and answers are text"
-_NOTHING_KEPT: Final = "nothing is kept between requests: send the whole input each time"
+_STATELESS: Final = "nothing is kept between requests: send the whole input each time"
 
 FIELDS: Final[tuple[RequestField, ...]] = (
     *_done("model", reason="a model of any name is the policy"),
@@ -110,7 +111,7 @@ FIELDS: Final[tuple[RequestField, ...]] = (
     *_ignored("a limit of OpenAI's own tools, which are not here", max_tool_calls=()),
     *_ignored("too long conversations are refused, not shortened", truncation=("disabled",)),
     *_ignored(
-        _BOOKS,
+        _ACCOUNTING,
         user=("",), safety_identifier=("",), metadata=({},), store=(False,), request_id=(),
         service_tier=("auto", "default"), prompt_cache_key=("",), prompt_cache_retention=(),
         prompt_cache_options=(), cache_salt=(), priority=(0,), moderation=(),
@@ -158,13 +159,13 @@ FIELDS: Final[tuple[RequestField, ...]] = (
     *_refused("there are no tools but those that are sent", web_search_options=()),
     *_refused("send tools and tool_choice, which have taken its place", is_ignorable=False,
               functions=([],), function_call=()),
-    *_refused(_NOTHING_KEPT, is_ignorable=False, previous_response_id=("",), conversation=(),
+    *_refused(_STATELESS, is_ignorable=False, previous_response_id=("",), conversation=(),
               context_management=([],), previous_input_messages=([],)),
     *_refused("no prompts are stored here", is_ignorable=False, prompt=()),
     *_refused("an answer comes with its request", is_ignorable=False, background=(False,)),
 )  # fmt: skip
 
-_BY_NAME: Final[Mapping[str, RequestField]] = {one.name: one for one in FIELDS}
+_FIELDS_BY_NAME: Final[Mapping[str, RequestField]] = {one.name: one for one in FIELDS}
 IGNORABLE: Final = frozenset(one.name for one in FIELDS if one.is_ignorable)
 
 
@@ -176,14 +177,14 @@ def ignored_fields(
 
     Raises BadRequest for a field that is refused.
     """
-    found: list[str] = []
+    ignored: list[str] = []
     for name, value in sorted(body.items()):
-        field = _BY_NAME.get(name)
+        field = _FIELDS_BY_NAME.get(name)
         if field is None:
-            found += [name] if value is not None else []
+            ignored += [name] if value is not None else []
             continue
         use = field.use(path)
-        if use == "done" or field.asks_for_nothing(value):
+        if use == "done" or field.is_default(value):
             continue
         if use == "elsewhere":
             raise BadRequest(f"{name}: /v1/{path} has no such field", param=name)
@@ -194,25 +195,25 @@ def ignored_fields(
                 else ""
             )
             raise BadRequest(f"{name}: {field.reason}{hint}", param=name, code="unsupported_parameter")
-        found.append(name)
-    return tuple(found)
+        ignored.append(name)
+    return tuple(ignored)
 
 
 def fields_table() -> str:
     """The table of the documentation."""
     names = {CHAT: "chat completions", RESPONSES: "responses"}
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for one in FIELDS:
-        uses = {path: "refused" if one.use(path) == "elsewhere" else one.use(path) for path in names}
-        key = (uses[CHAT], uses[RESPONSES], _shown(one))
-        rows.setdefault(key, []).append(f"`{one.name}`")
+    for field in FIELDS:
+        uses = {path: "refused" if field.use(path) == "elsewhere" else field.use(path) for path in names}
+        key = (uses[CHAT], uses[RESPONSES], _reason_text(field))
+        rows.setdefault(key, []).append(f"`{field.name}`")
     lines = [f"| fields | {names[CHAT]} | {names[RESPONSES]} | |", "| --- | --- | --- | --- |"]
-    lines += [f"| {', '.join(named)} | {key[0]} | {key[1]} | {key[2]} |" for key, named in rows.items()]
+    lines += [f"| {', '.join(group)} | {key[0]} | {key[1]} | {key[2]} |" for key, group in rows.items()]
     lines.append("| all others | ignored | ignored | |")
     return "\n".join(lines) + "\n"
 
 
-def _shown(field: RequestField) -> str:
+def _reason_text(field: RequestField) -> str:
     if "refused" in (field.chat, field.responses) and not field.is_ignorable:
         return f"{field.reason} (always refused)"
     return field.reason

@@ -15,12 +15,12 @@ from outrider.environments.agent.request_fields import RESPONSES, ignored_fields
 from outrider.environments.agent.wire import (
     MODEL,
     Answer,
-    Ask,
+    PolicyRequest,
     checked,
-    named_results,
+    content_text,
     read_call,
     read_format,
-    text_of_content,
+    with_tool_names,
 )
 from outrider.environments.conversing import Conversation
 from outrider.tokens.parsed import THINKING_END
@@ -36,22 +36,22 @@ _ROLES: Final[dict[str, Role]] = {
 
 def read_response(
     body: Any, *, takes_tools: bool, ignores_formats: bool = False, ignores: Collection[str] = ()
-) -> Ask:
+) -> PolicyRequest:
     """A body of ``/v1/responses``; ``ignores`` as for :func:`~outrider.environments.agent.wire.read_chat`.
     Raises BadRequest.
     """
     fields = mapping(body, "the body")
     ignored = [*ignored_fields(fields, RESPONSES, accepted=ignores), *_included(fields.get("include"))]
     text = mapping(fields.get("text") or {}, "text", param="text")
-    wants_json = read_format(text.get("format"), "text.format", ignores=ignores_formats)
+    is_json = read_format(text.get("format"), "text.format", ignores=ignores_formats)
     ignored += [f"text.{name}" for name, value in text.items() if value and name != "format"]
-    ignored += ["text.format"] if wants_json else []
+    ignored += ["text.format"] if is_json else []
     options = mapping(fields.get("stream_options") or {}, "stream_options", param="stream_options")
     ignored += [f"stream_options.{name}" for name, value in options.items() if value]
-    asked = read_tools(fields, takes_tools=takes_tools)
+    tool_request = read_tools(fields, takes_tools=takes_tools)
     turns = _Turns()
     if fields.get("instructions"):
-        turns.add_message(Message(role="system", content=text_of_content(fields["instructions"])))
+        turns.add_message(Message(role="system", content=content_text(fields["instructions"])))
     items = fields.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -62,17 +62,17 @@ def read_response(
     if not turns.messages:
         raise BadRequest("the input holds no message", param="input")
     conversation = Conversation(
-        messages=checked(named_results(turns.messages), "input"),
-        tools=asked.tools,
-        one_call=asked.one_call,
+        messages=checked(with_tool_names(turns.messages), "input"),
+        tools=tool_request.tools,
+        single_call=tool_request.single_call,
         max_tokens=count(fields, "max_output_tokens"),
     )
-    return Ask(
+    return PolicyRequest(
         conversation=conversation,
         streams=flag(fields, "stream"),
-        tool_choice=asked.choice,
-        ignores_format=wants_json,
-        ignored=tuple(sorted({*ignored, *asked.ignored})),
+        tool_choice=tool_request.choice,
+        ignores_format=is_json,
+        ignored=tuple(sorted({*ignored, *tool_request.ignored})),
     )
 
 
@@ -80,13 +80,13 @@ def _included(value: Any) -> list[str]:
     """What of ``include`` is ignored. Raises BadRequest for log-probs, which would be missing."""
     if not isinstance(value or [], list):
         raise BadRequest("include must be a list", param="include")
-    for one in value or []:
-        if "logprobs" in str(one):
+    for item in value or []:
+        if "logprobs" in str(item):
             raise BadRequest(
-                f"include {one!r}: /v1/chat/completions gives log-probs", param="include",
+                f"include {item!r}: /v1/chat/completions gives log-probs", param="include",
                 code="unsupported_parameter",
             )  # fmt: skip
-    return [f"include.{one}" for one in value or []]
+    return [f"include.{item}" for item in value or []]
 
 
 class _Turns:
@@ -107,12 +107,12 @@ class _Turns:
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":
             if thoughts := _thoughts(item):  # else they are for its maker's servers to read
-                self._say(item, Message(role="assistant", content="", reasoning=thoughts))
+                self._add_part(item, Message(role="assistant", content="", reasoning=thoughts))
         elif kind == "function_call":
             call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"))
-            self._say(item, Message(role="assistant", content="", tool_calls=(call,)))
+            self._add_part(item, Message(role="assistant", content="", tool_calls=(call,)))
         elif kind == "function_call_output":
-            output = text_of_content(item.get("output"))
+            output = content_text(item.get("output"))
             self.add_message(
                 Message(role="tool", content=output, tool_call_id=str(item.get("call_id") or ""))
             )
@@ -123,9 +123,9 @@ class _Turns:
                     f"a message of the role {item.get('role')!r}: known are {', '.join(_ROLES)}",
                     param="input",
                 )
-            message = Message(role=role, content=text_of_content(item.get("content")))
+            message = Message(role=role, content=content_text(item.get("content")))
             if role == "assistant":
-                self._say(item, message, is_words=True)
+                self._add_part(item, message, is_words=True)
             else:
                 self.add_message(message)
         else:
@@ -139,24 +139,24 @@ class _Turns:
         self.messages.append(message)
         self._turn, self._has_words = "", False
 
-    def _say(self, item: dict[str, Any], said: Message, *, is_words: bool = False) -> None:
+    def _add_part(self, item: dict[str, Any], part: Message, *, is_words: bool = False) -> None:
         """Add an item of a turn."""
-        turn = _turn_of(item)
+        turn = _turn_id(item)
         last = self.messages[-1] if self.messages else None
-        if last is None or last.role != "assistant" or self._begins(said, last, turn, is_words=is_words):
-            self.add_message(said)
+        if last is None or last.role != "assistant" or self._starts_turn(part, last, turn, is_words=is_words):
+            self.add_message(part)
             self._turn, self._has_words = turn, is_words
             return
         self.messages[-1] = Message(
             role="assistant",
-            content=last.content + said.content,
-            reasoning="\n".join(one for one in (last.reasoning, said.reasoning) if one),
-            tool_calls=(*last.tool_calls, *said.tool_calls),
+            content=last.content + part.content,
+            reasoning="\n".join(text for text in (last.reasoning, part.reasoning) if text),
+            tool_calls=(*last.tool_calls, *part.tool_calls),
         )
         self._turn = self._turn or turn
         self._has_words = self._has_words or is_words
 
-    def _begins(self, said: Message, last: Message, turn: str, *, is_words: bool) -> bool:
+    def _starts_turn(self, part: Message, last: Message, turn: str, *, is_words: bool) -> bool:
         """Whether an item behind the message ``last`` begins another turn."""
         if is_words and self._has_words:
             return True
@@ -164,31 +164,31 @@ class _Turns:
             return turn != self._turn
         if last.tool_calls:
             return False
-        return bool(said.reasoning) and self._has_words
+        return bool(part.reasoning) and self._has_words
 
 
 _OWN_ID: Final = re.compile(r"(?:rs|msg|fc)-(turn-\d+)(?:-.*)?")
 
 
-def _turn_of(item: Mapping[str, Any]) -> str:
+def _turn_id(item: Mapping[str, Any]) -> str:
     """The turn that an item of this endpoint is of; empty for items of others."""
-    found = _OWN_ID.fullmatch(str(item.get("id") or ""))
-    return found[1] if found else ""
+    match = _OWN_ID.fullmatch(str(item.get("id") or ""))
+    return match[1] if match else ""
 
 
 def _thoughts(item: dict[str, Any]) -> str:
     """The thinking that an item tells of; where it has only a summary, that."""
-    found: list[str] = []
+    thoughts: list[str] = []
     for name in ("content", "summary"):
         parts = item.get(name) or []
         if not isinstance(parts, list):
             raise BadRequest(f"the {name} of a reasoning item must be a list")
-        texts = [mapping(one, "a part of a reasoning item").get("text") for one in parts]
-        found = found or [one for one in texts if isinstance(one, str) and one]
-    return "\n".join(found)
+        texts = [mapping(part, "a part of a reasoning item").get("text") for part in parts]
+        thoughts = thoughts or [part for part in texts if isinstance(part, str) and part]
+    return "\n".join(thoughts)
 
 
-def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
+def response(request: PolicyRequest, answer: Answer, name: str) -> dict[str, Any]:
     """The whole answer; ``name`` is its id."""
     is_cut = answer.finish == "length"
     return {
@@ -202,11 +202,11 @@ def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
         "instructions": None,
         "metadata": {},
         "output": _items(answer, name),
-        "parallel_tool_calls": not ask.conversation.one_call,
+        "parallel_tool_calls": not request.conversation.single_call,
         "temperature": None,
         "top_p": None,
-        "tool_choice": ask.tool_choice,
-        "tools": [{"type": "function", "strict": False, **tool} for tool in ask.conversation.tools],
+        "tool_choice": request.tool_choice,
+        "tools": [{"type": "function", "strict": False, **tool} for tool in request.conversation.tools],
         "usage": _usage(answer),
     }
 
@@ -238,32 +238,32 @@ def _num_thinking(answer: Answer) -> int:
     return answer.turn.num_tokens
 
 
-def response_events(ask: Ask, answer: Answer, name: str) -> Iterator[str]:
+def response_events(request: PolicyRequest, answer: Answer, name: str) -> Iterator[str]:
     """The same as server-sent events."""
-    whole = response(ask, answer, name)
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    told: list[dict[str, Any]] = [
-        {"type": f"response.{how}", "response": begun} for how in ("created", "in_progress")
+    whole = response(request, answer, name)
+    started = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    events: list[dict[str, Any]] = [
+        {"type": f"response.{status}", "response": started} for status in ("created", "in_progress")
     ]
     for number, item in enumerate(whole["output"]):
-        told += _item_events(item, number)
+        events += _item_events(item, number)
     last = "response.incomplete" if whole["incomplete_details"] else "response.completed"
-    told.append({"type": last, "response": whole})
-    for number, event in enumerate(told):
+    events.append({"type": last, "response": whole})
+    for number, event in enumerate(events):
         text = json.dumps({**event, "sequence_number": number}, ensure_ascii=False)
         yield f"event: {event['type']}\ndata: {text}\n\n"
 
 
 def _items(answer: Answer, name: str) -> list[dict[str, Any]]:
-    said = answer.message
+    message = answer.message
     items: list[dict[str, Any]] = []
-    if said.reasoning:
+    if message.reasoning:
         items.append({
             "id": f"rs-{name}", "type": "reasoning", "status": "completed", "summary": [],
-            "content": [{"type": "reasoning_text", "text": said.reasoning}],
+            "content": [{"type": "reasoning_text", "text": message.reasoning}],
         })  # fmt: skip
-    if said.content or not said.tool_calls:
-        part = {"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}
+    if message.content or not message.tool_calls:
+        part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
         items.append(
             {
                 "id": f"msg-{name}",
@@ -273,7 +273,7 @@ def _items(answer: Answer, name: str) -> list[dict[str, Any]]:
                 "content": [part],
             }
         )
-    for call in said.tool_calls:
+    for call in message.tool_calls:
         items.append({
             "id": f"fc-{name}-{call.call_id}", "type": "function_call", "call_id": call.call_id,
             "name": call.name, "arguments": call.arguments_text,
@@ -283,19 +283,19 @@ def _items(answer: Answer, name: str) -> list[dict[str, Any]]:
 
 
 def _item_events(item: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    where = {"item_id": item["id"], "output_index": number}
+    location = {"item_id": item["id"], "output_index": number}
     added = {"type": "response.output_item.added", "output_index": number}
     done = {"type": "response.output_item.done", "output_index": number, "item": item}
     if item["type"] == "function_call":
         kind = "response.function_call_arguments"
         return [
             {**added, "item": {**item, "arguments": "", "status": "in_progress"}},
-            {"type": f"{kind}.delta", **where, "delta": item["arguments"]},
-            {"type": f"{kind}.done", **where, "arguments": item["arguments"], "name": item["name"]},
+            {"type": f"{kind}.delta", **location, "delta": item["arguments"]},
+            {"type": f"{kind}.done", **location, "arguments": item["arguments"], "name": item["name"]},
             done,
         ]
     (part,) = item["content"]
-    inside = {**where, "content_index": 0}
+    inside = {**location, "content_index": 0}
     kind = f"response.{part['type']}"
     logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     return [

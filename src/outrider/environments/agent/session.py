@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final
 
-from outrider.environments.agent.wire import Answer, Ask
+from outrider.environments.agent.wire import Answer, PolicyRequest
 from outrider.environments.values import as_bool, as_float, as_metrics
 from outrider.errors import EnvironmentFault, InvalidResult
 
@@ -52,7 +52,7 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ProgramExit:
     """The program is over. ``reward`` is what it came back with; ``problem`` why it has none, which
     ``is_fault`` where that is nothing of the program's own. ``unusable`` is the error of a reward that is no
     number: never a failed episode, whatever ``failed_return`` is.
@@ -69,52 +69,52 @@ class Closed:
     """Nobody wants the episode any more."""
 
 
-class OpenQuestion:
+class PendingRequest:
     """A request that has arrived, and so is a turn: answers come one by one, from another thread than the
     server's, whether or not the program still waits for them. How long it waits depends on the machine.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
+    def __init__(self, request: PolicyRequest) -> None:
+        self.request = request
         self._is_refused = False
         self._answers: list[Answer] = []
         self._loop = asyncio.get_running_loop()
-        self._answered: asyncio.Future[list[Answer]] = self._loop.create_future()
+        self._future: asyncio.Future[list[Answer]] = self._loop.create_future()
 
     @property
     def is_waiting(self) -> bool:
         """Whether it is still to be answered."""
-        return not self._is_refused and len(self._answers) < self.ask.num_answers
+        return not self._is_refused and len(self._answers) < self.request.num_answers
 
     async def answers(self) -> list[Answer]:
         """All answers. Raises Refused."""
-        return await self._answered
+        return await self._future
 
-    def give(self, answer: Answer) -> bool:
+    def add_answer(self, answer: Answer) -> bool:
         """Give the next answer; whether it was the last one."""
         self._answers.append(answer)
-        if len(self._answers) < self.ask.num_answers:
+        if len(self._answers) < self.request.num_answers:
             return False
-        self._tell(lambda: self._answered.set_result(self._answers))
+        self._resolve(lambda: self._future.set_result(self._answers))
         return True
 
     def refuse(self, refused: Refused) -> None:
         """There will be no answer."""
         self._is_refused = True
-        self._tell(lambda: self._answered.set_exception(refused))
+        self._resolve(lambda: self._future.set_exception(refused))
 
-    def _tell(self, say: Any) -> None:
-        def tell() -> None:
-            if not self._answered.done():
-                say()
+    def _resolve(self, set_outcome: Any) -> None:
+        def resolve() -> None:
+            if not self._future.done():
+                set_outcome()
 
         try:
-            self._loop.call_soon_threadsafe(tell)
+            self._loop.call_soon_threadsafe(resolve)
         except RuntimeError:  # the server has stopped, and the program's request with it
             return
 
 
-Event = OpenQuestion | Reward | Ended | Closed
+Event = PendingRequest | Reward | ProgramExit | Closed
 
 
 class Session:
@@ -137,25 +137,25 @@ class Session:
         self.num_ignored_formats = 0
         self._reading: set[asyncio.Future[None]] = set()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._waiting: deque[OpenQuestion] = deque()
+        self._pending: deque[PendingRequest] = deque()
         self._is_open = True
         self._lock = Lock()
 
-    def ask(self, ask: Ask) -> OpenQuestion:
+    def add_request(self, request: PolicyRequest) -> PendingRequest:
         """A request has come. Raises Refused."""
         with self._lock:
             if not self._is_open:
                 raise Refused(410, "episode_ended", OVER)
-            self._waiting = deque(one for one in self._waiting if one.is_waiting)
-            if len(self._waiting) >= MAX_WAITING:
+            self._pending = deque(entry for entry in self._pending if entry.is_waiting)
+            if len(self._pending) >= MAX_WAITING:
                 raise Refused(400, "too_many_requests", f"{MAX_WAITING} requests are waiting already")
             self.num_requests += 1
-            self.num_ignored_fields += len(ask.ignored)
-            self.num_ignored_formats += ask.ignores_format
-            question = OpenQuestion(ask)
-            self._waiting.append(question)
-        self._events.put(question)
-        return question
+            self.num_ignored_fields += len(request.ignored)
+            self.num_ignored_formats += request.ignores_format
+            pending = PendingRequest(request)
+            self._pending.append(pending)
+        self._events.put(pending)
+        return pending
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -173,22 +173,22 @@ class Session:
         while self._reading:
             await asyncio.wait(self._reading)
 
-    def refuse(self, question: OpenQuestion, refused: Refused) -> None:
+    def refuse(self, pending: PendingRequest, refused: Refused) -> None:
         """Refuse a request that is well formed and cannot be answered all the same."""
         with self._lock:
             self.num_unanswerable += 1
             self.num_refused += 1
-        question.refuse(refused)
+        pending.refuse(refused)
 
-    def hand_in(self, reward: Reward) -> None:
+    def submit_reward(self, reward: Reward) -> None:
         """The program says what its episode was worth. Raises Refused once that is over."""
         if not self._is_open:
             raise Refused(410, "episode_ended", OVER)
         self._events.put(reward)
 
-    def end(self, ended: Ended) -> None:
+    def end(self, program_exit: ProgramExit) -> None:
         """The program is over; what it asked before is in front of that."""
-        self._events.put(ended)
+        self._events.put(program_exit)
 
     def next(self, timeout_s: float) -> Event:
         """What comes next. Raises queue.Empty when nothing comes in time."""
@@ -198,9 +198,9 @@ class Session:
         """Refuse what waits and what comes. May be called twice."""
         with self._lock:
             self._is_open = False
-            waiting, self._waiting = self._waiting, deque()
-        for question in waiting:
-            question.refuse(Refused(410, "episode_ended", OVER))
+            pending, self._pending = self._pending, deque()
+        for request in pending:
+            request.refuse(Refused(410, "episode_ended", OVER))
         self._events.put(Closed())
 
 
@@ -214,11 +214,11 @@ def read_reward(value: Any) -> Reward:
     if "reward" not in value:
         raise InvalidResult("a reward is a number, or an object with the key reward")
     success = value.get("success")
-    named = as_metrics(value.get("metrics"))
-    if taken := sorted(COUNTED & named.keys()):
-        raise InvalidResult(f"the metric {taken[0]} is counted here: give yours another name")
+    metrics = as_metrics(value.get("metrics"))
+    if reserved := sorted(COUNTED & metrics.keys()):
+        raise InvalidResult(f"the metric {reserved[0]} is counted here: give yours another name")
     return Reward(
         value=as_float(value["reward"], "the reward"),
         success=None if success is None else as_bool(success, "success"),
-        metrics=named,
+        metrics=metrics,
     )

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from outrider.environments.agent.named import Named, function_of
+from outrider.environments.agent.named import FunctionRole, load_function
 from outrider.environments.agent.request_fields import IGNORABLE
 from outrider.environments.base import EnvironmentSettings
 from outrider.environments.tool_qa.datasets import DatasetConfig
@@ -115,7 +115,7 @@ class AgentConfig(ProgramConfig):
     test: DatasetConfig | None = None
 
     @model_validator(mode="after")
-    def _possible(self) -> "AgentConfig":
+    def _validate(self) -> "AgentConfig":
         if (self.function is None) == (not self.command):
             raise ValueError("set exactly one of function and command")
         for name in ("function", "reward", "expert"):
@@ -133,12 +133,12 @@ class AgentConfig(ProgramConfig):
         """The functions that the recipe names."""
         return {str(key): path for key, path in self._functions().items()}
 
-    def named(self) -> Mapping[str, Callable[[], object]]:
+    def reference_checks(self) -> Mapping[str, Callable[[], object]]:
         """They, as they are called."""
-        return {key: partial(function_of, key, path) for key, path in self._functions().items()}
+        return {key: partial(load_function, key, path) for key, path in self._functions().items()}
 
-    def _functions(self) -> Mapping[Named, str]:
-        named: dict[Named, str | None] = {
+    def _functions(self) -> Mapping[FunctionRole, str]:
+        paths: dict[FunctionRole, str | None] = {
             "function": self.function, "reward": self.reward, "expert": self.expert
         }  # fmt: skip
-        return {key: path for key, path in named.items() if path is not None}
+        return {key: path for key, path in paths.items() if path is not None}

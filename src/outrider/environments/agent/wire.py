@@ -14,8 +14,8 @@ from outrider.environments.agent.asked_tools import read_tools
 from outrider.environments.agent.fields import BadRequest, count, flag, mapping
 from outrider.environments.agent.request_fields import CHAT, ignored_fields
 from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
-from outrider.tokens.calls.format import call_of_arguments
-from outrider.tokens.calls.reading import passed_on
+from outrider.tokens.calls.format import call_from_arguments
+from outrider.tokens.calls.reading import sanitize_call
 from outrider.types import Message, Role, ToolCall, is_text
 
 MODEL: Final = "policy"
@@ -31,7 +31,7 @@ _ROLES: Final[Mapping[str, Role]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PolicyRequest:
     """A request read: the conversation, how many answers, and how they are wanted. ``ignored`` are the fields
     that change nothing; ``ignores_format``: it wanted JSON, which nobody holds the policy to.
     """
@@ -39,8 +39,8 @@ class Ask:
     conversation: Conversation
     num_answers: int = 1
     streams: bool = False
-    wants_logprobs: bool = False
-    wants_usage: bool = False
+    include_logprobs: bool = False
+    include_usage: bool = False
     tool_choice: Any = "auto"
     ignores_format: bool = False
     ignored: tuple[str, ...] = ()
@@ -73,21 +73,21 @@ class Answer:
 
 def read_chat(
     body: Any, *, takes_tools: bool, ignores_formats: bool = False, ignores: Collection[str] = ()
-) -> Ask:
+) -> PolicyRequest:
     """A body of ``/v1/chat/completions``; ``ignores`` are fields that the recipe wants ignored. Raises
     BadRequest.
     """
     fields = mapping(body, "the body")
     ignored = [*ignored_fields(fields, CHAT, accepted=ignores)]
-    asked = read_tools(fields, takes_tools=takes_tools)
-    wants_json = read_format(fields.get("response_format"), "response_format", ignores=ignores_formats)
+    tool_request = read_tools(fields, takes_tools=takes_tools)
+    is_json = read_format(fields.get("response_format"), "response_format", ignores=ignores_formats)
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message", param="messages")
     conversation = Conversation(
-        messages=checked(named_results([_message(one, ignored) for one in messages]), "messages"),
-        tools=asked.tools,
-        one_call=asked.one_call,
+        messages=checked(with_tool_names([_message(message, ignored) for message in messages]), "messages"),
+        tools=tool_request.tools,
+        single_call=tool_request.single_call,
         max_tokens=count(fields, "max_completion_tokens") or count(fields, "max_tokens"),
         stop=_stop(fields.get("stop")),
     )
@@ -98,31 +98,31 @@ def read_chat(
     ignored += [
         f"stream_options.{name}" for name, value in options.items() if value and name != "include_usage"
     ]
-    ignored += ["response_format"] if wants_json else []
-    return Ask(
+    ignored += ["response_format"] if is_json else []
+    return PolicyRequest(
         conversation=conversation,
         num_answers=num_answers,
         streams=flag(fields, "stream"),
-        wants_logprobs=flag(fields, "logprobs"),
-        wants_usage=flag(options, "include_usage"),
-        tool_choice=asked.choice,
-        ignores_format=wants_json,
-        ignored=tuple(sorted({*ignored, *asked.ignored})),
+        include_logprobs=flag(fields, "logprobs"),
+        include_usage=flag(options, "include_usage"),
+        tool_choice=tool_request.choice,
+        ignores_format=is_json,
+        ignored=tuple(sorted({*ignored, *tool_request.ignored})),
     )
 
 
-def read_format(value: Any, what: str, *, ignores: bool) -> bool:
+def read_format(value: Any, name: str, *, ignores: bool) -> bool:
     """Whether the answer should be JSON, which nothing enforces. Raises BadRequest, also where that is not
     to be ignored.
     """
-    kind = mapping(value or {"type": "text"}, what, param=what).get("type")
+    kind = mapping(value or {"type": "text"}, name, param=name).get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise BadRequest(f"{what} {kind!r}: known are text, json_object and json_schema", param=what)
+        raise BadRequest(f"{name} {kind!r}: known are text, json_object and json_schema", param=name)
     if kind != "text" and not ignores:
         raise BadRequest(
-            f"{what} {kind!r}: a policy in training writes freely; with environment.response_format = ignore "
+            f"{name} {kind!r}: a policy in training writes freely; with environment.response_format = ignore "
             "the request is answered, and the policy has to learn it",
-            param=what,
+            param=name,
             code="unsupported_parameter",
         )
     return bool(kind != "text")
@@ -137,15 +137,15 @@ def checked(messages: tuple[Message, ...], param: str) -> tuple[Message, ...]:
     return messages
 
 
-def named_results(messages: Sequence[Message]) -> tuple[Message, ...]:
+def with_tool_names(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages, those of tools with the names of their calls, which some templates write."""
     names: dict[str, str] = {}
-    found: list[Message] = []
+    results: list[Message] = []
     for message in messages:
         names |= {call.call_id: call.name for call in message.tool_calls}
         name = names.get(message.tool_call_id, "") if message.role == "tool" else ""
-        found.append(replace(message, tool_name=name) if name else message)
-    return tuple(found)
+        results.append(replace(message, tool_name=name) if name else message)
+    return tuple(results)
 
 
 _KNOWN: Final[Mapping[Role, frozenset[str]]] = {
@@ -174,7 +174,7 @@ def _message(value: Any, ignored: list[str]) -> Message:
     for name, reason in _REFUSED.items():
         if fields.get(name):
             raise BadRequest(f"{name} of a message: {reason}", param=f"messages.{name}")
-    content = text_of_content(fields.get("content"))
+    content = content_text(fields.get("content"))
     known = _KNOWN[role]
     if role == "assistant" and not content and isinstance(fields.get("refusal"), str):
         content, known = fields["refusal"], known | {"refusal"}
@@ -194,7 +194,7 @@ def _message(value: Any, ignored: list[str]) -> Message:
 def _calls(value: Any) -> tuple[ToolCall, ...]:
     if not isinstance(value or [], list):
         raise BadRequest("tool_calls must be a list", param="messages.tool_calls")
-    return tuple(_call(one) for one in value or [])
+    return tuple(_call(call) for call in value or [])
 
 
 def _call(value: Any) -> ToolCall:
@@ -208,7 +208,7 @@ def read_call(call_id: Any, name: Any, arguments: Any) -> ToolCall:
     Raises BadRequest.
     """
     try:
-        call = passed_on(call_of_arguments(str(name or ""), arguments, str(call_id or "")))
+        call = sanitize_call(call_from_arguments(str(name or ""), arguments, str(call_id or "")))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the arguments of a call are no JSON: {error}") from error
     if isinstance(call, str):
@@ -220,12 +220,12 @@ def read_json(data: str | bytes) -> Any:
     """JSON whose texts are all characters: no tokenizer takes half of a surrogate pair, so a question mark
     stands for it. Raises ValueError, RecursionError.
     """
-    found = json.loads(data)
-    text = json.dumps(found, ensure_ascii=False)
-    return found if is_text(text) else json.loads(text.encode("utf-8", "replace"))
+    value = json.loads(data)
+    text = json.dumps(value, ensure_ascii=False)
+    return value if is_text(text) else json.loads(text.encode("utf-8", "replace"))
 
 
-def text_of_content(content: Any) -> str:
+def content_text(content: Any) -> str:
     """The text of a message, whole or in parts. Raises BadRequest for anything but text."""
     if content is None:
         return ""
@@ -233,7 +233,7 @@ def text_of_content(content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise BadRequest("a message's content is text, or a list of parts", param="content")
-    return "".join(_part(mapping(one, "a part of a message", param="content")) for one in content)
+    return "".join(_part(mapping(part, "a part of a message", param="content")) for part in content)
 
 
 def _part(part: Mapping[str, Any]) -> str:
@@ -246,10 +246,10 @@ def _part(part: Mapping[str, Any]) -> str:
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value or []
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise BadRequest("stop is a text, or a list of texts", param="stop")
-    return tuple(one for one in found if one)
+    return tuple(stop for stop in stops if stop)
 
 
 def written_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from outrider.environments.alfworld.floor_plans import Split
 from outrider.environments.alfworld.games import Games, OfflineGames, PublishedGames, known_split
 from outrider.environments.alfworld.published import Engine
 from outrider.environments.alfworld.settings import AlfworldConfig
-from outrider.environments.base import played_steps
+from outrider.environments.base import play_steps
 from outrider.environments.scienceworld import text as scienceworld_text
 from outrider.types import Step, Task
 
@@ -35,7 +35,7 @@ class AlfworldFactory:
         """Nothing is held."""
 
 
-class AlfworldFamily:
+class AlfworldTaskSet:
     """The ALFWorld games of a config. ``new_engine`` replaces the package in tests."""
 
     Settings = AlfworldConfig
@@ -56,10 +56,10 @@ class AlfworldFamily:
         """The frozen list of ``train``, ``valid`` or ``test``. A task's ``digest`` is that of its whole game,
         so that the hash of a panel freezes the games. Raises DataError where published games are missing.
         """
-        found = known_split(split)
-        if found not in self._listed:
-            self._listed[found] = self._games.tasks(found)
-        return self._listed[found]
+        known = known_split(split)
+        if known not in self._listed:
+            self._listed[known] = self._games.tasks(known)
+        return self._listed[known]
 
     def make(self) -> AlfworldFactory:
         """Start one of the published games, where they are played. Raises :class:`ToolUnavailable`."""
@@ -74,7 +74,7 @@ class AlfworldFamily:
         try:
             environment.reset(seed)
             texts = [scienceworld_text.render_action(command) for command in self._games.plan(task)]
-            steps = played_steps(environment, texts)
+            steps = play_steps(environment, texts)
         finally:
             environment.close()
         return steps if environment.result().success else None

@@ -62,14 +62,14 @@ class Tables:
 @cache
 def tables() -> Tables:
     """Those of the shipped file."""
-    found = _shipped()
-    properties = {name: frozenset(kinds) for name, kinds in found["properties"].items()}
+    data = _load_data()
+    properties = {name: frozenset(kinds) for name, kinds in data["properties"].items()}
     return Tables(
-        can_hold={kind: frozenset(held) for kind, held in found["can_hold"].items()},
-        openable=frozenset(found["openable"]),
-        vessels=frozenset(found["vessels"]),
-        goal_rooms={name: frozenset(one["rooms"]) for name, one in found["task_types"].items()},
-        goal_texts={name: tuple(one["texts"]) for name, one in found["task_types"].items()},
+        can_hold={kind: frozenset(contents) for kind, contents in data["can_hold"].items()},
+        openable=frozenset(data["openable"]),
+        vessels=frozenset(data["vessels"]),
+        goal_rooms={name: frozenset(task_type["rooms"]) for name, task_type in data["task_types"].items()},
+        goal_texts={name: tuple(task_type["texts"]) for name, task_type in data["task_types"].items()},
         **properties,
     )
 
@@ -77,8 +77,8 @@ def tables() -> Tables:
 @cache
 def floor_plans() -> tuple[FloorPlan, ...]:
     """All 120, by number."""
-    found = _shipped()
-    rooms = {room: range(first, last + 1) for room, (first, last) in found["rooms"].items()}
+    data = _load_data()
+    rooms = {room: range(first, last + 1) for room, (first, last) in data["rooms"].items()}
     return tuple(
         FloorPlan(
             number=int(number),
@@ -86,27 +86,27 @@ def floor_plans() -> tuple[FloorPlan, ...]:
             receptacles=plan["receptacles"],
             things=tuple(plan["things"]),
         )
-        for number, plan in found["plans"].items()
+        for number, plan in data["plans"].items()
     )
 
 
 @cache
-def plans_of(split: Split) -> tuple[FloorPlan, ...]:
+def split_plans(split: Split) -> tuple[FloorPlan, ...]:
     """The floor plans of a split, no two of which share one: ``test`` has those that the original holds out
     (six of each room), ``valid`` the last four of the others.
     """
-    held_out = frozenset(_shipped()["held_out"])
-    return tuple(plan for plan in floor_plans() if _split_of(plan.number, held_out) == split)
+    held_out = frozenset(_load_data()["held_out"])
+    return tuple(plan for plan in floor_plans() if _plan_split(plan.number, held_out) == split)
 
 
-def _split_of(number: int, held_out: frozenset[int]) -> Split:
+def _plan_split(number: int, held_out: frozenset[int]) -> Split:
     if number in held_out:
         return "test"
     return "valid" if number % 100 in _VALID else "train"
 
 
 @cache
-def _shipped() -> dict[str, Any]:
+def _load_data() -> dict[str, Any]:
     text = resources.files(__package__).joinpath("floor_plans.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    data: dict[str, Any] = json.loads(text)
+    return data

@@ -11,7 +11,7 @@ from outrider.environments.alfworld import published, published_files
 from outrider.environments.alfworld.floor_plans import SPLITS, Split
 from outrider.environments.alfworld.making import make_scene
 from outrider.environments.alfworld.planner import shortest_plan
-from outrider.environments.alfworld.play import Game, MadeGame
+from outrider.environments.alfworld.play import Game, OfflineGame
 from outrider.environments.alfworld.scene import Scene
 from outrider.environments.alfworld.settings import AlfworldConfig
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
@@ -58,7 +58,7 @@ class OfflineGames:
 
     def opener(self, task: Task) -> Callable[[], Game]:
         """The scene is made once."""
-        return partial(MadeGame, self._scene(task))
+        return partial(OfflineGame, self._scene(task))
 
     def plan(self, task: Task) -> tuple[str, ...]:
         """No plan is shorter."""
@@ -67,16 +67,22 @@ class OfflineGames:
     def _task(self, split: Split, number: int, index: int) -> Task:
         task_type = self._config.task_types[number]
         scene = make_scene(self._config.game_seed, split, task_type, index)
-        found: dict[str, Json] = {"index": index, "floor_plan": scene.floor_plan, "digest": scene.digest}
+        scene_fields: dict[str, Json] = {
+            "index": index,
+            "floor_plan": scene.floor_plan,
+            "digest": scene.digest,
+        }
         return Task(
             key=f"alfworld/{self._config.name}/{split}/{task_type}/{index}",
             question=scene.goal.text,
-            metadata={"games": self._config.name, "split": split, "task_type": task_type} | found,
+            metadata={"games": self._config.name, "split": split, "task_type": task_type} | scene_fields,
         )
 
     def _scene(self, task: Task) -> Scene:
-        split, index = split_of(task, self._config), task.metadata.get("index")
-        task_type = next((one for one in self._config.task_types if one == task.metadata["task_type"]), None)
+        split, index = task_split(task, self._config), task.metadata.get("index")
+        task_type = next(
+            (known for known in self._config.task_types if known == task.metadata["task_type"]), None
+        )
         if task_type is None or not isinstance(index, int):
             raise ConfigError(f"{task.key} is of no type of environment.task_types")
         scene = make_scene(self._config.game_seed, split, task_type, index)
@@ -101,7 +107,7 @@ class PublishedGames:
     def tasks(self, split: Split) -> tuple[Task, ...]:
         """In the order of their folders' names. Raises DataError where there is none."""
         config = self._config
-        found = published_files.find_games(self._data, split, config.task_types, config.num_tasks(split))
+        games = published_files.find_games(self._data, split, config.task_types, config.num_tasks(split))
         return tuple(
             Task(
                 key=f"alfworld/published/{split}/{game.name}",
@@ -111,7 +117,7 @@ class PublishedGames:
                     "name": game.name, "digest": game.digest,
                 },
             )
-            for game in found
+            for game in games
         )  # fmt: skip
 
     def check(self) -> None:
@@ -133,11 +139,11 @@ class PublishedGames:
         return published.planned(self._path(task), self._planners)
 
     def _path(self, task: Task) -> Path:
-        folder = self._data / published_files.FOLDERS[split_of(task, self._config)]
+        folder = self._data / published_files.FOLDERS[task_split(task, self._config)]
         return folder / str(task.metadata["name"]) / published_files.GAME
 
 
-def split_of(task: Task, config: AlfworldConfig) -> Split:
+def task_split(task: Task, config: AlfworldConfig) -> Split:
     """The split of a task of these games. Raises ConfigError for one of others."""
     if task.metadata.get("games") != config.name:
         raise ConfigError(f"{task.key} is no task of the ALFWorld games {config.name}")

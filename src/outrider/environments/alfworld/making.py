@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from outrider.environments.alfworld.floor_plans import FloorPlan, Split, TaskType, plans_of, tables
+from outrider.environments.alfworld.floor_plans import FloorPlan, Split, TaskType, split_plans, tables
 from outrider.environments.alfworld.scene import LAMP, TOOLS, Goal, Scene
 from outrider.seeding import stream
 
@@ -26,9 +26,9 @@ _FOR_LAMPS: Final = ("Desk", "Dresser", "SideTable", "CoffeeTable", "DiningTable
 def make_scene(game_seed: int, split: Split, task_type: TaskType, index: int) -> Scene:
     """Game ``index`` of a type and a split: the same on every machine, whatever other games there are."""
     draw = stream(game_seed, "alfworld", split, task_type, index)
-    plan = _one(draw, [one for one in plans_of(split) if goals(one, task_type)])
+    plan = _choose(draw, [candidate for candidate in split_plans(split) if goals(candidate, task_type)])
     thing, receptacle = _goal(draw, plan, task_type)
-    text = _one(draw, tables().goal_texts[task_type])
+    text = _choose(draw, tables().goal_texts[task_type])
     goal = Goal(
         task_type=task_type,
         thing=thing,
@@ -38,8 +38,10 @@ def make_scene(game_seed: int, split: Split, task_type: TaskType, index: int) ->
     receptacles = {
         name: kind for kind, number in sorted(plan.receptacles.items()) for name in _names(kind, number)
     }
-    things, places = _furnish(draw, plan, goal, receptacles)
-    return Scene(floor_plan=plan.number, receptacles=receptacles, things=things, places=places, goal=goal)
+    things, locations = _furnish(draw, plan, goal, receptacles)
+    return Scene(
+        floor_plan=plan.number, receptacles=receptacles, things=things, locations=locations, goal=goal
+    )
 
 
 @cache
@@ -68,9 +70,9 @@ def goals(plan: FloorPlan, task_type: TaskType) -> tuple[tuple[str, str], ...]:
 
 def _goal(draw: np.random.Generator, plan: FloorPlan, task_type: TaskType) -> tuple[str, str]:
     """First the thing, then the receptacle: a thing that fits everywhere is not asked for more often."""
-    found = goals(plan, task_type)
-    thing = _one(draw, list(dict.fromkeys(kind for kind, _ in found)))
-    return thing, _one(draw, [receptacle for kind, receptacle in found if kind == thing])
+    candidates = goals(plan, task_type)
+    thing = _choose(draw, list(dict.fromkeys(kind for kind, _ in candidates)))
+    return thing, _choose(draw, [receptacle for kind, receptacle in candidates if kind == thing])
 
 
 def _furnish(
@@ -80,7 +82,7 @@ def _furnish(
     come into.
     """
     things: dict[str, str] = {}
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     for kind in plan.things:
         homes = _homes(plan, kind)
         if not homes:
@@ -90,25 +92,25 @@ def _furnish(
             homes = tuple(home for home in homes if home != goal.receptacle)
             least = 2 if goal.task_type == "pick_two_obj_and_place" else least
         names = _names(kind, int(draw.integers(least, most + 1)))
-        where = [name for name, receptacle in receptacles.items() if receptacle in homes]
+        candidates = [name for name, receptacle in receptacles.items() if receptacle in homes]
         things |= dict.fromkeys(names, kind)
-        places |= {name: _one(draw, where) for name in names}
-    return things, places
+        locations |= {name: _choose(draw, candidates) for name in names}
+    return things, locations
 
 
 @cache
 def _homes(plan: FloorPlan, kind: str) -> tuple[str, ...]:
     """Kinds of the room's receptacles that a thing can lie in."""
     if kind == LAMP:
-        return tuple(one for one in _FOR_LAMPS if one in plan.receptacles)[:1]
+        return tuple(receptacle for receptacle in _FOR_LAMPS if receptacle in plan.receptacles)[:1]
     can_hold = tables().can_hold
-    return tuple(one for one in sorted(plan.receptacles) if kind in can_hold[one])
+    return tuple(receptacle for receptacle in sorted(plan.receptacles) if kind in can_hold[receptacle])
 
 
 def _names(kind: str, number: int) -> tuple[str, ...]:
     """``cabinet 3``, ``cabinet 2``, ``cabinet 1``."""
-    return tuple(f"{kind.lower()} {one}" for one in range(number, 0, -1))
+    return tuple(f"{kind.lower()} {index}" for index in range(number, 0, -1))
 
 
-def _one(draw: np.random.Generator, choices: Sequence[_T]) -> _T:
+def _choose(draw: np.random.Generator, choices: Sequence[_T]) -> _T:
     return choices[int(draw.integers(len(choices)))]

@@ -31,10 +31,10 @@ class _Route:
             self.commands.append(f"open {receptacle}")
             self._opened.add(receptacle)
 
-    def take(self, thing: str) -> None:
-        place = self._scene.places[thing]
-        self.reach_into(place)
-        self.commands.append(f"take {thing} from {place}")
+    def pick_up(self, thing: str) -> None:
+        location = self._scene.locations[thing]
+        self.reach_into(location)
+        self.commands.append(f"take {thing} from {location}")
 
     def move(self, thing: str, receptacle: str) -> None:
         self.reach_into(receptacle)
@@ -54,30 +54,32 @@ def _routes(scene: Scene) -> Iterator[_Route]:
     targets = [name for name, kind in scene.receptacles.items() if kind == goal.receptacle]
     if goal.task_type == "look_at_obj_in_light":
         lamps = [name for name, kind in scene.things.items() if kind == LAMP]
-        yield from (_in_light(scene, thing, lamp) for thing in things for lamp in lamps)
+        yield from (_light_route(scene, thing, lamp) for thing in things for lamp in lamps)
     elif goal.task_type == "pick_two_obj_and_place":
         for pair in permutations(things, 2):
-            yield from (_placed(scene, pair, target) for target in targets)
+            yield from (_place_route(scene, pair, target) for target in targets)
     else:
         verb, kind = TOOLS.get(goal.task_type, ("", ""))
-        tools = [name for name, one in scene.receptacles.items() if one == kind] or [""]
+        tools = [name for name, candidate in scene.receptacles.items() if candidate == kind] or [""]
         for thing in things:
             for target in targets:
-                yield from (_placed(scene, (thing,), target, verb, tool) for tool in tools)
+                yield from (_place_route(scene, (thing,), target, verb, tool) for tool in tools)
 
 
-def _in_light(scene: Scene, thing: str, lamp: str) -> _Route:
+def _light_route(scene: Scene, thing: str, lamp: str) -> _Route:
     route = _Route(scene)
-    route.take(thing)
-    route.go(scene.places[lamp])
+    route.pick_up(thing)
+    route.go(scene.locations[lamp])
     route.commands.append(f"use {lamp}")
     return route
 
 
-def _placed(scene: Scene, things: tuple[str, ...], target: str, verb: str = "", tool: str = "") -> _Route:
+def _place_route(
+    scene: Scene, things: tuple[str, ...], target: str, verb: str = "", tool: str = ""
+) -> _Route:
     route = _Route(scene)
     for thing in things:
-        route.take(thing)
+        route.pick_up(thing)
         if tool:
             route.go(tool)
             route.commands.append(f"{verb} {thing} with {tool}")

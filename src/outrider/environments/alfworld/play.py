@@ -41,7 +41,7 @@ class Game(Protocol):
         ...
 
 
-class MadeGame:
+class OfflineGame:
     """A game of :mod:`outrider.environments.alfworld.making`, in pure Python."""
 
     def __init__(self, scene: Scene, state: State | None = None) -> None:
@@ -52,21 +52,21 @@ class MadeGame:
 
     def act(self, command: str) -> Reply:
         """Do one of :meth:`commands`; any other leaves the game as it is."""
-        found = commands(self.scene, self.state).get(command)
-        if found is None:
+        known_command = commands(self.scene, self.state).get(command)
+        if known_command is None:
             return Reply(text=texts.NOTHING_HAPPENS, refused=True)
-        apply(self.scene, self.state, found)
+        apply(self.scene, self.state, known_command)
         return Reply(
-            text=texts.feedback(self.scene, self.state, found), won=is_reached(self.scene, self.state)
+            text=texts.feedback(self.scene, self.state, known_command), won=is_reached(self.scene, self.state)
         )
 
     def commands(self) -> tuple[str, ...]:
         """Those of the rules."""
         return tuple(commands(self.scene, self.state))
 
-    def copy(self) -> "MadeGame":
+    def copy(self) -> "OfflineGame":
         """Shares the scene, which does not change."""
-        return MadeGame(self.scene, self.state.copy())
+        return OfflineGame(self.scene, self.state.copy())
 
     def close(self) -> None:
         """Nothing is held."""

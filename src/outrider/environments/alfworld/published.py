@@ -51,7 +51,7 @@ class Engines:
         except IndexError:
             return self._make()
 
-    def give_back(self, engine: Engine) -> None:
+    def release(self, engine: Engine) -> None:
         """It will load another game."""
         self._free.append(engine)
 
@@ -101,7 +101,7 @@ class PublishedGame:
         """Give the engine back. One that broke, or that a thread is inside of, is not used again."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._engines.give_back(engine)
+            self._engines.release(engine)
 
 
 def planned(path: Path, engines: Engines) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def planned(path: Path, engines: Engines) -> tuple[str, ...]:
         engine = engines.borrow()
         engine.load(str(path))
         plan = tuple(engine.reset()["policy_commands"])
-        engines.give_back(engine)
+        engines.release(engine)
         return plan
 
 
@@ -143,15 +143,15 @@ def check_package() -> None:
 
 
 @contextmanager
-def _turn(what: str) -> Iterator[None]:
+def _turn(operation: str) -> Iterator[None]:
     with _ENGINE:
-        given = sys.argv  # the planner's translator puts its own there
+        argv = sys.argv  # the planner's translator puts its own there
         try:
             yield
         except ToolUnavailable:
             raise
         # whatever packages of this size raise, the episode is lost and the run goes on
         except Exception as error:
-            raise EnvironmentFault(f"ALFWorld: {what}: {type(error).__name__}: {error}") from error
+            raise EnvironmentFault(f"ALFWorld: {operation}: {type(error).__name__}: {error}") from error
         finally:
-            sys.argv = given
+            sys.argv = argv

@@ -35,20 +35,20 @@ def find_games(
     and neither need a movable receptacle nor a slice. Raises DataError where there is none.
     """
     root = data / FOLDERS[split]
-    found: list[PublishedFile] = []
+    games: list[PublishedFile] = []
     for file in sorted(root.rglob("traj_data.json")):
-        if limit is not None and len(found) >= limit:
+        if limit is not None and len(games) >= limit:
             break
         name = file.parent.relative_to(root).as_posix()
         if "movable" in name or "Sliced" in name or not file.with_name(GAME).is_file():
             continue
         if game := _read(file, name, task_types):
-            found.append(game)
-    if not found and limit != 0:
+            games.append(game)
+    if not games and limit != 0:
         raise DataError(
             f"{root} holds no solvable ALFWorld game of these types (alfworld-download brings them)"
         )
-    return tuple(found)
+    return tuple(games)
 
 
 def _read(file: Path, name: str, task_types: Sequence[TaskType]) -> PublishedFile | None:
@@ -58,10 +58,10 @@ def _read(file: Path, name: str, task_types: Sequence[TaskType]) -> PublishedFil
         content = path.read_bytes()
         game = json.loads(content)
         task = _TASK.search(game["grammar"])
-        is_wanted = task_type in task_types and bool(game.get("solvable"))
+        is_match = task_type in task_types and bool(game.get("solvable"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file.parent} is no ALFWorld game: {type(error).__name__}: {error}") from error
-    if not is_wanted:
+    if not is_match:
         return None
     return PublishedFile(
         path=path,

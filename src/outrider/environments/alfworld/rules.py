@@ -18,7 +18,7 @@ VERBS: Final = (
     "inventory", "look", "help",
 )  # fmt: skip
 """First words of commands; ``put`` is that of older game files."""
-_TOOL_OF: Final[Mapping[str, str]] = dict(TOOLS.values())
+_TOOLS_BY_VERB: Final[Mapping[str, str]] = dict(TOOLS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,11 @@ def commands(scene: Scene, state: State) -> dict[str, Command]:
     """Every command that does something or tells something now, by its text, sorted as the original sorts
     them.
     """
-    found = {one.text: one for one in (*_anywhere(scene, state), *_here(scene, state), *_held(scene, state))}
-    return dict(sorted(found.items()))
+    by_text = {
+        command.text: command
+        for command in (*_anywhere(scene, state), *_here(scene, state), *_carried(scene, state))
+    }
+    return dict(sorted(by_text.items()))
 
 
 def is_accessible(scene: Scene, state: State, receptacle: str) -> bool:
@@ -57,11 +60,11 @@ def apply(scene: Scene, state: State, command: Command) -> None:
         case "close":
             state.opened.remove(receptacle)
         case "take":
-            state.held = thing
-            del state.places[thing]
+            state.carried = thing
+            del state.locations[thing]
         case "move":
-            state.held = None
-            state.places[thing] = receptacle
+            state.carried = None
+            state.locations[thing] = receptacle
         case "use":
             state.toggled.add(thing)
         case "slice":
@@ -98,13 +101,13 @@ def _here(scene: Scene, state: State) -> Iterator[Command]:
         is_lamp = scene.things[thing] == LAMP
         if is_lamp:
             yield Command(verb="use", thing=thing, text=f"use {thing}")
-        if is_seen and not is_lamp and state.held is None:
+        if is_seen and not is_lamp and state.carried is None:
             yield Command(verb="take", thing=thing, receptacle=here, text=f"take {thing} from {here}")
 
 
-def _held(scene: Scene, state: State) -> Iterator[Command]:
+def _carried(scene: Scene, state: State) -> Iterator[Command]:
     """What the thing in hand allows here."""
-    thing, here, known = state.held, state.here, tables()
+    thing, here, known = state.carried, state.here, tables()
     if thing is None:
         return
     yield Command(verb="examine", thing=thing, text=f"examine {thing}")
@@ -114,7 +117,7 @@ def _held(scene: Scene, state: State) -> Iterator[Command]:
     if is_accessible(scene, state, here) and kind in known.can_hold[receptacle]:
         yield Command(verb="move", thing=thing, receptacle=here, text=f"move {thing} to {here}")
     for verb, kinds in (("clean", known.cleanable), ("heat", known.heatable), ("cool", known.coolable)):
-        if kind in kinds and receptacle == _TOOL_OF[verb]:
+        if kind in kinds and receptacle == _TOOLS_BY_VERB[verb]:
             yield Command(verb=verb, thing=thing, receptacle=here, text=f"{verb} {thing} with {here}")
     if kind in KNIVES:
         for other in contents(scene, state, here):

@@ -32,14 +32,14 @@ class Goal:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scene:
     """A game. ``receptacles`` and ``things``: kind of each name, in the order in which they are listed
-    (``cabinet 2`` before ``cabinet 1``, as the original lists them). ``places``: the receptacle of each thing
+    (``cabinet 2`` before ``cabinet 1``, as the original lists them). ``locations``: the receptacle of each thing
     at the start.
     """
 
     floor_plan: int
     receptacles: Mapping[str, str]
     things: Mapping[str, str]
-    places: Mapping[str, str]
+    locations: Mapping[str, str]
     goal: Goal
 
     @cached_property
@@ -47,19 +47,19 @@ class Scene:
         """SHA-256 of all of it (64 hex digits): equal exactly for equal games."""
         parts = [str(self.floor_plan), repr(self.goal)]
         parts += [f"{name}={kind}" for name, kind in self.receptacles.items()]
-        parts += [f"{name}={kind}@{self.places[name]}" for name, kind in self.things.items()]
+        parts += [f"{name}={kind}@{self.locations[name]}" for name, kind in self.things.items()]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Where an episode is. ``here`` is None in the middle of the room; ``places`` lacks the thing that is
+    """Where an episode is. ``here`` is None in the middle of the room; ``locations`` lacks the thing that is
     held.
     """
 
-    places: dict[str, str]
+    locations: dict[str, str]
     here: str | None = None
-    held: str | None = None
+    carried: str | None = None
     opened: set[str] = field(default_factory=set)
     clean: set[str] = field(default_factory=set)
     hot: set[str] = field(default_factory=set)
@@ -70,9 +70,9 @@ class State:
     def copy(self) -> "State":
         """An equal one that shares nothing that changes."""
         return State(
-            places=dict(self.places),
+            locations=dict(self.locations),
             here=self.here,
-            held=self.held,
+            carried=self.carried,
             opened=set(self.opened),
             clean=set(self.clean),
             hot=set(self.hot),
@@ -84,29 +84,31 @@ class State:
 
 def opening_state(scene: Scene) -> State:
     """In the middle of the room, with empty hands and everything shut."""
-    return State(places=dict(scene.places))
+    return State(locations=dict(scene.locations))
 
 
 def contents(scene: Scene, state: State, receptacle: str) -> tuple[str, ...]:
     """Things that lie there now, seen or not, in the scene's order."""
-    return tuple(name for name in scene.things if state.places.get(name) == receptacle)
+    return tuple(name for name in scene.things if state.locations.get(name) == receptacle)
 
 
 def is_reached(scene: Scene, state: State) -> bool:
     """Whether the goal holds now, by the formulas of the original's goal library."""
     goal = scene.goal
     if goal.task_type == "look_at_obj_in_light":
-        lit = any(scene.things[name] == LAMP and state.places[name] == state.here for name in state.toggled)
-        return lit and state.held is not None and scene.things[state.held] == goal.thing
-    wanted = [name for name, kind in scene.things.items() if kind == goal.thing and name in state.places]
+        lit = any(
+            scene.things[name] == LAMP and state.locations[name] == state.here for name in state.toggled
+        )
+        return lit and state.carried is not None and scene.things[state.carried] == goal.thing
+    things = [name for name, kind in scene.things.items() if kind == goal.thing and name in state.locations]
     if goal.task_type in TOOLS:
         done = {"clean": state.clean, "heat": state.hot, "cool": state.cool}[TOOLS[goal.task_type][0]]
-        wanted = [name for name in wanted if name in done]
-    held = [
-        place
-        for place in map(state.places.__getitem__, wanted)
-        if scene.receptacles[place] == goal.receptacle
+        things = [name for name in things if name in done]
+    receptacles = [
+        receptacle
+        for receptacle in map(state.locations.__getitem__, things)
+        if scene.receptacles[receptacle] == goal.receptacle
     ]
     if goal.task_type == "pick_two_obj_and_place":
-        return len(held) > len(set(held))  # two in one receptacle
-    return bool(held)
+        return len(receptacles) > len(set(receptacles))  # two in one receptacle
+    return bool(receptacles)

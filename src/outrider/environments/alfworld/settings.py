@@ -46,7 +46,7 @@ class AlfworldConfig(EnvironmentSettings):
     num_shown_actions: Annotated[int, Field(ge=1)] = 100
 
     @model_validator(mode="after")
-    def _possible(self) -> "AlfworldConfig":
+    def _validate(self) -> "AlfworldConfig":
         sizes = {"num_train": self.num_train, "num_valid": self.num_valid, "num_test": self.num_test}
         endless = [name for name, size in sizes.items() if size is None]
         if endless and self.data is None:

@@ -50,8 +50,8 @@ def feedback(scene: Scene, state: State, command: Command) -> str:
         case "look":
             return around(state)
         case "inventory":
-            held = [] if state.held is None else [state.held]
-            return f"You are carrying: {listed(held)}." if held else "You are not carrying anything."
+            carried = [] if state.carried is None else [state.carried]
+            return f"You are carrying: {listed(carried)}." if carried else "You are not carrying anything."
         case "go":
             return f"You arrive at {receptacle}. {inside(scene, state, receptacle)}"
         case "open":
@@ -59,7 +59,7 @@ def feedback(scene: Scene, state: State, command: Command) -> str:
         case "examine":
             return inside(scene, state, receptacle) if receptacle else condition(scene, state, thing)
         case "slice":
-            return f"You sliced the {thing} with the {state.held}."
+            return f"You sliced the {thing} with the {state.carried}."
     return _DONE[command.verb].format(o=thing, r=receptacle)
 
 

@@ -95,9 +95,11 @@ def read_entries(folder: Path) -> dict[str, Json]:
 
 def parse_factbook(entries: Mapping[str, Json]) -> Factbook:
     """Passages (one per field) and cleaned facts from raw entries, in the order given."""
-    named = {name: entry for entry in entries.values() if (name := _name(entry)) is not None}
-    passages = tuple(passage for name, entry in named.items() for passage in _passages(name, entry))
-    countries = {name: _country(name, entry, named) for name, entry in sorted(named.items())}
+    entries_by_name = {name: entry for entry in entries.values() if (name := _name(entry)) is not None}
+    passages = tuple(passage for name, entry in entries_by_name.items() for passage in _passages(name, entry))
+    countries = {
+        name: _country(name, entry, entries_by_name) for name, entry in sorted(entries_by_name.items())
+    }
     return Factbook(passages=passages, countries=countries)
 
 
@@ -138,7 +140,7 @@ def _passages(name: str, entry: Json) -> list[Passage]:
     """One passage per field; remarks get one of their own, so that the facts of a field are short and survive
     a cut.
     """
-    found: dict[str, Passage] = {}
+    passages: dict[str, Passage] = {}
     for section in entry.values() if isinstance(entry, dict) else ():
         for title, value in section.items() if isinstance(section, dict) else ():
             remarks = (
@@ -155,9 +157,9 @@ def _passages(name: str, entry: Json) -> list[Passage]:
                 key = f"{name} - {title}{suffix}"
                 text = _flatten(part)
                 # A field that stands in two sections is kept once.
-                if text and key not in found:
-                    found[key] = Passage(passage_id=key, title=key, text=text)
-    return list(found.values())
+                if text and key not in passages:
+                    passages[key] = Passage(passage_id=key, title=key, text=text)
+    return list(passages.values())
 
 
 def _flatten(value: Json, label: str = "") -> str:
@@ -171,8 +173,8 @@ def _flatten(value: Json, label: str = "") -> str:
     return f"{label}: {text}" if label and text and not text.startswith(label.rpartition(": ")[2]) else text
 
 
-def _country(name: str, entry: Json, named: Mapping[str, Json]) -> Country:
-    borders, known = _borders(_get(entry, "Geography", "Land boundaries", "border countries"), named)
+def _country(name: str, entry: Json, entries: Mapping[str, Json]) -> Country:
+    borders, known = _borders(_get(entry, "Geography", "Land boundaries", "border countries"), entries)
     facts = {
         attribute: value
         for attribute, path, pattern in _FACTS
@@ -197,13 +199,13 @@ def _country(name: str, entry: Json, named: Mapping[str, Json]) -> Country:
     )
 
 
-def _borders(text: str | None, named: Mapping[str, Json]) -> tuple[dict[str, float], bool]:
+def _borders(text: str | None, entries: Mapping[str, Json]) -> tuple[dict[str, float], bool]:
     borders: dict[str, float] = {}
     known = True
     for part in text.split(";") if text else ():
         match = re.match(r"\s*(.*?)\s+(?:\([^)]*\)\s*)?([\d,.]+)\s*km", part)
         mentioned = _ALIASES.get(match.group(1), match.group(1)) if match else ""
-        if match and mentioned in named:
+        if match and mentioned in entries:
             borders[mentioned] = float(match.group(2).replace(",", ""))
         else:
             known = False

@@ -81,7 +81,7 @@ class FactbookConfig(EpisodeConfig):
         return self
 
 
-class FactbookFamily:
+class FactbookTaskSet:
     """Tasks, environment and scripted expert over one Factbook and one search index, both loaded once."""
 
     Settings = FactbookConfig
@@ -114,8 +114,8 @@ class FactbookFamily:
         if split not in self._tasks:
             built = build_questions(self._factbook, split, tuning=self.config.tuning)
             questions = [question for question in built if len(question.hops) in self.config.hops]
-            kept = self._solvable(questions)
-            if not kept:
+            solvable = self._solvable(questions)
+            if not solvable:
                 raise DataError(
                     f"factbook: no question of {split!r} with hops "
                     f"{self.config.hops} can be solved by its expert"
@@ -125,7 +125,7 @@ class FactbookFamily:
                 "valid": self.config.num_valid,
                 "test": self.config.num_test,
             }
-            tasks = interleave([_task(question) for question in kept], self.config.seed)
+            tasks = interleave([_task(question) for question in solvable], self.config.seed)
             self._tasks[split] = tuple(tasks[: limits[split]])
         return self._tasks[split]
 
@@ -143,7 +143,7 @@ class FactbookFamily:
         used.
         """
         queries, reveals = _texts(task, "gold_queries"), _texts(task, "reveals")
-        thoughts = [_FIRST_THOUGHT, *(f"{found}." for found in reveals[:-1])]
+        thoughts = [_FIRST_THOUGHT, *(f"{fact}." for fact in reveals[:-1])]
         steps = [
             Step(
                 text=f"{self._thought(thought)}<search>{query}</search>",

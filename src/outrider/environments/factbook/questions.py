@@ -117,11 +117,11 @@ _MEASURES: Mapping[str, Attribute] = {
     "age": Attribute(field="Median age", words="median age", question=""),
 }
 
-_ASKED: Mapping[str, Attribute] = {**ATTRIBUTES, **_MEASURES}
+_ALL_ATTRIBUTES: Mapping[str, Attribute] = {**ATTRIBUTES, **_MEASURES}
 _NUM_NEIGHBOURS = 3  # in a line of facts
 
 
-def split_of(factbook: Factbook, *, tuning: bool = False) -> dict[str, str]:
+def country_splits(factbook: Factbook, *, tuning: bool = False) -> dict[str, str]:
     """Every sovereign country's split; fixed by the sorted list alone. ``tuning``: of the training countries
     alone.
     """
@@ -134,7 +134,7 @@ def build_questions(factbook: Factbook, split: str, *, tuning: bool = False) -> 
     """All questions whose every country belongs to the split, in a fixed order, unambiguous and not answered
     by their own words.
     """
-    splits = split_of(factbook, tuning=tuning)
+    splits = country_splits(factbook, tuning=tuning)
     members = [country for name, country in factbook.countries.items() if splits.get(name) == split]
     questions = list(_Builder(factbook, members).build())
     num_texts = Counter(question.text for question in questions)
@@ -151,20 +151,21 @@ def fact_passages(factbook: Factbook) -> tuple[Passage, ...]:
     """One line per fact that questions ask for, named like the field that it comes from; neighbours, longest
     border first.
     """
-    found: list[Passage] = []
+    passages: list[Passage] = []
     for country in factbook.countries.values():
         known = {
-            attribute.field: (attribute.words, country.facts.get(name)) for name, attribute in _ASKED.items()
+            attribute.field: (attribute.words, country.facts.get(name))
+            for name, attribute in _ALL_ATTRIBUTES.items()
         }
         if country.borders:
             ordered = sorted(country.borders, key=lambda name: -country.borders[name])
             known[_BORDER.field] = (_BORDER.words, ", ".join(ordered[:_NUM_NEIGHBOURS]))
-        found += [
+        passages += [
             Passage(passage_id=f"{country.name} - {field}", title=country.name, text=f"{words}: {value}")
             for field, (words, value) in known.items()
             if value is not None
         ]
-    return tuple(found)
+    return tuple(passages)
 
 
 def _leaks(question: Question) -> bool:
@@ -216,21 +217,24 @@ class _Builder:
                 Hop(query=query, evidence=f"{country.name} - {attribute.field}", reveals=country.name),
             )
 
-    def _about(self, country: Country, by: str, phrase: str, hops: tuple[Hop, ...]) -> Iterator[Question]:
+    def _about(self, country: Country, origin: str, phrase: str, hops: tuple[Hop, ...]) -> Iterator[Question]:
         for name, attribute in ATTRIBUTES.items():
-            if name != by and name in country.facts:
+            if name != origin and name in country.facts:
                 yield self._question(
-                    f"{by}>{name}", country, attribute.question.format(phrase), (*hops, _ask(country, name))
+                    f"{origin}>{name}",
+                    country,
+                    attribute.question.format(phrase),
+                    (*hops, _fact_hop(country, name)),
                 )
         if not country.borders or not country.neighbours_known:
             return
         ordered = sorted(country.borders.items(), key=lambda item: -item[1])
         if len(ordered) > 1 and ordered[0][1] > ordered[1][1]:
-            yield from self._longest_border(country, by, phrase, hops, ordered[0][0])
-            yield from self._extremes(country, by, phrase, hops)
+            yield from self._longest_border(country, origin, phrase, hops, ordered[0][0])
+            yield from self._extremes(country, origin, phrase, hops)
 
     def _longest_border(
-        self, country: Country, by: str, phrase: str, hops: tuple[Hop, ...], nearest: str
+        self, country: Country, origin: str, phrase: str, hops: tuple[Hop, ...], nearest: str
     ) -> Iterator[Question]:
         border = Hop(
             query=f"{country.name} {_BORDER.words}",
@@ -238,7 +242,7 @@ class _Builder:
             reveals=nearest,
         )
         yield self._question(
-            f"{by}>border", country, _BORDER.question.format(phrase), (*hops, border), (nearest,)
+            f"{origin}>border", country, _BORDER.question.format(phrase), (*hops, border), (nearest,)
         )
         neighbour = self._all[nearest]
         for name in ("capital", "currency", "code"):
@@ -246,10 +250,16 @@ class _Builder:
                 inner = f"the country that has the longest border with {phrase}"
                 text = ATTRIBUTES[name].question.format(inner)
                 yield self._question(
-                    f"{by}>border>{name}", country, text, (*hops, border, _ask(neighbour, name)), (nearest,)
+                    f"{origin}>border>{name}",
+                    country,
+                    text,
+                    (*hops, border, _fact_hop(neighbour, name)),
+                    (nearest,),
                 )
 
-    def _extremes(self, country: Country, by: str, phrase: str, hops: tuple[Hop, ...]) -> Iterator[Question]:
+    def _extremes(
+        self, country: Country, origin: str, phrase: str, hops: tuple[Hop, ...]
+    ) -> Iterator[Question]:
         neighbours = [self._all[name] for name in country.borders]
         border = Hop(
             query=f"{country.name} {_BORDER.words}",
@@ -257,7 +267,7 @@ class _Builder:
             reveals=neighbours[-1].name,
         )
         names = tuple(neighbour.name for neighbour in neighbours)
-        for measure, is_largest, phrase_of in _EXTREMES:
+        for measure, is_largest, superlative in _EXTREMES:
             values = {
                 neighbour.name: neighbour.numbers[measure]
                 for neighbour in neighbours
@@ -266,26 +276,32 @@ class _Builder:
             if len(values) < len(neighbours) or len(set(values.values())) < len(values):
                 continue
             best = (max if is_largest else min)(values, key=values.__getitem__)
-            path = (*hops, border, *(_measure(neighbour, measure) for neighbour in neighbours))
-            text = f"Among the countries that border {phrase}, which has {phrase_of}?"
-            yield self._question(f"{by}>{measure}", country, text, path, names, answer=best)
+            path = (*hops, border, *(_measure_hop(neighbour, measure) for neighbour in neighbours))
+            text = f"Among the countries that border {phrase}, which has {superlative}?"
+            yield self._question(f"{origin}>{measure}", country, text, path, names, answer=best)
             for name in ("capital", "currency"):
                 if name in self._all[best].facts:
-                    inner = f"the country with {phrase_of} among those that border {phrase}"
+                    inner = f"the country with {superlative} among those that border {phrase}"
                     text = ATTRIBUTES[name].question.format(inner)
                     yield self._question(
-                        f"{by}>{measure}>{name}", country, text, (*path, _ask(self._all[best], name)), names
+                        f"{origin}>{measure}>{name}",
+                        country,
+                        text,
+                        (*path, _fact_hop(self._all[best], name)),
+                        names,
                     )
 
     def _comparison(self, measure: str, first: Country, second: Country) -> Iterator[Question]:
         """Which of two countries, both named indirectly, has more; four searches."""
-        one, other = (next(iter(self._descriptions(country)), None) for country in (first, second))
+        first_hint, second_hint = (
+            next(iter(self._descriptions(country)), None) for country in (first, second)
+        )
         values = first.numbers.get(measure), second.numbers.get(measure)
-        if one is None or other is None or None in values or values[0] == values[1]:
+        if first_hint is None or second_hint is None or None in values or values[0] == values[1]:
             return
         winner = max((first, second), key=lambda country: country.numbers[measure])
-        path = (one[2], other[2], _measure(first, measure), _measure(second, measure))
-        text = f"{_MEASURES[measure].question.format(one[1], other[1])} Give the country's name."
+        path = (first_hint[2], second_hint[2], _measure_hop(first, measure), _measure_hop(second, measure))
+        text = f"{_MEASURES[measure].question.format(first_hint[1], second_hint[1])} Give the country's name."
         yield self._question(f"compare>{measure}", first, text, path, (second.name,), answer=winner.name)
 
     def _question(
@@ -309,13 +325,13 @@ class _Builder:
         )
 
 
-def _ask(country: Country, name: str) -> Hop:
+def _fact_hop(country: Country, name: str) -> Hop:
     attribute = ATTRIBUTES[name]
     query = f"{country.name} {attribute.words}"
     return Hop(query=query, evidence=f"{country.name} - {attribute.field}", reveals=country.facts[name])
 
 
-def _measure(country: Country, name: str) -> Hop:
+def _measure_hop(country: Country, name: str) -> Hop:
     measure = _MEASURES[name]
     query = f"{country.name} {measure.words}"
     return Hop(query=query, evidence=f"{country.name} - {measure.field}", reveals=country.facts[name])

@@ -38,21 +38,21 @@ def last_boxed(text: str) -> str | None:
     """
     text = without_thoughts(text)
     closings = _closings(text)
-    found: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     position, mark = 0, -1  # the first of $, { and } from ``position`` on; found again only once it is passed
     while (match := _BOX.search(text, position)) is not None:
         position = match.end()
         if match.group().endswith("{"):
             end = closings.get(position - 1)
-            found = found if end is None else (position, end)
+            span = span if end is None else (position, end)
             continue
         if mark < position:
-            following = _BOX_END.search(text, position)
-            mark = len(text) if following is None else following.start()
+            box_end = _BOX_END.search(text, position)
+            mark = len(text) if box_end is None else box_end.start()
         if mark == len(text) or text[mark] == "$":
-            found = (position, mark)
+            span = (position, mark)
             position = mark + 1
-    return None if found is None else text[slice(*found)].strip()
+    return None if span is None else text[slice(*span)].strip()
 
 
 def _closings(text: str) -> dict[int, int]:
@@ -115,8 +115,8 @@ def normalize_answer(text: str) -> str:
         words += [parted[position : match.start()].translate(_DELETE_PUNCTUATION), _canonical(match.group())]
         position = match.end()
     words.append(parted[position:].translate(_DELETE_PUNCTUATION))
-    kept = " ".join("".join(words).split())
-    return " ".join(_ARTICLES.sub(" ", kept).split()) or kept or lowered or text.strip()
+    collapsed = " ".join("".join(words).split())
+    return " ".join(_ARTICLES.sub(" ", collapsed).split()) or collapsed or lowered or text.strip()
 
 
 def _canonical(number: str) -> str:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from outrider.environments.grading.answers import exact_match, unwrap_text
 from outrider.environments.grading.math_pool import math_pool
 from outrider.environments.grading.math_structure import is_same_unit
-from outrider.environments.grading.math_text import one_spelling, split_unit
+from outrider.environments.grading.math_text import normalize_spelling, split_unit
 
 MAX_CHARS = 200
 _MAX_SPELLED = 1000  # characters; a longer answer is compared as it is written
@@ -69,18 +69,18 @@ def compare_math(prediction: str, gold: str) -> Verdict:
 
 def compare_all(prediction: str, golds: Sequence[str]) -> list[Verdict]:
     """:func:`compare_math` with each of several accepted answers, in one visit to the grading processes."""
-    found = [_by_text(prediction, gold) for gold in golds]
-    pairs = [one for one in found if isinstance(one, tuple)]
+    results = [_compare_text(prediction, gold) for gold in golds]
+    pairs = [result for result in results if isinstance(result, tuple)]
     same = iter(math_pool().same_values(pairs) if pairs else [])
-    return [_EVALUATED[next(same)] if isinstance(one, tuple) else one for one in found]
+    return [_EVALUATED[next(same)] if isinstance(result, tuple) else result for result in results]
 
 
-def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
+def _compare_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     """The verdict, where the texts alone give it; else what is to be evaluated."""
     if not prediction.strip() or not gold.strip():
         return Verdict.DIFFERENT
     predicted, expected = (
-        one_spelling(text) if len(text) <= _MAX_SPELLED else text.strip() for text in (prediction, gold)
+        normalize_spelling(text) if len(text) <= _MAX_SPELLED else text.strip() for text in (prediction, gold)
     )
     if _is_same_text(predicted, expected):
         return Verdict.EQUAL

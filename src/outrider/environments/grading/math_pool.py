@@ -15,7 +15,7 @@ from outrider.environments.grading.math_worker import ALIVE, STALL_SECONDS
 from outrider.errors import EnvironmentFault
 from outrider.tools.call_clock import uncounted
 from outrider.tools.fair_pool import FairPool
-from outrider.tools.once import Once
+from outrider.tools.once import SingleFlightCache
 
 _NUM_PROCESSES = max(2, min(8, (os.cpu_count() or 1) // 4))  # a process starts only if all others are busy
 _MAX_VERDICTS = 65_536
@@ -41,11 +41,11 @@ _ENVIRONMENT = {
 
 def math_pool() -> "MathPool":
     """The pool of this process; a forked child gets one of its own."""
-    return _pool_of(os.getpid())
+    return _process_pool(os.getpid())
 
 
 @functools.cache
-def _pool_of(_: int) -> "MathPool":
+def _process_pool(_: int) -> "MathPool":
     return MathPool()
 
 
@@ -57,7 +57,7 @@ class MathPool:
     def __init__(self, num_processes: int = _NUM_PROCESSES, cpu_seconds: int = _CPU_SECONDS) -> None:
         self._num_processes = num_processes
         self._workers = FairPool([_Worker(cpu_seconds) for _ in range(num_processes)])
-        self._verdicts: Once[bool | None] = Once(_MAX_VERDICTS)
+        self._verdicts: SingleFlightCache[bool | None] = SingleFlightCache(_MAX_VERDICTS)
 
     def same_values(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
         """For every pair whether its values are equal; None if that cannot be decided within the limits.
@@ -69,24 +69,24 @@ class MathPool:
         return [self._verdicts.get(pair, functools.partial(self._evaluate, pair)) for pair in pairs]
 
     def _evaluate(self, pair: tuple[str, str]) -> bool | None:
-        worker = self._workers.take()
+        worker = self._workers.acquire()
         try:
             with uncounted():
                 try:
-                    return worker.ask([pair])[0]
+                    return worker.evaluate([pair])[0]
                 except (OSError, ValueError):
-                    return worker.ask([pair])[0]
+                    return worker.evaluate([pair])[0]
         except (OSError, ValueError) as error:
             raise EnvironmentFault(f"math grading: the process was lost twice: {error}") from error
         finally:
-            self._workers.give(worker)
+            self._workers.release(worker)
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
-        workers = [self._workers.take() for _ in range(self._num_processes)]
+        workers = [self._workers.acquire() for _ in range(self._num_processes)]
         for worker in workers:
             worker.stop()
-            self._workers.give(worker)
+            self._workers.release(worker)
 
 
 class _Worker:
@@ -96,7 +96,7 @@ class _Worker:
         self._cpu_seconds = cpu_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+    def evaluate(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
         """Raises OSError or ValueError when the process is lost; it is ended then."""
         done = False
         try:

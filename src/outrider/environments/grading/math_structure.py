@@ -68,14 +68,14 @@ class _Comparer:
         if not left or not right:
             return False
         readings = [_readings(text) for text in (left, right)]
-        return any(self._is_same_parts(one, other) for one, other in product(*readings))
+        return any(self._is_same_parts(reading, other) for reading, other in product(*readings))
 
     def _is_same_parts(self, left: _Parts, right: _Parts) -> bool:
         if left.kind == "one" and right.kind == "one":
-            return self._is_same_one(left.members[0], right.members[0])
+            return self._is_same_single(left.members[0], right.members[0])
         if (left.kind == "list") != (right.kind == "list"):
             bare, other = (left, right) if left.kind == "list" else (right, left)
-            if (condition := _one_condition(bare)) is not None:
+            if (condition := _as_condition(bare)) is not None:
                 return self.is_same(condition, _written(other))
         if left.kind == "one" or right.kind == "one":
             single, other = (left, right) if left.kind == "one" else (right, left)
@@ -108,17 +108,17 @@ class _Comparer:
             return False
         if is_ordered or any(_is_dots(member) for member in (*left, *right)):
             return all(
-                _is_dots(one) == _is_dots(other) and (_is_dots(one) or self.is_same(one, other))
-                for one, other in zip(left, right, strict=True)
+                _is_dots(item) == _is_dots(other) and (_is_dots(item) or self.is_same(item, other))
+                for item, other in zip(left, right, strict=True)
             )
         rest = list(right)
-        for one in left:  # the same text first: it costs nothing
-            found = next((other for other in rest if _packed(other) == _packed(one)), None)
-            if found is None:
-                found = next((other for other in rest if self.is_same(one, other)), None)
-            if found is None:
+        for item in left:  # the same text first: it costs nothing
+            match = next((other for other in rest if _packed(other) == _packed(item)), None)
+            if match is None:
+                match = next((other for other in rest if self.is_same(item, other)), None)
+            if match is None:
                 return False
-            rest.remove(found)
+            rest.remove(match)
         return True
 
     def _is_same_mixed(self, single: str, other: _Parts) -> bool:
@@ -133,7 +133,7 @@ class _Comparer:
         is_condition = bool(re.search(r"[<>]|\\(?:le|ge|ne|cup|cap|setminus|mathbb|infty)(?![a-z])", single))
         return is_condition and other.kind == "bracketed" and self._same_value(single, _written(other))
 
-    def _is_same_one(self, left: str, right: str) -> bool:
+    def _is_same_single(self, left: str, right: str) -> bool:
         (left, its_unit), (right, unit) = split_unit(left), split_unit(right)
         if not is_same_unit(its_unit, unit):
             return False
@@ -146,7 +146,12 @@ class _Comparer:
             if is_percentage[0] != is_percentage[1]:  # "12 percent" may be given as 12 or as 0.12
                 amounts = [text.removesuffix(r"\%") for text in (left, right)]
                 return self.is_same(*amounts) or self._same_value(left, right)
-        for split in (self._by_union, self._by_matrix, self._by_ratio, self._by_relation):
+        for split in (
+            self._compare_unions,
+            self._compare_matrices,
+            self._compare_ratios,
+            self._compare_relations,
+        ):
             verdict = split(left, right)
             if verdict is not None:
                 return verdict
@@ -154,7 +159,7 @@ class _Comparer:
             return _packed(left) == _packed(right)
         bases = [_BASED.fullmatch(text.strip()) for text in (left, right)]
         if bases[0] and bases[1]:
-            return _in_base(bases[0]) == _in_base(bases[1]) is not None
+            return _based_value(bases[0]) == _based_value(bases[1]) is not None
         if any(bases):  # a base that one of them does not write: the digits decide
             digits = [
                 match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)
@@ -162,13 +167,13 @@ class _Comparer:
             return digits[0] == digits[1]
         return self._same_value(left, right)
 
-    def _by_union(self, left: str, right: str) -> bool | None:
+    def _compare_unions(self, left: str, right: str) -> bool | None:
         parts = [_split_command(text, r"\cup") for text in (left, right)]
         if all(len(part) > 1 for part in parts):
             return self._is_same_members(*parts, is_ordered=False) or self._same_value(left, right)
         return None
 
-    def _by_matrix(self, left: str, right: str) -> bool | None:
+    def _compare_matrices(self, left: str, right: str) -> bool | None:
         matrices = [_MATRIX.fullmatch(text.strip()) for text in (left, right)]
         if matrices[0] is None or matrices[1] is None:
             return None
@@ -190,7 +195,7 @@ class _Comparer:
         entries = [[entry for row in matrix for entry in row] for matrix in rows]
         return self._is_same_members(entries[0], entries[1], is_ordered=True)
 
-    def _by_ratio(self, left: str, right: str) -> bool | None:
+    def _compare_ratios(self, left: str, right: str) -> bool | None:
         parts = [split_top(text, ":") for text in (left, right)]
         if max(map(len, parts)) < 2 or (min(map(len, parts)) == 1 and max(map(len, parts)) == 2):
             return None
@@ -200,24 +205,24 @@ class _Comparer:
             return self._is_same_members(*parts, is_ordered=True)
         first, second = parts
         return all(
-            self._same_value(rf"\frac{{{one}}}{{{first[0]}}}", rf"\frac{{{other}}}{{{second[0]}}}")
-            for one, other in zip(first[1:], second[1:], strict=True)
+            self._same_value(rf"\frac{{{term}}}{{{first[0]}}}", rf"\frac{{{other}}}{{{second[0]}}}")
+            for term, other in zip(first[1:], second[1:], strict=True)
         )
 
-    def _by_relation(self, left: str, right: str) -> bool | None:
+    def _compare_relations(self, left: str, right: str) -> bool | None:
         """``x = 5`` is 5. Two names must be one name."""
-        named = [_assigned(text) for text in (left, right)]
-        if named[0][0] and named[1][0]:
-            if named[0][0] == named[1][0] and named[0][1] == named[1][1]:
-                return self.is_same(named[0][2], named[1][2]) or None
+        relations = [_assigned(text) for text in (left, right)]
+        if relations[0][0] and relations[1][0]:
+            if relations[0][0] == relations[1][0] and relations[0][1] == relations[1][1]:
+                return self.is_same(relations[0][2], relations[1][2]) or None
             return None
-        if named[0][0] or named[1][0]:
-            index = 0 if named[0][0] else 1
+        if relations[0][0] or relations[1][0]:
+            index = 0 if relations[0][0] else 1
             other = (left, right)[1 - index]
             if not _RELATION.search(other) or (
-                named[index][1] == r"\in" and _RELATION.search(named[index][2]) is None
+                relations[index][1] == r"\in" and _RELATION.search(relations[index][2]) is None
             ):
-                return self.is_same(named[index][2], other)
+                return self.is_same(relations[index][2], other)
         return None
 
 
@@ -269,17 +274,17 @@ def _readings(text: str) -> list[_Parts]:
     variants = _signed(text)
     if len(variants) > 1:
         return [_Parts("list", tuple(variants))]
-    found: list[_Parts] = []
+    readings: list[_Parts] = []
     if _THOUSANDS.fullmatch(text):
-        found.append(_Parts("one", (text.replace(",", ""),)))
+        readings.append(_Parts("one", (text.replace(",", ""),)))
         if ",0" in text:
-            return found
+            return readings
     brackets = _bracketed(text)
     if brackets is not None:
         return [brackets]
     word, members = _listed(text)
-    word = _AMBIGUOUS if found else word
-    return [*found, _Parts("list", members, word=word) if len(members) > 1 else _Parts("one", (text,))]
+    word = _AMBIGUOUS if readings else word
+    return [*readings, _Parts("list", members, word=word) if len(members) > 1 else _Parts("one", (text,))]
 
 
 def _bracketed(text: str) -> _Parts | None:
@@ -337,13 +342,13 @@ def _signed(text: str) -> list[str]:
     if len(split_top(text, ",;")) > 1:
         return [text.replace("\x02", r"\pm").replace("\x03", r"\mp")]
     if "\x03" in text:
-        return [text.replace("\x02", one).replace("\x03", other) for one, other in ("+-", "-+")]
+        return [text.replace("\x02", value).replace("\x03", other) for value, other in ("+-", "-+")]
     first, *rest = text.split("\x02")
     signed = [
         first + "".join(sign + part for sign, part in zip(signs, rest, strict=True))
         for signs in product("+-", repeat=num_signs)
     ]
-    return [re.sub(r"(\A|[=(\[{,])\s*\+", r"\1", one) for one in signed]
+    return [re.sub(r"(\A|[=(\[{,])\s*\+", r"\1", value) for value in signed]
 
 
 def _split_command(text: str, command: str) -> list[str]:
@@ -367,7 +372,7 @@ def _assigned(text: str) -> tuple[str, str, str]:
     return _packed(parts[0]), sign, parts[-1].strip()
 
 
-def _one_condition(parts: _Parts) -> str | None:
+def _as_condition(parts: _Parts) -> str | None:
     r"""Two bounds of one variable as one condition: ``0 \le x \le 1`` for "x >= 0 and x <= 1", and a union of
     intervals if "or" is between them. None for anything else.
     """
@@ -406,7 +411,7 @@ def _packed(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
-def _in_base(based: re.Match[str]) -> int | None:
+def _based_value(based: re.Match[str]) -> int | None:
     """The value of digits in a base; None if they are no number in it."""
     digits, base = based[1], int(based[2] or based[3])
     try:

@@ -144,7 +144,7 @@ _COIN: Final = {
 _BEFORE: Final = re.compile(r"\s*([-+]?)\s*\\?([$\u20ac\u00a3\u00a5\u20b9])\s*(?=[-+]?[\d.\\(])")
 _BEHIND: Final = re.compile(r"(?<=[\d})])\s*\\?([$\u00a2\u20ac\u00a3\u00a5\u20b9])\s*\Z")
 _DEGREES: Final = re.compile(r"(?<=[\d})a-z])\s*\^\s*\\circ\s*(?:\\text\{\s*)?([CFK])?\s*\}?\Z")
-_NAMED: Final = re.compile(
+_TEXT_UNIT: Final = re.compile(
     r"(?P<amount>.*?[\dA-Za-z)}\]!|])\s*(?P<rate>/?)\s*"
     r"(?P<text>(?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{[23]\}|[23]))?\s*/?)+)",
     re.DOTALL,
@@ -195,7 +195,7 @@ _NO_UNITS: Final = frozenset({
 })  # fmt: skip
 
 
-def one_spelling(text: str) -> str:
+def normalize_spelling(text: str) -> str:
     """The text in one spelling of LaTeX: Unicode signs, upright letters, repeating decimals and what Python
     prints become commands; thin spaces and one final full stop are gone; ``1e3`` is ``1E3``.
     """
@@ -219,7 +219,7 @@ def one_spelling(text: str) -> str:
     text = _grouped_powers(text)
     text = _REPEATING.sub(_repeating, text)
     text = _DOTTED_DECIMAL.sub(_dotted_decimal, text)
-    text = _in_radians(text).strip()
+    text = _degrees_to_radians(text).strip()
     return text[:-1].rstrip() if text.endswith((".", ",", ";")) and len(text) > 1 else text
 
 
@@ -270,13 +270,13 @@ def _upright(text: str) -> str:
             text = f"{text[: font.start()]}{text[position:end]}{text[end + 1 :]}"
             position = font.start()
     for _ in range(3):
-        text, count = _UPRIGHT.subn(_upright_one, text)
+        text, count = _UPRIGHT.subn(_replace_upright, text)
         if not count or (r"\{" in text and count > 50):
             break
     return text
 
 
-def _upright_one(match: re.Match[str]) -> str:
+def _replace_upright(match: re.Match[str]) -> str:
     text, inside = match.string, match[2]
     bare = inside.strip().rstrip(".")
     if bare in _FUNCTIONS:
@@ -348,11 +348,11 @@ def _python_calls(text: str) -> str:
             position = match.start() + 5
             continue
         arguments = [part.strip() for part in split_top(text[match.end() + 1 : end], ",")]
-        made = None if is_index else _python_call(match[1], arguments)
-        if made is None:
+        replacement = None if is_index else _python_call(match[1], arguments)
+        if replacement is None:
             position = match.end()
             continue
-        text = text[: match.start()] + made + text[end + 1 :]
+        text = text[: match.start()] + replacement + text[end + 1 :]
         position = match.start()
     return text
 
@@ -416,13 +416,13 @@ def _python_call(name: str, arguments: Sequence[str]) -> str | None:
 def _grouped_powers(text: str) -> str:
     """``2^(1/3)`` as ``2^{1/3}``."""
     position = 0
-    while (found := text.find("^(", position)) >= 0 or (found := text.find("^ (", position)) >= 0:
-        start = text.index("(", found)
+    while (index := text.find("^(", position)) >= 0 or (index := text.find("^ (", position)) >= 0:
+        start = text.index("(", index)
         end = _closing(text, start)
         if end is None:
             return text
-        text = f"{text[:found]}^{{{text[start + 1 : end]}}}{text[end + 1 :]}"
-        position = found + 1
+        text = f"{text[:index]}^{{{text[start + 1 : end]}}}{text[end + 1 :]}"
+        position = index + 1
     return text
 
 
@@ -450,7 +450,7 @@ def _dotted_decimal(match: re.Match[str]) -> str:
     return f"{whole}.{digits}"
 
 
-def _in_radians(text: str) -> str:
+def _degrees_to_radians(text: str) -> str:
     """Degrees within an expression, as in the sine of 30 degrees; behind a number they are its unit."""
     if r"^\circ" not in text or not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         return text
@@ -521,7 +521,7 @@ def split_unit(text: str) -> tuple[str, str]:
     if (degrees := _DEGREES.search(text)) is not None and not re.search(r"[,;=<>]", text):
         return text[: degrees.start()].strip(), "degree"
     bare = text.removesuffix(".")
-    match = _NAMED.fullmatch(bare)
+    match = _TEXT_UNIT.fullmatch(bare)
     if match is not None:
         words = re.sub(r"\^\s*\{?([23])\}?", r" ^\1 ", _TEXT_PART.sub(r" \1 ", match["rate"] + match["text"]))
         amount = match["amount"]

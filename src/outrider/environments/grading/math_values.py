@@ -41,7 +41,7 @@ def _is_same_expression(left: str, right: str) -> bool:
         letter.swapcase() in text for text in (left, right) for letter in re.findall(r"[A-Z]", _letters(text))
     )
     is_complex = any(re.search(r"(?<![A-Za-z\\])i(?![A-Za-z])", _letters(text)) for text in (left, right))
-    parsed = [_parsed(text, is_cased, is_complex) for text in (left, right)]
+    parsed = [_parse(text, is_cased, is_complex) for text in (left, right)]
     if parsed[0] is None or parsed[1] is None:
         return False
     if not _is_verified(parsed[0], parsed[1]) and not _is_verified(parsed[1], parsed[0]):
@@ -54,7 +54,7 @@ def _letters(text: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str, is_cased: bool, is_complex: bool) -> Any:
+def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
     """The whole text as an expression; None if the parser does not read all of it."""
     if _UNREADABLE.search(text):
         return None
@@ -62,7 +62,7 @@ def _parsed(text: str, is_cased: bool, is_complex: bool) -> Any:
     latex = normalize_latex(_ordered(text), _NORMALIZATION)
     config = ConversionConfig(lowercase_symbols=not is_cased)
     try:
-        found = latex2sympy(
+        expression = latex2sympy(
             latex,
             is_real=not is_complex,
             convert_degrees=False,
@@ -71,7 +71,7 @@ def _parsed(text: str, is_cased: bool, is_complex: bool) -> Any:
         )
     except Exception:  # the parser raises all kinds
         return None
-    return found if isinstance(found, (sympy.Basic, sympy.MatrixBase)) else None
+    return expression if isinstance(expression, (sympy.Basic, sympy.MatrixBase)) else None
 
 
 def _ordered(text: str) -> str:
@@ -95,11 +95,11 @@ def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
     if left.free_symbols != right.free_symbols or not left.free_symbols:
         return False
     try:
-        differences = [sympy.sympify(one.lhs - one.rhs).doit() for one in (left, right)]
+        differences = [sympy.sympify(equation.lhs - equation.rhs).doit() for equation in (left, right)]
         ratio = sympy.simplify(differences[0] / differences[1])
         if ratio.is_number:
             return bool(ratio.is_finite and not ratio.is_zero)
-        solutions = [sympy.solve(one, one.free_symbols) for one in (left, right)]
+        solutions = [sympy.solve(equation, equation.free_symbols) for equation in (left, right)]
     except Exception:
         return False
     return bool(solutions[0]) and bool(solutions[1]) and bool(verify(left, right, timeout_seconds=None))
@@ -108,7 +108,9 @@ def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
 def _is_zero_difference(left: Any, right: Any) -> bool:
     """With ``i`` as the imaginary unit."""
     try:
-        unit = {symbol: sympy.I for one in (left, right) for symbol in one.free_symbols if symbol.name == "i"}
+        unit = {
+            symbol: sympy.I for side in (left, right) for symbol in side.free_symbols if symbol.name == "i"
+        }
         return bool(sympy.simplify((left - right).subs(unit).doit()).is_zero)
     except Exception:
         return False
@@ -123,7 +125,7 @@ def _is_close(left: Any, right: Any) -> bool:
             or right.free_symbols
         ):
             return True
-        values = [_number(one) for one in (left, right)]
+        values = [_number(side) for side in (left, right)]
     except Exception:
         return True
     size = max(map(abs, values))

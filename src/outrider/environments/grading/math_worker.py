@@ -37,7 +37,7 @@ def main(parent: int, cpu_seconds: int) -> None:
     # have to be compiled, and that costs seconds. A verdict must not depend on it.
     is_same_value(r"\frac{1}{2}", "0.5")
     is_same_value(r"(1, \sqrt{2})", r"[1, \ln{2}]")
-    _say([])
+    _write_line([])
     child: _Child | None = None
     requests = select.poll()
     requests.register(0, select.POLLIN)
@@ -54,20 +54,20 @@ def main(parent: int, cpu_seconds: int) -> None:
             # kernel's killer) has a successor, which evaluates the pair once more.
             for _ in range(2):
                 child = child or _Child(cpu_seconds, is_same_value)
-                verdict = child.ask(left, right)
+                verdict = child.compare(left, right)
                 if verdict:
                     break
-                ended_by = child.end()
+                signal_number = child.end()
                 child = None
-                if ended_by == signal.SIGPROF:
+                if signal_number == signal.SIGPROF:
                     break
             verdicts.append(_VERDICTS.get(verdict))
-        _say(verdicts)
+        _write_line(verdicts)
     if child is not None:
         child.end()
 
 
-def _say(line: object) -> None:
+def _write_line(line: object) -> None:
     sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     sys.stdout.buffer.flush()
 
@@ -83,7 +83,7 @@ class _Child:
             _evaluate(theirs, cpu_seconds, is_same_value)
         theirs.close()
 
-    def ask(self, left: str, right: str) -> bytes:
+    def compare(self, left: str, right: str) -> bytes:
         """The verdict; empty when the child ended. Raises TimeoutError when it neither ends nor works."""
         self._socket.settimeout(STALL_SECONDS)
         used = -1
@@ -96,7 +96,7 @@ class _Child:
                     used, before = _cpu_ticks(self._pid), used
                     if used == before:
                         raise
-                    _say(ALIVE)
+                    _write_line(ALIVE)
         except ConnectionError:
             return b""
 
@@ -137,8 +137,8 @@ def _verdict(left: str, right: str, is_same_value: _Comparison) -> bytes:
         return b"?"
 
 
-def _limit(what: int, value: int) -> None:
-    resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+def _limit(resource_id: int, value: int) -> None:
+    resource.setrlimit(resource_id, (value, resource.getrlimit(resource_id)[1]))
 
 
 def _cpu_ticks(pid: int) -> int:

@@ -59,14 +59,14 @@ class WordAction(TextAction):
         return f"<action>{self._words[number % len(self._words)]}</action>"
 
 
-class NamedAction:
+class DiscreteAction:
     """One of a discrete space's actions between the tags; ``first`` is the space's smallest number."""
 
     def __init__(self, names: Sequence[str], first: int) -> None:
         self._numbers = {" ".join(name.lower().split()): first + number for number, name in enumerate(names)}
-        self._told = ", ".join(names)
+        self._listing = ", ".join(names)
         example = f"Write one action a turn, for example <action>{names[0]}</action>."
-        self.instructions = f"{example} The actions are: {self._told}."
+        self.instructions = f"{example} The actions are: {self._listing}."
 
     def read(self, text: str) -> Read:
         """Case does not matter."""
@@ -74,7 +74,7 @@ class NamedAction:
         if parsed.problem:
             return Read(problem=parsed.problem)
         if parsed.action not in self._numbers:
-            return Read(problem=f"There is no action {parsed.action!r}. The actions are: {self._told}.")
+            return Read(problem=f"There is no action {parsed.action!r}. The actions are: {self._listing}.")
         return Read(action=self._numbers[parsed.action])
 
     def probe(self, number: int) -> str:

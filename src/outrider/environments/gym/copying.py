@@ -11,15 +11,15 @@ from outrider.types import Message
 _NUM_STEPS = 4
 
 
-def copies_hold(recipe: Recipe, config: GymConfig, seed: int) -> bool:
+def copies_are_exact(recipe: Recipe, config: GymConfig, seed: int) -> bool:
     """Whether a deep copy goes on as its original, and both as they would alone: tried before each of the
     first steps of a task. Environments that cannot be copied are forked by playing their actions again.
     """
     try:
-        alone, again = _played(recipe, config, seed), _played(recipe, config, seed)
+        alone, again = _play(recipe, config, seed), _play(recipe, config, seed)
         # An environment that its seed does not decide is another one each time: nothing to hold it against.
         expected = alone if alone == again else None
-        return all(_holds(recipe, config, seed, at, expected) for at in range(_NUM_STEPS))
+        return all(_copy_matches(recipe, config, seed, step, expected) for step in range(_NUM_STEPS))
     except Exception:  # whatever somebody else's environment raises when it is copied
         return False
 
@@ -30,23 +30,23 @@ def _turns(recipe: Recipe) -> list[Message]:
     ]
 
 
-def _played(recipe: Recipe, config: GymConfig, seed: int) -> list[StepResult]:
+def _play(recipe: Recipe, config: GymConfig, seed: int) -> list[StepResult]:
     """What the turns are answered where nobody makes a copy."""
     environment = CopyableGymEnvironment(recipe=recipe, config=config, seed=seed)
-    found: list[StepResult] = []
+    results: list[StepResult] = []
     try:
         environment.reset(0)
         for turn in _turns(recipe):
-            found.append(environment.step(turn))
-            if found[-1].done:
+            results.append(environment.step(turn))
+            if results[-1].done:
                 break
     finally:
         environment.close()
-    return found
+    return results
 
 
-def _holds(
-    recipe: Recipe, config: GymConfig, seed: int, at: int, expected: Sequence[StepResult] | None
+def _copy_matches(
+    recipe: Recipe, config: GymConfig, seed: int, step: int, expected: Sequence[StepResult] | None
 ) -> bool:
     turns = _turns(recipe)
     original = CopyableGymEnvironment(recipe=recipe, config=config, seed=seed)
@@ -54,14 +54,14 @@ def _holds(
     seen: list[StepResult] = []
     try:
         original.reset(0)
-        for turn in turns[:at]:
+        for turn in turns[:step]:
             seen.append(original.step(turn))
             if seen[-1].done:
                 return True
         copies = [original.copy(), original.copy()]
         twin, other = copies
         other.step(turns[-1])  # goes another way, which neither of the two may notice
-        for turn in turns[at:]:
+        for turn in turns[step:]:
             seen.append(original.step(turn))
             if seen[-1] != twin.step(turn) or original.result() != twin.result():
                 return False
@@ -69,5 +69,5 @@ def _holds(
                 break
         return expected is None or seen == expected
     finally:
-        for one in (original, *copies):
-            one.close()
+        for environment in (original, *copies):
+            environment.close()

@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Any
 
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.gym.generators import Drawn, OwnDraws
+from outrider.environments.gym.generators import IsolatedRandom, RandomState
 from outrider.environments.gym.making import Recipe, close
-from outrider.environments.gym.observations import written
+from outrider.environments.gym.observations import observation_text
 from outrider.environments.gym.settings import GymConfig
 from outrider.environments.moves import MAX_EXPERT_TURNS, MoveRecord, opening_message
 from outrider.errors import EnvironmentFault, OutriderError
@@ -29,8 +29,12 @@ class GymEnvironment:
         self._recipe = recipe
         self._config = config
         self._seed = seed
-        self._made: Any = None
-        self._draws = OwnDraws(Drawn.of_seed(seed), config.lock_timeout_s) if config.has_own_draws else None
+        self._env: Any = None
+        self._draws = (
+            IsolatedRandom(RandomState.from_seed(seed), config.lock_timeout_s)
+            if config.has_own_draws
+            else None
+        )
         self._record = self._new_record()
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -38,10 +42,10 @@ class GymEnvironment:
         self.close()
         self._record = self._new_record()
         if self._draws is not None:
-            self._draws = OwnDraws(Drawn.of_seed(self._seed), self._config.lock_timeout_s)
+            self._draws = IsolatedRandom(RandomState.from_seed(self._seed), self._config.lock_timeout_s)
         with self._outside_code("reset"):
-            self._made = self._recipe.make()
-            observation, info = self._made.reset(seed=self._seed)
+            self._env = self._recipe.make()
+            observation, info = self._env.reset(seed=self._seed)
             text = self._written(observation, info)
         return (opening_message(self._config, self._recipe.action.instructions, text),)
 
@@ -49,43 +53,45 @@ class GymEnvironment:
         """Do the turn's action. Text that holds none changes nothing and is answered in words."""
         if self._record.done:
             raise RuntimeError("the episode has ended")
-        if self._made is None:
+        if self._env is None:
             raise EnvironmentFault(f"{self._config.id} was never reset, or is closed")
         self._record.num_turns += 1
         read = self._recipe.action.read(message.content)
         if read.problem:
-            return self._record.unread(read.problem)
+            return self._record.record_invalid(read.problem)
         with self._outside_code("step"):
-            observation, reward, terminated, truncated, info = self._made.step(read.action)
+            observation, reward, terminated, truncated, info = self._env.step(read.action)
             text = self._written(observation, info)
             success = None if (key := self._config.success_key) is None else info.get(key)
-        return self._record.moved(text, reward, terminated=terminated, truncated=truncated, success=success)
+        return self._record.record_move(
+            text, reward, terminated=terminated, truncated=truncated, success=success
+        )
 
     def result(self) -> EpisodeResult:
         """The sum of rewards so far."""
         return self._record.result()
 
-    def asked(self, solve: Callable[[Any], Iterable[str]]) -> Sequence[str]:
+    def expert_texts(self, solve: Callable[[Any], Iterable[str]]) -> Sequence[str]:
         """What ``solve`` says of the environment itself. It is asked at once, before anything is done."""
         with self._outside_code("expert"):
-            return tuple(islice(solve(self._made), MAX_EXPERT_TURNS))
+            return tuple(islice(solve(self._env), MAX_EXPERT_TURNS))
 
     def close(self) -> None:
         """Close the environment; may be called twice."""
-        made, self._made = self._made, None
-        if made is not None:
+        env, self._env = self._env, None
+        if env is not None:
             with self._outside_code("close"):
-                close(made)
+                close(env)
 
     def _new_record(self) -> MoveRecord:
         return MoveRecord(name=self._config.id, settings=self._config)
 
     def _written(self, observation: Any, info: Any) -> str:
-        rendered = self._made.render() if self._recipe.observation == "render" else None
-        return written(observation, info, self._recipe.observation, rendered)
+        rendered = self._env.render() if self._recipe.observation == "render" else None
+        return observation_text(observation, info, self._recipe.observation, rendered)
 
     @contextmanager
-    def _outside_code(self, what: str) -> Iterator[None]:
+    def _outside_code(self, operation: str) -> Iterator[None]:
         """Somebody else's code: with this episode's generators, and what it raises is a fault."""
         try:
             with nullcontext() if self._draws is None else self._draws.inside():
@@ -94,18 +100,18 @@ class GymEnvironment:
             raise
         except Exception as error:
             raise EnvironmentFault(
-                f"{self._config.id}: {what} raised {type(error).__name__}: {error}"
+                f"{self._config.id}: {operation} raised {type(error).__name__}: {error}"
             ) from error
 
 
 class CopyableGymEnvironment(GymEnvironment):
-    """One whose deep copy goes on as it would itself, which :func:`copies_hold` has tried."""
+    """One whose deep copy goes on as it would itself, which :func:`copies_are_exact` has tried."""
 
     def copy(self) -> "CopyableGymEnvironment":
         """The same episode at the same point; neither sees what the other does from then on."""
         twin = CopyableGymEnvironment(recipe=self._recipe, config=self._config, seed=self._seed)
         twin._record = replace(self._record)
         with self._outside_code("deepcopy"):
-            twin._made = copy.deepcopy(self._made)
+            twin._env = copy.deepcopy(self._env)
         twin._draws = None if self._draws is None else self._draws.twin()
         return twin

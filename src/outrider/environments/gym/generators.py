@@ -19,19 +19,19 @@ _INSIDE = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RandomState:
     """A state of both generators."""
 
     python: Any
     numpy: Any
 
     @classmethod
-    def of_seed(cls, seed: int) -> "Drawn":
+    def from_seed(cls, seed: int) -> "RandomState":
         """The state that ``random.seed`` and ``numpy.random.seed`` would give; nothing is set."""
         return cls(random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
 
     @classmethod
-    def now(cls) -> "Drawn":
+    def current(cls) -> "RandomState":
         """The state that the process has."""
         return cls(random.getstate(), np.random.get_state())
 
@@ -41,18 +41,18 @@ class Drawn:
         np.random.set_state(self.numpy)
 
 
-class OwnDraws:
+class IsolatedRandom:
     """One episode's state. ``timeout_s`` bounds the wait for other episodes: one that hangs inside its
     environment must not stop all others for ever.
     """
 
-    def __init__(self, state: Drawn, timeout_s: float) -> None:
+    def __init__(self, state: RandomState, timeout_s: float) -> None:
         self._state = state
         self._timeout_s = timeout_s
 
-    def twin(self) -> "OwnDraws":
+    def twin(self) -> "IsolatedRandom":
         """The same state, for a copy of the episode."""
-        return OwnDraws(self._state, self._timeout_s)
+        return IsolatedRandom(self._state, self._timeout_s)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -61,11 +61,11 @@ class OwnDraws:
         """
         if not _INSIDE.acquire(timeout=self._timeout_s):
             raise EnvironmentFault(f"another environment has not returned for {self._timeout_s:g} s")
-        outside = Drawn.now()
+        outside = RandomState.current()
         try:
             self._state.set()
             yield
         finally:
-            self._state = Drawn.now()
+            self._state = RandomState.current()
             outside.set()
             _INSIDE.release()

@@ -7,23 +7,23 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-How = Literal["text", "render", "json"]
+ObservationMode = Literal["text", "render", "json"]
 _COLOURED: Final = re.compile(r"\x1b\[[0-9;]*[1-9][0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
-def written(observation: Any, info: Mapping[str, Any], how: How, rendered: Any) -> str:
+def observation_text(observation: Any, info: Mapping[str, Any], mode: ObservationMode, rendered: Any) -> str:
     """What the policy reads. ``rendered`` is what ``render`` gave; GEM's games put text around an observation
     by ``info["prefix"]`` and ``info["suffix"]``.
     """
-    if how == "render":
+    if mode == "render":
         body = plain(str(rendered))
-    elif how == "json":
+    elif mode == "json":
         body = json.dumps(_keyed(observation), default=_listed, ensure_ascii=False)
     else:
         body = str(observation)
-    around = (str(info.get("prefix") or ""), body, str(info.get("suffix") or ""))
-    return "\n".join(part.strip("\n") for part in around if part.strip())
+    sections = (str(info.get("prefix") or ""), body, str(info.get("suffix") or ""))
+    return "\n".join(part.strip("\n") for part in sections if part.strip())
 
 
 def plain(rendered: str) -> str:
@@ -36,8 +36,8 @@ def plain(rendered: str) -> str:
 def _keyed(value: Any) -> Any:
     """With keys that JSON can have: a dictionary's may be numbers of NumPy's or tuples."""
     if isinstance(value, Mapping):
-        return {_key(key): _keyed(one) for key, one in value.items()}
-    return [_keyed(one) for one in value] if isinstance(value, list | tuple) else value
+        return {_key(key): _keyed(item) for key, item in value.items()}
+    return [_keyed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _key(key: Any) -> Any:

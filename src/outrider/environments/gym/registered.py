@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 
 from outrider.errors import ConfigError
-from outrider.plugins.imports import told_of
+from outrider.plugins.imports import describe_exception
 
 
 def require_registered(name: str) -> None:
@@ -22,7 +22,9 @@ def require_registered(name: str) -> None:
         try:
             importlib.import_module(module)  # it registers its own
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"the module {module!r} cannot be imported{told_of(error)}") from error
+            raise ConfigError(
+                f"the module {module!r} cannot be imported{describe_exception(error)}"
+            ) from error
     try:
         namespace, short, version = parse_env_id(bare)
         if version is not None or find_highest_version(namespace, short) is None:

@@ -44,13 +44,13 @@ class GymConfig(SeedSettings):
     """Seconds that an episode waits for others in that case, after which it is faulted."""
 
     @model_validator(mode="after")
-    def _possible(self) -> "GymConfig":
+    def _validate(self) -> "GymConfig":
         if self.source == "factory" and not is_import_path(self.id):
             raise ValueError(
                 f"with source = factory the id is an import path such as my_module:make, not {self.id!r}"
             )
         # as a turn's action is read: case and the number of blanks do not matter
-        names = [" ".join(one.lower().split()) for one in self.actions]
+        names = [" ".join(action.lower().split()) for action in self.actions]
         if len(set(names)) != len(names) or not all(names):
             raise ValueError("actions are different names (in any case), none of them empty")
         if self.actions and self.reads_raw:
@@ -75,10 +75,10 @@ class GymConfig(SeedSettings):
 
     def imported(self) -> Mapping[str, str]:
         """The function that makes environments, and the expert's."""
-        made = {"id": self.id} if self.source == "factory" else {}
-        return {**made, **super().imported()}
+        own = {"id": self.id} if self.source == "factory" else {}
+        return {**own, **super().imported()}
 
-    def named(self) -> Mapping[str, Callable[[], object]]:
+    def reference_checks(self) -> Mapping[str, Callable[[], object]]:
         """They, or the id that Gymnasium has to know."""
-        known = {"id": partial(require_registered, self.id)} if self.source == "gymnasium" else {}
-        return {**known, **super().named()}
+        checks = {"id": partial(require_registered, self.id)} if self.source == "gymnasium" else {}
+        return {**checks, **super().reference_checks()}

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, played_steps
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, play_steps
 from outrider.environments.house.plan import HALL, HousePlan, HouseSettings, make_house
 from outrider.environments.scienceworld import text as scienceworld_text
 from outrider.errors import ConfigError
@@ -95,15 +95,15 @@ class HouseEnvironment:
             problem = parsed.problem or "The commands are go ROOM, open FURNITURE and take THING."
             return StepResult(message=Message(role="user", content=problem), invalid=True)
         episode.num_moves += 1
-        refused, told = known[verb](noun)
+        refused, text = known[verb](noun)
         episode.num_refused += refused
-        found = self._goal in episode.carried
-        cut = not found and episode.num_moves >= self._max_moves
-        episode.done = found or cut
-        content = told if episode.done else f"{told}\n{self._state()}"
+        is_found = self._goal in episode.carried
+        cut = not is_found and episode.num_moves >= self._max_moves
+        episode.done = is_found or cut
+        content = text if episode.done else f"{text}\n{self._state()}"
         return StepResult(
             message=Message(role="user", content=content),
-            reward=float(found),
+            reward=float(is_found),
             done=episode.done,
             refused=refused,
             truncated=cut,
@@ -111,11 +111,11 @@ class HouseEnvironment:
 
     def result(self) -> EpisodeResult:
         """1 with the thing in hand."""
-        episode, found = self._episode, self._goal in self._episode.carried
+        episode, is_found = self._episode, self._goal in self._episode.carried
         counts = ("num_moves", "num_turns", "num_invalid", "num_refused")
         return EpisodeResult(
-            episode_return=float(found),
-            success=found,
+            episode_return=float(is_found),
+            success=is_found,
             metrics={name: float(getattr(episode, name)) for name in counts},
         )
 
@@ -144,8 +144,8 @@ class HouseEnvironment:
         if self._plan.furniture.get(here) != furniture:
             return True, f"There is no {furniture} in the {here}."
         self._episode.opened.add(here)
-        held = self._visible()
-        return False, f"In the {furniture} in the {here} is {'the ' + held if held else 'nothing'}."
+        thing = self._visible()
+        return False, f"In the {furniture} in the {here} is {'the ' + thing if thing else 'nothing'}."
 
     def _take(self, thing: str) -> tuple[bool, str]:
         if self._visible() != thing:
@@ -156,8 +156,8 @@ class HouseEnvironment:
     def _visible(self) -> str | None:
         """Things in the room's open furniture."""
         here = self._episode.room
-        held = self._plan.contents.get(here) if here in self._episode.opened else None
-        return None if held in self._episode.carried else held
+        thing = self._plan.contents.get(here) if here in self._episode.opened else None
+        return None if thing in self._episode.carried else thing
 
     def _state(self) -> str:
         here = self._episode.room
@@ -184,7 +184,7 @@ class HouseFactory:
         """Nothing is held."""
 
 
-class HouseFamily:
+class HouseTaskSet:
     """The houses of a config."""
 
     Settings = HouseConfig
@@ -243,8 +243,8 @@ class HouseFamily:
         plan, goal = _plan(task, self.config)
         environment = HouseEnvironment(plan=plan, goal=goal, max_moves=self.config.max_moves)
         environment.reset(seed)
-        steps = played_steps(
-            environment, [scienceworld_text.render_action(one) for one in solution(plan, goal)]
+        steps = play_steps(
+            environment, [scienceworld_text.render_action(command) for command in solution(plan, goal)]
         )
         return steps if environment.result().success else None
 
@@ -256,11 +256,11 @@ def solution(plan: HousePlan, goal: str) -> tuple[str, ...]:
     """The shortest commands that bring a thing: its door's key first, where it has one."""
     commands: list[str] = []
     here = HALL
-    key = plan.locks.get(plan.room_of(goal))
-    for wanted in [goal] if key is None else [key, goal]:
-        room = plan.room_of(wanted)
-        commands += [f"go {one}" for one in plan.way(here, room)]
-        commands += [f"open {plan.furniture[room]}", f"take {wanted}"]
+    key = plan.locks.get(plan.find_room(goal))
+    for thing in [goal] if key is None else [key, goal]:
+        room = plan.find_room(thing)
+        commands += [f"go {next_room}" for next_room in plan.way(here, room)]
+        commands += [f"open {plan.furniture[room]}", f"take {thing}"]
         here = room
     return tuple(commands)
 

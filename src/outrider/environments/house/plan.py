@@ -58,7 +58,7 @@ class HouseSettings(Settings):
     num_locked: Annotated[int, Field(ge=0, le=len(KEYS))] = 0
 
     @model_validator(mode="after")
-    def _possible(self) -> "HouseSettings":
+    def _validate(self) -> "HouseSettings":
         if self.num_things + self.num_locked > self.num_rooms:
             raise ValueError(
                 "every room has one piece of furniture: num_things + num_locked must not exceed num_rooms"
@@ -91,13 +91,13 @@ class HousePlan:
         back = [self.parent[room]] if room in self.parent else []
         return tuple(sorted([*back, *(inner for inner, outer in self.parent.items() if outer == room)]))
 
-    def room_of(self, thing: str) -> str:
+    def find_room(self, thing: str) -> str:
         """Where a thing or key lies at the start of an episode."""
-        return next(room for room, held in self.contents.items() if held == thing)
+        return next(room for room, content in self.contents.items() if content == thing)
 
     def things(self) -> tuple[str, ...]:
         """Things that can be looked for, in alphabetical order; keys are not among them."""
-        return tuple(sorted(held for held in self.contents.values() if held not in KEYS))
+        return tuple(sorted(content for content in self.contents.values() if content not in KEYS))
 
     def way(self, start: str, goal: str) -> tuple[str, ...]:
         """The rooms to walk through, without ``start``: up to the first common room, and down."""
@@ -119,24 +119,28 @@ def make_house(settings: HouseSettings, seed: int, split: str, index: int) -> Ho
     """
     random = stream(seed, "house", settings.name, split, index)
 
-    def drawn(names: tuple[str, ...], number: int) -> list[str]:
+    def draw(names: tuple[str, ...], number: int) -> list[str]:
         return [names[i] for i in random.permutation(len(names))[:number]]
 
-    rooms, keys = drawn(ROOMS, settings.num_rooms), drawn(KEYS, settings.num_locked)
+    rooms, keys = draw(ROOMS, settings.num_rooms), draw(KEYS, settings.num_locked)
     num_open = settings.num_rooms - settings.num_locked
     level, parent = {HALL: 0}, {}
     for number, room in enumerate(rooms):
-        outer = [one for one in (HALL, *rooms[: min(number, num_open)]) if level[one] < settings.depth]
+        outer = [
+            candidate
+            for candidate in (HALL, *rooms[: min(number, num_open)])
+            if level[candidate] < settings.depth
+        ]
         parent[room] = outer[int(random.integers(len(outer)))]
         level[room] = level[parent[room]] + 1
-    places = [rooms[i] for i in random.permutation(num_open)]
-    contents = dict(zip(places, keys, strict=False))
+    key_rooms = [rooms[i] for i in random.permutation(num_open)]
+    contents = dict(zip(key_rooms, keys, strict=False))
     free = [room for room in rooms if room not in contents]
     hidden = [free[i] for i in random.permutation(len(free))[: settings.num_things]]
-    contents |= dict(zip(hidden, drawn(THINGS, settings.num_things), strict=True))
+    contents |= dict(zip(hidden, draw(THINGS, settings.num_things), strict=True))
     return HousePlan(
         parent=parent,
-        furniture=dict(zip(rooms, drawn(FURNITURE, settings.num_rooms), strict=True)),
+        furniture=dict(zip(rooms, draw(FURNITURE, settings.num_rooms), strict=True)),
         contents=contents,
         locks=dict(zip(rooms[num_open:], keys, strict=True)),
     )

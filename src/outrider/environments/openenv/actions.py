@@ -13,7 +13,7 @@ from outrider.tokens.calls.schemas import Arguments
 _EXAMPLES: Final[Mapping[str, Any]] = {
     "integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "string": "text"
 }  # fmt: skip
-_NUM_TOLD: Final = 5  # problems of one action
+_MAX_PROBLEMS: Final = 5  # problems of one action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class JsonAction:
     """A JSON object between the tags: the fields of the action."""
 
     def __init__(self, properties: Mapping[str, Any], required: Sequence[str]) -> None:
-        told = required or list(properties)
-        example = {name: _example(properties.get(name, {})) for name in told}
+        names = required or list(properties)
+        example = {name: _example(properties.get(name, {})) for name in names}
         self.probe = f"<action>{json.dumps(example)}</action>"
         """A turn with which the server is tried."""
         self.instructions = f"Write one action a turn, a JSON object, for example {self.probe}."
@@ -65,9 +65,9 @@ class JsonAction:
         return Read(action=action)
 
 
-def action_of(schema: Mapping[str, Any], chosen: str | None) -> FieldAction | JsonAction:
+def make_action(schema: Mapping[str, Any], chosen: str | None) -> FieldAction | JsonAction:
     """How actions of a schema are written. Raises :class:`ConfigError` for a field that it lacks."""
-    fields = Arguments.of({"parameters": schema})
+    fields = Arguments.from_schema({"parameters": schema})
     properties = {
         name: _resolved(value, schema) for name, value in fields.properties.items() if name != "metadata"
     }
@@ -89,14 +89,16 @@ def action_of(schema: Mapping[str, Any], chosen: str | None) -> FieldAction | Js
     return JsonAction(properties, required)
 
 
-def problem_of(errors: Any) -> str:
+def describe_errors(errors: Any) -> str:
     """What the server's own check of an action found, in words for the policy."""
-    told = []
-    for one in errors if isinstance(errors, list) else ():
-        if isinstance(one, Mapping):
-            place = ".".join(str(part) for part in one.get("loc") or ())
-            told.append(f"{place}: {one.get('msg', 'not valid')}" if place else str(one.get("msg")))
-    words = "; ".join(told[:_NUM_TOLD]) or "it does not fit"
+    problems = []
+    for error in errors if isinstance(errors, list) else ():
+        if isinstance(error, Mapping):
+            location = ".".join(str(part) for part in error.get("loc") or ())
+            problems.append(
+                f"{location}: {error.get('msg', 'not valid')}" if location else str(error.get("msg"))
+            )
+    words = "; ".join(problems[:_MAX_PROBLEMS]) or "it does not fit"
     return f"The action was not accepted ({words})."
 
 
@@ -107,8 +109,8 @@ def _resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(several := value.get("anyOf"), list) and several:
         return _resolved(several[0], schema)
     definitions, name = schema.get("$defs"), str(value.get("$ref", "")).rpartition("/")[2]
-    found = definitions.get(name) if isinstance(definitions, Mapping) else None
-    return found if isinstance(found, Mapping) else value
+    definition = definitions.get(name) if isinstance(definitions, Mapping) else None
+    return definition if isinstance(definition, Mapping) else value
 
 
 def _example(schema: Mapping[str, Any]) -> Any:

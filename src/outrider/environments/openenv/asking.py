@@ -11,12 +11,12 @@ import httpx2
 from outrider.engines.chat.http_client import HttpAnswer, HttpClient
 from outrider.errors import EnvironmentFault
 
-_HERE: Final = HttpClient(is_bare=True)
-_THERE: Final = HttpClient()
+_LOCAL_CLIENT: Final = HttpClient(is_bare=True)
+_REMOTE_CLIENT: Final = HttpClient()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class ServerDescription:
     """A server's name with its version, and the JSON schemas of its actions and observations."""
 
     name: str
@@ -39,17 +39,17 @@ def is_healthy(url: str, limit_s: float) -> bool:
     return not answer.is_error
 
 
-def described(url: str, limit_s: float) -> Described:
+def fetch_description(url: str, limit_s: float) -> ServerDescription:
     """Raises :class:`EnvironmentFault` where nothing answers, or what answers is no OpenEnv server."""
-    about, schemas = _tree(f"{url}/metadata", limit_s), _tree(f"{url}/schema", limit_s)
+    about, schemas = _fetch_json(f"{url}/metadata", limit_s), _fetch_json(f"{url}/schema", limit_s)
     match about, schemas:
         case {"name": str(name)}, {"action": dict(action), "observation": dict(observation)} if name:
             version = str(about.get("version") or "without a version")
-            return Described(name=name, version=version, action=action, observation=observation)
+            return ServerDescription(name=name, version=version, action=action, observation=observation)
     raise EnvironmentFault(f"{url} is no OpenEnv server: it tells no name and no schemas")
 
 
-def _tree(url: str, limit_s: float) -> Any:
+def _fetch_json(url: str, limit_s: float) -> Any:
     answer = _get(url, limit_s)
     if answer.is_error:
         raise EnvironmentFault(f"{url}: {answer.status} {answer.reason}")
@@ -60,7 +60,7 @@ def _tree(url: str, limit_s: float) -> Any:
 
 
 def _get(url: str, limit_s: float) -> HttpAnswer:
-    client = _HERE if is_local(url) else _THERE
+    client = _LOCAL_CLIENT if is_local(url) else _REMOTE_CLIENT
     try:
         return client.request(url, None, {"Accept": "application/json"}, timeout_s=limit_s)
     except TimeoutError as error:

@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.environments.base import EpisodeResult, StepResult, played_steps
+from outrider.environments.base import EpisodeResult, StepResult, play_steps
 from outrider.environments.moves import MAX_EXPERT_TURNS, MoveRecord, opening_message
-from outrider.environments.openenv.actions import FieldAction, JsonAction, problem_of
-from outrider.environments.openenv.observations import written
+from outrider.environments.openenv.actions import FieldAction, JsonAction, describe_errors
+from outrider.environments.openenv.observations import observation_text
 from outrider.environments.openenv.server import Server
 from outrider.environments.openenv.session import CAPACITY, NOT_VALID, Answer, ServerSilent, Session
 from outrider.environments.openenv.settings import OpenEnvConfig
@@ -24,7 +24,7 @@ _PAUSE_S: Final = 0.2  # between looks at whether the server has a free session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contact:
-    """How a server is spoken to, which :func:`outrider.environments.openenv.trying.tried` has found out."""
+    """How a server is spoken to, which :func:`outrider.environments.openenv.trying.check_server` has found out."""
 
     name: str
     server: Server
@@ -45,7 +45,7 @@ class OpenEnvEnvironment:
         self._config = contact.config
         self._seed = seed
         self._lock = threading.Lock()  # close() may come from another thread
-        self._gone = threading.Event()
+        self._closed = threading.Event()
         self._session: Session | None = None
         self._num_restarts = 0
         self._record = self._new_record()
@@ -54,11 +54,11 @@ class OpenEnvEnvironment:
         """A session at the task's seed. ``seed`` changes nothing: a group plays one game."""
         self._leave()
         self._record = self._new_record()
-        found = self._checked(self._opened(), "reset")
-        if found["done"]:
+        reply = self._checked(self._opened(), "reset")
+        if reply["done"]:
             self._leave()
             raise EnvironmentFault(f"{self._contact.name} ended the episode before its first turn")
-        text = self._written(found)
+        text = self._written(reply)
         return (opening_message(self._config, self._contact.action.instructions, text),)
 
     def step(self, message: Message) -> StepResult:
@@ -71,17 +71,17 @@ class OpenEnvEnvironment:
         record.num_turns += 1
         read = self._contact.action.read(message.content)
         if read.problem:
-            return record.unread(read.problem)
-        answer = self._asked(session, "step", read.action, self._config.step_limit_s)
+            return record.record_invalid(read.problem)
+        answer = self._request(session, "step", read.action, self._config.step_limit_s)
         if answer.code == NOT_VALID:
-            return record.unread(problem_of(answer.data.get("errors")))
-        found = self._checked(answer, "step")
+            return record.record_invalid(describe_errors(answer.data.get("errors")))
+        reply = self._checked(answer, "step")
         key = self._config.success_key
-        result = record.moved(
-            self._written(found),
-            found["reward"],
-            terminated=found["done"],
-            success=None if key is None else found["observation"].get(key),
+        result = record.record_move(
+            self._written(reply),
+            reply["reward"],
+            terminated=reply["done"],
+            success=None if key is None else reply["observation"].get(key),
         )
         if result.done:
             self._leave()  # others may wait for a session
@@ -89,9 +89,9 @@ class OpenEnvEnvironment:
 
     def result(self) -> EpisodeResult:
         """The sum of rewards so far; ``num_restarts``: how often the server was started again for it."""
-        found = self._record.result()
-        metrics = {**found.metrics, "num_restarts": float(self._num_restarts)}
-        return EpisodeResult(episode_return=found.episode_return, success=found.success, metrics=metrics)
+        record = self._record.result()
+        metrics = {**record.metrics, "num_restarts": float(self._num_restarts)}
+        return EpisodeResult(episode_return=record.episode_return, success=record.success, metrics=metrics)
 
     def solved(self, solve: Solve) -> tuple[Step, ...]:
         """The steps of an expert from the beginning. Raises :class:`EnvironmentFault` for what it raises."""
@@ -101,7 +101,7 @@ class OpenEnvEnvironment:
             turns = solve(opening)
             text = next(turns)
             for _ in range(MAX_EXPERT_TURNS):
-                steps += played_steps(self, [text])
+                steps += play_steps(self, [text])
                 if steps[-1].is_terminal:
                     break
                 text = turns.send(steps[-1].observation)
@@ -117,7 +117,7 @@ class OpenEnvEnvironment:
 
     def close(self) -> None:
         """End the session, for good; may be called twice. Another thread that waits for it gets a fault."""
-        self._gone.set()
+        self._closed.set()
         self._leave()
 
     def _opened(self) -> Answer:
@@ -126,15 +126,15 @@ class OpenEnvEnvironment:
         deadline = time.monotonic() + self._config.borrow_limit_s
         while True:
             session = self._connected()
-            answer = self._asked(
+            answer = self._request(
                 session, "reset", {**self._config.reset_options, **seeded}, self._config.load_limit_s
             )
             if answer.code != CAPACITY:
                 return answer
             self._leave()
-            if time.monotonic() >= deadline or self._gone.wait(_PAUSE_S):
+            if time.monotonic() >= deadline or self._closed.wait(_PAUSE_S):
                 raise EnvironmentFault(
-                    f"{self._contact.name} has no free session: {answer.told}; environment.num_sessions is "
+                    f"{self._contact.name} has no free session: {answer.error_text}; environment.num_sessions is "
                     f"{self._config.num_sessions}"
                 )
 
@@ -151,31 +151,31 @@ class OpenEnvEnvironment:
             session = Session(url, limit_s=self._config.step_limit_s)
         with self._lock:
             self._session = session
-        if self._gone.is_set():  # the loop gave this reset up: nobody else would close it
+        if self._closed.is_set():  # the loop gave this reset up: nobody else would close it
             self._leave()
             raise EnvironmentFault(f"{self._contact.name}: the episode was closed while it waited")
         return session
 
-    def _asked(self, session: Session, kind: str, data: Mapping[str, Any], limit_s: float) -> Answer:
+    def _request(self, session: Session, kind: str, data: Mapping[str, Any], limit_s: float) -> Answer:
         try:
-            return session.ask(kind, data, limit_s=limit_s)
+            return session.request(kind, data, limit_s=limit_s)
         except EnvironmentFault:
             self._leave()
             raise
 
     def _checked(self, answer: Answer, kind: str) -> dict[str, Any]:
         """Observation, reward (0.0 for none) and whether the episode is over."""
-        told = f"failed: {answer.told}" if answer.code else "answered what is no observation"
+        problem = f"failed: {answer.error_text}" if answer.code else "answered what is no observation"
         match answer.data if not answer.code else {}:
             case {"observation": dict(observation), "reward": int() | float() | None as reward,
                   "done": bool(done)}:  # fmt: skip
                 with suppress(OverflowError):  # an integer of hundreds of digits is no reward
                     return {"observation": observation, "reward": float(reward or 0.0), "done": done}
         self._leave()
-        raise EnvironmentFault(f"{self._contact.name}: {kind} {told}")
+        raise EnvironmentFault(f"{self._contact.name}: {kind} {problem}")
 
-    def _written(self, found: Mapping[str, Any]) -> str:
-        return written(found["observation"], self._config.observation)
+    def _written(self, reply: Mapping[str, Any]) -> str:
+        return observation_text(reply["observation"], self._config.observation)
 
     def _leave(self) -> None:
         with self._lock:

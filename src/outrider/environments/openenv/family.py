@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Literal
 from outrider.environments.expert_turns import ExpertTurns
 from outrider.environments.openenv.settings import OpenEnvConfig
 from outrider.environments.scienceworld.text import STOP
-from outrider.environments.seeds import seed_of
+from outrider.environments.seeds import task_seed
 from outrider.errors import ToolUnavailable
 from outrider.types import Step, Task
 
 if TYPE_CHECKING:
-    from outrider.environments.openenv.asking import Described
+    from outrider.environments.openenv.asking import ServerDescription
     from outrider.environments.openenv.environment import Contact, OpenEnvEnvironment
     from outrider.environments.openenv.server import Server
 
@@ -27,14 +27,14 @@ class OpenEnvFactory:
         """A fresh episode of the task. Raises :class:`ConfigError` for a task of another environment."""
         from outrider.environments.openenv.environment import OpenEnvEnvironment
 
-        return OpenEnvEnvironment(contact=self._contact, seed=seed_of(task, self._contact.name))
+        return OpenEnvEnvironment(contact=self._contact, seed=task_seed(task, self._contact.name))
 
     def close(self) -> None:
         """Kill the server that was started here; may be called twice."""
         self._contact.server.close()
 
 
-class OpenEnvFamily:
+class OpenEnvTaskSet:
     """The seeds of one server."""
 
     Settings = OpenEnvConfig
@@ -46,8 +46,8 @@ class OpenEnvFamily:
     def __init__(self, config: OpenEnvConfig) -> None:
         """Start and ask nothing."""
         self.config = config
-        self._described: Described | None = None
-        self._asked: Server | None = None  # started to ask it; the next factory takes it over
+        self._described: ServerDescription | None = None
+        self._server: Server | None = None  # started to ask it; the next factory takes it over
         self._expert: ExpertTurns[OpenEnvEnvironment] = ExpertTurns(
             config.expert, self.make, lambda environment, solve, seed: environment.solved(solve)
         )
@@ -58,19 +58,19 @@ class OpenEnvFamily:
         server does not answer.
         """
         if self._described is None:
-            self._described = self._ask()
-        found = self._described
-        return self.config.seed_tasks(split, found.name, {"server_version": found.version})
+            self._described = self._describe_server()
+        description = self._described
+        return self.config.seed_tasks(split, description.name, {"server_version": description.version})
 
     def make(self) -> OpenEnvFactory:
         """Try the server. Raises :class:`ToolUnavailable` or :class:`ConfigError`."""
-        from outrider.environments.openenv.server import server_of
-        from outrider.environments.openenv.trying import tried
+        from outrider.environments.openenv.server import make_server
+        from outrider.environments.openenv.trying import check_server
 
         _require_package()
-        server, self._asked = self._asked or server_of(self.config), None
+        server, self._server = self._server or make_server(self.config), None
         try:
-            return OpenEnvFactory(tried(server, self.config))
+            return OpenEnvFactory(check_server(server, self.config))
         except BaseException:
             server.close()
             raise
@@ -84,18 +84,18 @@ class OpenEnvFamily:
     def close(self) -> None:
         """Kill the servers that were started to ask them and for experts; may be called twice."""
         self._expert.close()
-        server, self._asked = self._asked, None
+        server, self._server = self._server, None
         if server is not None:
             server.close()
 
-    def _ask(self) -> "Described":
-        from outrider.environments.openenv.server import server_of
-        from outrider.environments.openenv.trying import asked
+    def _describe_server(self) -> "ServerDescription":
+        from outrider.environments.openenv.server import make_server
+        from outrider.environments.openenv.trying import describe_server
 
         _require_package()
-        if self._asked is None:
-            self._asked = server_of(self.config)
-        return asked(self._asked, self.config)
+        if self._server is None:
+            self._server = make_server(self.config)
+        return describe_server(self._server, self.config)
 
 
 def _require_package() -> None:

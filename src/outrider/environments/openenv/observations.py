@@ -7,7 +7,7 @@ from typing import Any
 from outrider.errors import ConfigError, EnvironmentFault
 
 
-def written(observation: Mapping[str, Any], fields: Sequence[str]) -> str:
+def observation_text(observation: Mapping[str, Any], fields: Sequence[str]) -> str:
     """What the policy reads: one field as it is, several with their names, all of several as JSON. Raises
     :class:`EnvironmentFault` for an observation that lacks a field.
     """

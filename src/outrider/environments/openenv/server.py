@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from outrider.environments.keeper import kept
+from outrider.environments.keeper import supervised_command
 from outrider.environments.openenv.asking import is_healthy
 from outrider.environments.openenv.settings import OpenEnvConfig
-from outrider.environments.process_output import drained
+from outrider.environments.process_output import drain_output
 from outrider.errors import EnvironmentFault
-from outrider.plugins.imports import searched
+from outrider.plugins.imports import search_folders
 
 _PAUSE_S: Final = 0.05  # between looks at whether the server is ready
 _END_S: Final = 5.0
@@ -118,11 +118,11 @@ class _Process:
     def __init__(self, command: Sequence[str]) -> None:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        words = [one.replace("{port}", str(port)).replace("{python}", sys.executable) for one in command]
-        self._last_words: deque[bytes] = deque(maxlen=20)
+        words = [word.replace("{port}", str(port)).replace("{python}", sys.executable) for word in command]
+        self._last_lines: deque[bytes] = deque(maxlen=20)
         try:
             self._process = subprocess.Popen(
-                kept(words),
+                supervised_command(words),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -131,7 +131,7 @@ class _Process:
             )
         except OSError as error:
             raise EnvironmentFault(f"the OpenEnv server cannot be started: {error}") from error
-        self._output = drained(self._process.stdout, self._last_words)
+        self._output = drain_output(self._process.stdout, self._last_lines)
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -144,8 +144,8 @@ class _Process:
                 return
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_PAUSE_S)
-                raise EnvironmentFault(f"the OpenEnv server did not start: {self._told()}")
-        raise EnvironmentFault(f"the OpenEnv server is not ready after {limit_s:g} s: {self._told()}")
+                raise EnvironmentFault(f"the OpenEnv server did not start: {self._output_tail()}")
+        raise EnvironmentFault(f"the OpenEnv server is not ready after {limit_s:g} s: {self._output_tail()}")
 
     def end(self, patience_s: float) -> None:
         """End the whole group, which may say good-bye for so long, and wait."""
@@ -157,13 +157,13 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _told(self) -> str:
+    def _output_tail(self) -> str:
         self._output.join(timeout=1.0 if self.is_alive() else _END_S)
-        words = b"".join(self._last_words).decode("utf-8", "replace")
+        words = b"".join(self._last_lines).decode("utf-8", "replace")
         return " ".join(words.split())[-500:] or "it said nothing"
 
 
-def server_of(config: OpenEnvConfig) -> Server:
+def make_server(config: OpenEnvConfig) -> Server:
     """The server of a config; nothing is started or asked yet."""
     if config.server_url is not None:
         return RunningServer(config.server_url)
@@ -171,13 +171,13 @@ def server_of(config: OpenEnvConfig) -> Server:
 
 
 def _environment(port: int) -> Mapping[str, str]:
-    found: dict[str, Any] = dict(os.environ)
-    folders = [str(folder) for folder in searched()]
-    given = [found["PYTHONPATH"]] if found.get("PYTHONPATH") else []
-    return {**found, "PORT": str(port), "PYTHONPATH": os.pathsep.join([*folders, *given])}
+    variables: dict[str, Any] = dict(os.environ)
+    folders = [str(folder) for folder in search_folders()]
+    python_path = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
+    return {**variables, "PORT": str(port), "PYTHONPATH": os.pathsep.join([*folders, *python_path])}
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

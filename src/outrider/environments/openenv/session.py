@@ -40,7 +40,7 @@ class Answer:
     code: str = ""
 
     @property
-    def told(self) -> str:
+    def error_text(self) -> str:
         """The server's words for an error."""
         words = " ".join(str(self.data.get("message", "no reason given")).split())
         return f"{words[:_LONGEST]} ({self.code})"
@@ -54,7 +54,7 @@ class Session:
     def __init__(self, url: str, *, limit_s: float) -> None:
         """Raises :class:`ServerSilent` where nothing answers in time."""
         self._url = url
-        self._can_ask = True  # False while a question waits, and once one broke
+        self._is_ready = True  # False while a question waits, and once one broke
         parts = urlsplit(url)
         self._ending = ExitStack()
         try:
@@ -72,12 +72,12 @@ class Session:
         except (OSError, EOFError, WebSocketException) as error:
             raise ServerSilent(f"{url} takes no session: {_short(error)}") from error
 
-    def ask(self, kind: str, data: Mapping[str, Any] | None = None, *, limit_s: float) -> Answer:
+    def request(self, kind: str, data: Mapping[str, Any] | None = None, *, limit_s: float) -> Answer:
         """Send a message and wait for its answer. Raises :class:`EnvironmentFault` for a server that dies,
         is too slow or answers what is no answer; the session can then only be closed.
         """
         message = {"type": kind} if data is None else {"type": kind, "data": data}
-        self._can_ask = False
+        self._is_ready = False
         try:
             with suppress(ConnectionClosed):  # the server refused the session, and why is still to be read
                 self._socket.send(json.dumps(message))
@@ -87,13 +87,13 @@ class Session:
         except (ConnectionClosed, OSError, EOFError, WebSocketException) as error:
             raise EnvironmentFault(f"{self._url}: lost in {kind}: {_short(error)}") from error
         answer = _read(raw, f"{self._url}: {kind}")
-        self._can_ask = True
+        self._is_ready = True
         return answer
 
     def close(self) -> None:
         """End the session, and wait until the server has given it up; may be called twice."""
-        if self._can_ask:
-            self._can_ask = False
+        if self._is_ready:
+            self._is_ready = False
             try:
                 self._socket.send(json.dumps({"type": "close"}))
                 for _ in range(2):  # the server gives its environment up before it closes
@@ -103,19 +103,19 @@ class Session:
         self._ending.close()
 
 
-def _read(raw: str | bytes, where: str) -> Answer:
+def _read(raw: str | bytes, source: str) -> Answer:
     try:
         answer = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise EnvironmentFault(f"{where} is answered by what is no JSON") from error
+        raise EnvironmentFault(f"{source} is answered by what is no JSON") from error
     match answer:
         case {"type": "error", "data": dict(data)}:
             return Answer(data=data, code=str(data.get("code") or "UNKNOWN"))
         case {"type": "observation" | "state", "data": dict(data)}:
             return Answer(data=data)
-    raise EnvironmentFault(f"{where} is answered by what is no answer: {_short(raw)}")
+    raise EnvironmentFault(f"{source} is answered by what is no answer: {_short(raw)}")
 
 
-def _short(found: object) -> str:
-    words = " ".join(str(found).split())
-    return words[:_LONGEST] or type(found).__name__
+def _short(value: object) -> str:
+    words = " ".join(str(value).split())
+    return words[:_LONGEST] or type(value).__name__

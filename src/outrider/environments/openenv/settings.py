@@ -50,7 +50,7 @@ class OpenEnvConfig(SeedSettings):
     """Seconds for a step."""
 
     @model_validator(mode="after")
-    def _one_server(self) -> "OpenEnvConfig":
+    def _validate_server(self) -> "OpenEnvConfig":
         if (self.server_url is None) == (not self.command):
             raise ValueError("name a server: server_url of one that runs, or the command that starts one")
         if self.server_url is not None:

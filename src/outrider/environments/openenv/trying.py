@@ -4,8 +4,8 @@ whether its seeds decide its games.
 
 from contextlib import ExitStack
 
-from outrider.environments.openenv.actions import action_of
-from outrider.environments.openenv.asking import Described, described
+from outrider.environments.openenv.actions import make_action
+from outrider.environments.openenv.asking import ServerDescription, fetch_description
 from outrider.environments.openenv.environment import Contact, OpenEnvEnvironment
 from outrider.environments.openenv.observations import require_fields
 from outrider.environments.openenv.server import Server
@@ -18,29 +18,29 @@ _NUM_STEPS = 2
 _NUM_SEEDS = 2
 
 
-def asked(server: Server, config: OpenEnvConfig) -> Described:
+def describe_server(server: Server, config: OpenEnvConfig) -> ServerDescription:
     """What the server says of itself. Raises :class:`ToolUnavailable` where it does not."""
     try:
-        return described(server.address()[0], config.step_limit_s)
+        return fetch_description(server.address()[0], config.step_limit_s)
     except EnvironmentFault as error:
         raise ToolUnavailable(f"no OpenEnv server: {error}") from error
 
 
-def tried(server: Server, config: OpenEnvConfig) -> Contact:
+def check_server(server: Server, config: OpenEnvConfig) -> Contact:
     """How the server is spoken to. Raises :class:`ToolUnavailable` where it fails, :class:`ConfigError` where
     it is not what the settings say.
     """
-    found = asked(server, config)
-    wanted = [*config.observation, *([config.success_key] if config.success_key else [])]
-    require_fields(found.observation, wanted)
-    action = action_of(found.action, config.action_field)
-    contact = Contact(name=found.name, server=server, action=action, config=config)
+    description = describe_server(server, config)
+    fields = [*config.observation, *([config.success_key] if config.success_key else [])]
+    require_fields(description.observation, fields)
+    action = make_action(description.action, config.action_field)
+    contact = Contact(name=description.name, server=server, action=action, config=config)
     try:
         _require_sessions(contact)
         if config.takes_seeds:
             _require_seeds(contact)
     except EnvironmentFault as error:
-        raise ToolUnavailable(f"the OpenEnv server {found.name} does not play: {error}") from error
+        raise ToolUnavailable(f"the OpenEnv server {description.name} does not play: {error}") from error
     return contact
 
 
@@ -53,7 +53,7 @@ def _require_sessions(contact: Contact) -> None:
             sessions.append(Session(url, limit_s=config.step_limit_s))
             opened.callback(sessions[-1].close)
         for session in sessions:
-            answer = session.ask("state", limit_s=config.load_limit_s)
+            answer = session.request("state", limit_s=config.load_limit_s)
             most = answer.data.get("max_sessions")
             if answer.code == CAPACITY and isinstance(most, int) and most < config.num_sessions:
                 raise ConfigError(
@@ -65,7 +65,7 @@ def _require_sessions(contact: Contact) -> None:
 def _require_seeds(contact: Contact) -> None:
     config = contact.config
     for seed in range(config.first_seed, config.first_seed + _NUM_SEEDS):
-        first, again = (_played(contact, seed) for _ in range(2))
+        first, again = (_play(contact, seed) for _ in range(2))
         if first != again:
             raise ConfigError(
                 f"{contact.name} plays another game when it is reset to the seed {seed} again: "
@@ -73,7 +73,7 @@ def _require_seeds(contact: Contact) -> None:
             )
 
 
-def _played(contact: Contact, seed: int) -> list[object]:
+def _play(contact: Contact, seed: int) -> list[object]:
     """What the policy would read, and the rewards, of a few steps. A step may fail, which tells as much of a
     game as another answer; a reset may not.
     """

@@ -37,7 +37,7 @@ class ReasoningGymFactory(ToolEnvironmentFactory):
         self.verifier.close()
 
 
-class ReasoningGymFamily:
+class ReasoningGymTaskSet:
     """The generated tasks of a config."""
 
     Settings = ReasoningGymConfig
@@ -91,8 +91,10 @@ def system_prompt(config: ReasoningGymConfig) -> str:
         "Think step by step between <think> and </think>" if config.reward.require_think else "Think first"
     )
     if config.call_format is not None:
-        how = f" as {box}" if config.reward.require_boxed else " alone"
-        return f"{thinking}. You have {config.max_calls} tool calls. Then write the final answer{how}."
+        answer_form = f" as {box}" if config.reward.require_boxed else " alone"
+        return (
+            f"{thinking}. You have {config.max_calls} tool calls. Then write the final answer{answer_form}."
+        )
     lines = [
         f"{thinking}, then give the final answer between tags: <answer>{box}</answer>.",
         *usages(config.tools),

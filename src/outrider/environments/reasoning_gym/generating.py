@@ -26,19 +26,19 @@ def generate(config: ReasoningGymConfig) -> dict[str, tuple[Task, ...]]:
     DataError where a data set has too few different questions, or raises.
     """
     sizes = (config.num_train, config.num_valid, config.num_test)
-    rows = _made(
+    rows = _make_rows(
         {
-            "datasets": [one.model_dump(mode="json") for one in config.datasets],
+            "datasets": [dataset.model_dump(mode="json") for dataset in config.datasets],
             "splits": {
                 split: (size, config.first_seed(split)) for split, size in zip(SPLITS, sizes, strict=True)
             },
         }
     )
     package = f"reasoning-gym {version('reasoning-gym')}"
-    return {split: tuple(_task(row, package) for row in found) for split, found in rows.items()}
+    return {split: tuple(_task(row, package) for row in split_rows) for split, split_rows in rows.items()}
 
 
-def _made(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _make_rows(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     searched = filter(None, (_SOURCE, os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(searched)}
     done = subprocess.run(

@@ -15,13 +15,13 @@ from typing import Any, Final
 import numpy as np
 
 from outrider.errors import ConfigError, DataError
-from outrider.plugins.imports import told_of
+from outrider.plugins.imports import describe_exception
 
 _ITEMS_PER_TASK: Final = 20
 """Items that are looked at for each task: small data sets repeat their questions."""
 
 
-def rows_of(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def make_rows(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """All splits, in their order. ``request``: ``datasets`` (name and options of each), ``splits`` (size
     and first seed of each).
 
@@ -41,13 +41,13 @@ def _split(
     num = len(datasets)
     shares = [(size + num - 1 - number) // num for number in range(num)]
     columns = [
-        list(islice(_new(one, f"{label}/{split}", seed, share * _ITEMS_PER_TASK, seen), share))
-        for one, label, share in zip(datasets, _labels(datasets), shares, strict=True)
+        list(islice(_new(dataset, f"{label}/{split}", seed, share * _ITEMS_PER_TASK, seen), share))
+        for dataset, label, share in zip(datasets, _labels(datasets), shares, strict=True)
     ]
-    for one, share, rows in zip(datasets, shares, columns, strict=True):
+    for dataset, share, rows in zip(datasets, shares, columns, strict=True):
         if len(rows) < share:
             raise DataError(
-                f"reasoning-gym: {one['name']} has {len(rows)} new questions for {split}, "
+                f"reasoning-gym: {dataset['name']} has {len(rows)} new questions for {split}, "
                 f"not {share}: fewer tasks, or options that make more"
             )
     return [columns[index % num][index // num] for index in range(size)]
@@ -56,15 +56,17 @@ def _split(
 def _labels(datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A data set that is named again, with other options, has keys of its own."""
     count = Counter[str]()
-    for one in datasets:
-        count[one["name"]] += 1
-        yield one["name"] if count[one["name"]] == 1 else f"{one['name']}.{count[one['name']]}"
+    for dataset in datasets:
+        count[dataset["name"]] += 1
+        yield (
+            dataset["name"] if count[dataset["name"]] == 1 else f"{dataset['name']}.{count[dataset['name']]}"
+        )
 
 
 def _new(
-    one: Mapping[str, Any], place: str, seed: int, num_items: int, seen: set[str]
+    spec: Mapping[str, Any], label: str, seed: int, num_items: int, seen: set[str]
 ) -> Iterator[dict[str, Any]]:
-    dataset = data_set(one["name"], one["options"], seed, num_items)
+    dataset = data_set(spec["name"], spec["options"], seed, num_items)
     for index in range(num_items):
         # Some generators draw from the global generators, on top of the seed that they are given.
         random.seed(seed + index)
@@ -75,11 +77,11 @@ def _new(
             continue
         seen.add(question)
         yield {
-            "key": f"reasoning_gym/{place}/{seed + index}",
+            "key": f"reasoning_gym/{label}/{seed + index}",
             "question": question,
             "answers": [] if answer is None else [str(answer)],
-            "dataset": one["name"],
-            "options": one["options"],
+            "dataset": spec["name"],
+            "options": spec["options"],
             "seed": seed,
             "size": num_items,
             "index": index,
@@ -93,7 +95,7 @@ def data_set(name: str, options: Mapping[str, Any], seed: int, size: int) -> Any
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **copy.deepcopy(dict(options)))
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"reasoning-gym cannot make {name!r}{told_of(error)}") from error
+        raise ConfigError(f"reasoning-gym cannot make {name!r}{describe_exception(error)}") from error
 
 
 def main() -> None:
@@ -104,7 +106,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
         try:
-            answer = {"rows": rows_of(json.load(sys.stdin))}
+            answer = {"rows": make_rows(json.load(sys.stdin))}
         except (ConfigError, DataError) as error:
             answer = {"raised": type(error).__name__, "told": str(error)}
         json.dump(answer, out)

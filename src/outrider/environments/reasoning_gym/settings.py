@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.tool_qa.named_tools import ToolName, require_possible, tool_tags, waiting_s
+from outrider.environments.tool_qa.named_tools import ToolName, tool_tags, validate_tools, waiting_s
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import ToolUnavailable
@@ -32,7 +32,7 @@ class Generator(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-def _named(value: object) -> object:
+def _parse_generator(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -44,7 +44,7 @@ class ReasoningGymConfig(EpisodeConfig):
     details: ClassVar[frozenset[str]] = EpisodeConfig.details | {"system_prompt", "unsafe_verifier"}
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
-    datasets: tuple[Annotated[Generator, BeforeValidator(_named)], ...] = Field(
+    datasets: tuple[Annotated[Generator, BeforeValidator(_parse_generator)], ...] = Field(
         (Generator(name="chain_sum"),), min_length=1
     )
     """Names of data sets, or tables such as ``{name = "countdown", options = {max_numbers = 4}}``. Their
@@ -75,10 +75,12 @@ class ReasoningGymConfig(EpisodeConfig):
 
     @model_validator(mode="after")
     def _known(self) -> "ReasoningGymConfig":
-        for one in self.datasets:
-            if one.name in _REFUSED:
-                raise ValueError(f"the data set {one.name} is not possible here: {_REFUSED[one.name]}")
-        require_possible(self.tools)
+        for dataset in self.datasets:
+            if dataset.name in _REFUSED:
+                raise ValueError(
+                    f"the data set {dataset.name} is not possible here: {_REFUSED[dataset.name]}"
+                )
+        validate_tools(self.tools)
         if not self.tools and self.protocol != "tags":
             raise ValueError("a native protocol needs tools: without any, the answer stands between tags")
         if self.reward.answer == "judge":

@@ -11,11 +11,11 @@ from typing import Final
 
 from outrider.environments.reasoning_gym.settings import VERIFIER_SECONDS
 from outrider.errors import ToolFault
-from outrider.tools.once import Once
+from outrider.tools.once import SingleFlightCache
 from outrider.tools.python import PythonTool, PythonToolConfig
 from outrider.types import Task
 
-_KEPT: Final = 65_536
+_CACHE_SIZE: Final = 65_536
 # What is evaluated could print a score: only a line that begins with the call's own mark counts. The first
 # one says that the item is there: whatever ends the program from then on is the answer's doing.
 _PROGRAM: Final = """
@@ -51,26 +51,26 @@ class SandboxedVerifier:
             allow_unsafe=allow_unsafe,
         )
         self._python = PythonTool(limits)
-        self._scores: Once[float | None] = Once(_KEPT)
+        self._scores: SingleFlightCache[float | None] = SingleFlightCache(_CACHE_SIZE)
 
     def __call__(self, task: Task, answer: str) -> float | None:
         """Score in [0, 1]; None where the verifier raised, or did not end within its limits. Raises ToolFault
         where it does not have the task's item.
         """
-        return self._scores.get((task.key, answer), lambda: self._asked(task, answer))
+        return self._scores.get((task.key, answer), lambda: self._score(task, answer))
 
     def close(self) -> None:
         """Stop the sandbox; may be called twice."""
         self._python.close()
 
-    def _asked(self, task: Task, answer: str) -> float | None:
+    def _score(self, task: Task, answer: str) -> float | None:
         mark = secrets.token_hex(16)
         item = {"question": task.question, "answers": list(task.answers)}
-        asked = json.dumps({**task.metadata, **item, "answer": answer})
-        found = self._python.run(_PROGRAM.format(asked=asked, mark=mark))
-        lines = [line.removeprefix(mark) for line in found.output.splitlines() if line.startswith(mark)]
+        request = json.dumps({**task.metadata, **item, "answer": answer})
+        result = self._python.run(_PROGRAM.format(asked=request, mark=mark))
+        lines = [line.removeprefix(mark) for line in result.output.splitlines() if line.startswith(mark)]
         if not lines:
-            told = f"{found.status}, {found.output[-300:]}"
-            raise ToolFault(f"the verifier of {task.metadata['dataset']} does not have the item: {told}")
+            details = f"{result.status}, {result.output[-300:]}"
+            raise ToolFault(f"the verifier of {task.metadata['dataset']} does not have the item: {details}")
         score = json.loads(lines[-1] or "null")
         return min(max(float(score), 0.0), 1.0) if score is not None and math.isfinite(score) else None

@@ -31,7 +31,7 @@ class ScienceWorldEnvironment:
         # close() may come from another thread than step(); a loan must go back exactly once.
         self._lock = threading.Lock()
         self._closed = False
-        self._in_flight = False
+        self._is_busy = False
         self._start_record()
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -47,7 +47,7 @@ class ScienceWorldEnvironment:
         if self._closed:  # the loop gave this reset up: nobody else would return the simulator
             self._return_loan()
             raise EnvironmentFault("the ScienceWorld environment was closed while it waited for a simulator")
-        self._in_flight = True
+        self._is_busy = True
         try:
             opening = loan.simulator.load(
                 task_name=self._task_name,
@@ -59,7 +59,7 @@ class ScienceWorldEnvironment:
             self._return_loan()
             raise
         finally:
-            self._in_flight = False
+            self._is_busy = False
         prompt = scienceworld_text.render_prompt(
             task_text=opening.task_text, observation=observation, action_templates=opening.action_templates
         )
@@ -79,14 +79,14 @@ class ScienceWorldEnvironment:
         if parsed.problem:
             self._num_invalid += 1
             return StepResult(message=Message(role="user", content=parsed.problem), invalid=True)
-        self._in_flight = True
+        self._is_busy = True
         try:
             return self._act(loan.simulator, parsed.action)
         except EnvironmentFault:
             self._return_loan()
             raise
         finally:
-            self._in_flight = False
+            self._is_busy = False
 
     def result(self) -> EpisodeResult:
         """The simulator's own score as the return; ``score`` in the metrics is neither clipped nor scaled."""
@@ -112,18 +112,18 @@ class ScienceWorldEnvironment:
         thread still asks must not reach the next episode.
         """
         self._closed = True
-        loan = self._take_loan()
+        loan = self._pop_loan()
         if loan is not None:
-            if self._in_flight:
+            if self._is_busy:
                 loan.simulator.close()
-            self._pool.give_back(loan)
+            self._pool.release(loan)
 
     def _return_loan(self) -> None:
-        loan = self._take_loan()
+        loan = self._pop_loan()
         if loan is not None:
-            self._pool.give_back(loan)
+            self._pool.release(loan)
 
-    def _take_loan(self) -> Loan | None:
+    def _pop_loan(self) -> Loan | None:
         with self._lock:
             loan, self._loan = self._loan, None
         return loan
@@ -137,14 +137,14 @@ class ScienceWorldEnvironment:
         self._num_corrected = 0
         self._done = False
         self._cut_by_moves = False
-        self._asked_back = False
+        self._is_ambiguous = False
 
     def _act(self, simulator: Simulator, action: str) -> StepResult:
         reply = simulator.act(self._corrected(simulator, action))
         unreadable = scienceworld_text.is_unreadable(reply.observation)
-        self._asked_back = scienceworld_text.is_ambiguous(reply.observation)
+        self._is_ambiguous = scienceworld_text.is_ambiguous(reply.observation)
         self._num_invalid += unreadable
-        self._num_ambiguous += self._asked_back
+        self._num_ambiguous += self._is_ambiguous
         reward = self._record(reply.score) - self._record(self._score)
         self._score, self._num_moves = reply.score, reply.num_moves
         over = reply.completed or reply.score < 0
@@ -166,7 +166,7 @@ class ScienceWorldEnvironment:
 
     def _corrected(self, simulator: Simulator, action: str) -> str:
         # A number that answers the simulator's question is no command of the list.
-        if not self._config.correct_actions or (self._asked_back and action.isdigit()):
+        if not self._config.correct_actions or (self._is_ambiguous and action.isdigit()):
             return action
         nearest = scienceworld_text.nearest_action(action, simulator.valid_actions())
         if nearest is None or nearest == action:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from outrider.environments.base import played_steps
+from outrider.environments.base import play_steps
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
 from outrider.environments.scienceworld import text as scienceworld_text
 from outrider.environments.scienceworld.environment import ScienceWorldEnvironment, identity
@@ -42,7 +42,7 @@ class ScienceWorldFactory:
         self.pool.close()
 
 
-class ScienceWorldFamily:
+class ScienceWorldTaskSet:
     """The ScienceWorld tasks of a config. ``start`` replaces the Java process in tests."""
 
     Settings = ScienceWorldConfig
@@ -71,7 +71,7 @@ class ScienceWorldFamily:
 
     def content_hash(self, split: str) -> str:
         """SHA-256 of the split's frozen list."""
-        return scienceworld_tasks.panel_hash(self.tasks(split))
+        return scienceworld_tasks.hash_tasks(self.tasks(split))
 
     def fork_by_replay_is_exact(self, task_name: str) -> bool:
         """Whether the same actions lead to the same state (see ``scienceworld_tasks``)."""
@@ -83,7 +83,7 @@ class ScienceWorldFamily:
         try:
             loan = pool.borrow()
             sizes = {name: loan.simulator.num_variations(name) for name in self.config.task_names}
-            pool.give_back(loan)
+            pool.release(loan)
         except EnvironmentFault as error:
             pool.close()
             raise ToolUnavailable(f"ScienceWorld does not run here: {error}") from error
@@ -106,12 +106,12 @@ class ScienceWorldFamily:
                 task_name=task_name, variation=variation, simplification=self.config.simplification
             )
         finally:
-            self._expert_pool.give_back(loan)
+            self._expert_pool.release(loan)
         config = self.config.model_copy(update={"correct_actions": False})
         environment = ScienceWorldEnvironment(task=task, config=config, pool=self._expert_pool)
         try:
             environment.reset(seed)
-            steps = played_steps(environment, [scienceworld_text.render_action(action) for action in gold])
+            steps = play_steps(environment, [scienceworld_text.render_action(action) for action in gold])
         finally:
             environment.close()
         return steps if environment.result().success else None

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from outrider.environments.process_output import drained
+from outrider.environments.process_output import drain_output
 from outrider.environments.simulator_folders import SimulatorFolder
 from outrider.errors import EnvironmentFault
 
@@ -120,8 +120,8 @@ class JavaSimulator:
         # The simulator writes a listing of object types into the directory that it runs in.
         self._directory = SimulatorFolder()
         self._process = _spawn(launch, self._directory.name)
-        self._last_words: deque[bytes] = deque(maxlen=20)
-        self._errors = drained(self._process.stderr, self._last_words)
+        self._last_lines: deque[bytes] = deque(maxlen=20)
+        self._errors = drain_output(self._process.stderr, self._last_lines)
         self._connection: socket.socket | None = None
         self._pending = b""
         try:
@@ -144,7 +144,7 @@ class JavaSimulator:
 
     def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
         """Start an episode; equal arguments give an equal episode when the launch is deterministic."""
-        self._load(task_name, variation, simplification, want_gold=False)
+        self._load(task_name, variation, simplification, with_gold=False)
         return Opening(
             task_text=self._call("getTaskDescription"),
             observation=self._call("step", "look around"),
@@ -168,7 +168,7 @@ class JavaSimulator:
 
     def gold_actions(self, *, task_name: str, variation: int, simplification: str) -> tuple[str, ...]:
         """A winning action sequence; the simulator's own planner makes it while loading (0.1-8 s)."""
-        self._load(task_name, variation, simplification, want_gold=True)
+        self._load(task_name, variation, simplification, with_gold=True)
         return self._strings(self._call("getGoldActionSequence"))
 
     def num_variations(self, task_name: str) -> int:
@@ -192,9 +192,9 @@ class JavaSimulator:
             connection.close()
         self._directory.cleanup()
 
-    def _load(self, task_name: str, variation: int, simplification: str, *, want_gold: bool) -> None:
+    def _load(self, task_name: str, variation: int, simplification: str, *, with_gold: bool) -> None:
         limit = self._launch.load_limit_s
-        answer = self._call("load", task_name, variation, simplification, want_gold, limit_s=limit)
+        answer = self._call("load", task_name, variation, simplification, with_gold, limit_s=limit)
         if answer:
             raise self._fault(f"cannot load {task_name} variation {variation}: {answer}")
 
@@ -253,16 +253,16 @@ class JavaSimulator:
             port, token = int(output.readline()), output.readline().decode("ascii").strip()
         finally:
             watchdog.cancel()
-        drained(output, deque(maxlen=0))
+        drain_output(output, deque(maxlen=0))
         return port, token
 
-    def _fault(self, what: str) -> EnvironmentFault:
+    def _fault(self, problem: str) -> EnvironmentFault:
         """Kill the process and make the error that tells why."""
         self.close()
         self._errors.join(timeout=1.0)
-        words = b"".join(self._last_words).decode("utf-8", "replace").strip()
+        words = b"".join(self._last_lines).decode("utf-8", "replace").strip()
         return EnvironmentFault(
-            f"the ScienceWorld simulator {what}" + (f" ({words[-500:]})" if words else "")
+            f"the ScienceWorld simulator {problem}" + (f" ({words[-500:]})" if words else "")
         )
 
 

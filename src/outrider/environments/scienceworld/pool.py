@@ -52,12 +52,12 @@ class SimulatorPool:
                 "or close finished environments)"
             ) from None
         try:
-            return Loan(slot=slot, simulator=self._living(slot))
+            return Loan(slot=slot, simulator=self._live_simulator(slot))
         except BaseException:
             self._free.put(slot)
             raise
 
-    def give_back(self, loan: Loan) -> None:
+    def release(self, loan: Loan) -> None:
         """Return a borrowed simulator, dead or alive; call it once per loan."""
         if not loan.simulator.is_alive():
             loan.simulator.close()
@@ -72,17 +72,17 @@ class SimulatorPool:
         for simulator in simulators:
             simulator.close()
 
-    def _living(self, slot: int) -> Simulator:
+    def _live_simulator(self, slot: int) -> Simulator:
         with self._lock:
-            held, num_closings = self._simulators.get(slot), self._num_closings
-        if held is not None and held.is_alive():
-            return held
-        if held is not None:
-            held.close()
+            simulator, num_closings = self._simulators.get(slot), self._num_closings
+        if simulator is not None and simulator.is_alive():
+            return simulator
+        if simulator is not None:
+            simulator.close()
         started = self._start()
         with self._lock:
             self.num_starts += 1
-            self.num_replaced += held is not None
+            self.num_replaced += simulator is not None
             if num_closings == self._num_closings:
                 self._simulators[slot] = started
                 return started

@@ -2,7 +2,7 @@
 replays exactly.
 
 Held here so that listing a split needs no Java;
-:func:`outrider.environments.scienceworld.family.ScienceWorldFamily.make` compares the numbers with the
+:func:`outrider.environments.scienceworld.family.ScienceWorldTaskSet.make` compares the numbers with the
 simulator before the first rollout. Measured on ScienceWorld 1.2.3 (Wang et al. 2022, arXiv 2203.07540).
 """
 
@@ -108,7 +108,7 @@ def make_tasks(task_names: Sequence[str], split: str, limit: int | None) -> tupl
     )
 
 
-def panel_hash(tasks: Sequence[Task]) -> str:
+def hash_tasks(tasks: Sequence[Task]) -> str:
     """SHA-256 over the simulator version and the task keys in order: equal exactly when two panels hold the
     same episodes.
     """

@@ -55,18 +55,18 @@ def parse_action(text: str, *, lower: bool = True, verbatim: bool = False) -> Pa
     The command's white space is collapsed and, with ``lower``, it is lower-cased, as the simulator's parser
     expects. ``verbatim`` keeps what stands between the tags, of any length: a program, or JSON.
     """
-    found = _TAGGED.findall(text)
-    if not found:
+    commands = _TAGGED.findall(text)
+    if not commands:
         return ParsedAction(
             problem="No command found. Write exactly one command as <action>command</action>."
         )
-    if len(found) > 1:
+    if len(commands) > 1:
         return ParsedAction(
             problem=(
-                f"Found {len(found)} commands; nothing was done. Write exactly one <action>command</action>."
+                f"Found {len(commands)} commands; nothing was done. Write exactly one <action>command</action>."
             )
         )
-    action = found[0].strip() if verbatim else " ".join(found[0].split())
+    action = commands[0].strip() if verbatim else " ".join(commands[0].split())
     action = action.lower() if lower and not verbatim else action
     if not action:
         return ParsedAction(problem="The command is empty. Write one command as <action>command</action>.")
@@ -90,9 +90,9 @@ def render_prompt(*, task_text: str, observation: str, action_templates: Sequenc
 
 def render_valid_actions(actions: Sequence[str], limit: int) -> str:
     """The list of commands that are understood now, cut to ``limit`` with the number left out stated."""
-    shown = "\n".join(actions[:limit])
-    left_out = len(actions) - limit
-    return f"Commands understood now:\n{shown}" + (f"\n... and {left_out} more" if left_out > 0 else "")
+    listing = "\n".join(actions[:limit])
+    num_hidden = len(actions) - limit
+    return f"Commands understood now:\n{listing}" + (f"\n... and {num_hidden} more" if num_hidden > 0 else "")
 
 
 def is_unreadable(observation: str) -> bool:

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from outrider.environments.base import played_steps
+from outrider.environments.base import play_steps
 from outrider.environments.scienceworld import text as scienceworld_text
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.environment import TextWorldEnvironment
@@ -37,7 +37,7 @@ class TextWorldFactory:
         """Nothing is held."""
 
 
-class TextWorldFamily:
+class TextWorldTaskSet:
     """The TextWorld games of a config. ``open_game`` replaces the package in tests."""
 
     Settings = TextWorldConfig
@@ -58,11 +58,11 @@ class TextWorldFamily:
         name, game = self.config.shelf().name, self.config.game.type.replace("_", " ")
         return tuple(
             Task(
-                key=f"textworld/{name}/{found}/{index}",
-                question=f"TextWorld {game} {index} of {found}",
-                metadata={"games": name, "split": found, "index": index},
+                key=f"textworld/{name}/{known}/{index}",
+                question=f"TextWorld {game} {index} of {known}",
+                metadata={"games": name, "split": known, "index": index},
             )
-            for found, index in self._keys(split)
+            for known, index in self._keys(split)
         )
 
     def make(self) -> TextWorldFactory:
@@ -92,7 +92,7 @@ class TextWorldFamily:
         try:
             environment.reset(seed)
             commands = walkthrough(shelf.story(*key))
-            steps = played_steps(
+            steps = play_steps(
                 environment, [scienceworld_text.render_action(command) for command in commands]
             )
         finally:

@@ -75,26 +75,26 @@ class GameShelf:
         """Path of a game's story file, made or not; its description lies beside it."""
         return self.root / self.name / f"{split}-{index}" / "game.z8"
 
-    def ensure(self, wanted: Sequence[tuple[Split, int]]) -> None:
+    def ensure(self, keys: Sequence[tuple[Split, int]]) -> None:
         """Make what is missing (2-5 s per game), with up to ``num_makers`` processes.
 
         Raises :class:`ConfigError` where the settings allow no game and :class:`EnvironmentFault` where
         making fails.
         """
-        if not self._missing(wanted):
+        if not self._missing(keys):
             return
         with _MAKING:
-            missing = self._missing(wanted)
+            missing = self._missing(keys)
             shares = [
                 missing[first :: self.num_makers] for first in range(min(self.num_makers, len(missing)))
             ]
             with ThreadPoolExecutor(max_workers=self.num_makers) as pool:
                 list(pool.map(self._make, shares))
 
-    def _missing(self, wanted: Sequence[tuple[Split, int]]) -> list[tuple[Split, int]]:
-        return [key for key in wanted if not self.story(*key).exists()]
+    def _missing(self, keys: Sequence[tuple[Split, int]]) -> list[tuple[Split, int]]:
+        return [key for key in keys if not self.story(*key).exists()]
 
-    def _make(self, wanted: Sequence[tuple[Split, int]]) -> None:
+    def _make(self, keys: Sequence[tuple[Split, int]]) -> None:
         folder = self.root / self.name
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,10 @@ class GameShelf:
                     root=self.root,
                     game=self.game,
                     game_seed=self.game_seed,
-                    wanted=tuple(wanted),
+                    wanted=tuple(keys),
                     work=Path(work).absolute(),
                 )
-                finished = _run_child(order, limit_s=_LEAD_S + self.make_limit_s * len(wanted))
+                finished = _run_child(order, limit_s=_LEAD_S + self.make_limit_s * len(keys))
         except OSError as error:
             raise EnvironmentFault(f"cannot make TextWorld games in {folder}: {error}") from error
         last_words = (finished.stderr.strip().splitlines() or ["no message"])[-1]
@@ -152,7 +152,7 @@ def main() -> int:
         target = shelf.story(split, index).parent
         folder = order.work / target.name
         try:
-            _make_one(order, split, index, folder)
+            _make_game(order, split, index, folder)
         except ConfigError as error:
             print(error, file=sys.stderr)
             return _IMPOSSIBLE
@@ -164,7 +164,7 @@ def main() -> int:
     return 0
 
 
-def _make_one(order: _Order, split: Split, index: int, folder: Path) -> None:
+def _make_game(order: _Order, split: Split, index: int, folder: Path) -> None:
     """Draw games until one's walkthrough wins it. The draws follow the seeds alone, so everyone ends at the
     same game.
     """

@@ -26,7 +26,7 @@ class QuestGame(Settings):
     """Tell only the last command of the quest, neither the way there nor other goals."""
 
     @model_validator(mode="after")
-    def _possible(self) -> "QuestGame":
+    def _validate(self) -> "QuestGame":
         if self.quest_breadth > self.quest_length:
             raise ValueError(
                 "quest_breadth cannot be more than quest_length: a goal takes at least one command"
@@ -45,7 +45,7 @@ class CoinCollector(Settings):
     """Tell only to take the coin and not the way there."""
 
     @model_validator(mode="after")
-    def _possible(self) -> "CoinCollector":
+    def _validate(self) -> "CoinCollector":
         shape, length = divmod(self.level - 1, 100)
         if (shape + 1) * (length + 1) > MAX_ROOMS:
             raise ValueError(
@@ -85,7 +85,7 @@ class Cooking(Settings):
     """Whether the inventory is limited."""
 
     @model_validator(mode="after")
-    def _possible(self) -> "Cooking":
+    def _validate(self) -> "Cooking":
         if self.num_to_find > self.num_ingredients:
             raise ValueError("num_to_find cannot be more than num_ingredients")
         return self

@@ -152,9 +152,9 @@ def clean(text: str) -> str:
 
 
 @contextmanager
-def _faults(what: str) -> Iterator[None]:
+def _faults(operation: str) -> Iterator[None]:
     try:
         yield
     # whatever a package of this size raises, the episode is lost and the run goes on
     except Exception as error:
-        raise EnvironmentFault(f"TextWorld: {what}: {type(error).__name__}: {error}") from error
+        raise EnvironmentFault(f"TextWorld: {operation}: {type(error).__name__}: {error}") from error

@@ -20,16 +20,16 @@ class CallBudget:
         self._open = True
         self._lock = threading.Lock()
 
-    def take_share(self, begin: int, end: int, of: int) -> None:
+    def set_share(self, begin: int, end: int, num_groups: int) -> None:
         """See :class:`outrider.environments.base.CallCapped`."""
         if self._whole is not None:
-            self.limit = self._whole * end // of - self._whole * begin // of
+            self.limit = self._whole * end // num_groups - self._whole * begin // num_groups
 
     def num_spent(self) -> int:
         """See :class:`outrider.environments.base.CallCapped`."""
         return self.num_executed
 
-    def go_on(self, num_spent: int) -> None:
+    def resume_batch(self, num_spent: int) -> None:
         """See :class:`outrider.environments.base.CallCapped`."""
         self._limited = self.limit is not None
         self.num_executed = num_spent

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from outrider.config import Settings
 from outrider.config_paths import no_such_file
 from outrider.errors import DataError, ToolUnavailable
-from outrider.plugins.imports import searched
+from outrider.plugins.imports import search_folders
 from outrider.records import SUFFIXES, Row, read_rows
 from outrider.types import Task
 
@@ -56,7 +56,7 @@ class DatasetConfig(Settings):
     """Only the first rows."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> "DatasetConfig":
+    def _validate_source(self) -> "DatasetConfig":
         if (self.path is None) == (self.hub is None):
             raise ValueError("set exactly one of path and hub")
         return self
@@ -70,8 +70,8 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
     its package.
     """
     if config.path is not None and config.path.suffix in SUFFIXES and not config.path.exists():
-        where = f"{setting}.path: " if setting else ""
-        raise DataError(f"{where}{no_such_file(config.path, searched())}")
+        prefix = f"{setting}.path: " if setting else ""
+        raise DataError(f"{prefix}{no_such_file(config.path, search_folders())}")
     tasks: dict[str, Task] = {}
     blank: list[str] = []
     for index, row in enumerate(_rows(config)):
@@ -79,10 +79,10 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
             break
         task = _task(row, index, config)
         if not all(task.answers):
-            blank.append(row.place)
+            blank.append(row.location)
             continue
         if task.key in tasks:
-            raise DataError(f"{row.place}: duplicate key {task.key!r}")
+            raise DataError(f"{row.location}: duplicate key {task.key!r}")
         tasks[task.key] = task
     if blank and config.blank_answers == "error":
         raise DataError(
@@ -98,7 +98,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
     return list(tasks.values())
 
 
-def panel_hash(tasks: Sequence[Task]) -> str:
+def hash_tasks(tasks: Sequence[Task]) -> str:
     """SHA-256 (hex) over everything in a task list, in order: two panels are the same exactly when this
     is.
     """
@@ -132,7 +132,7 @@ def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> 
             return
         except Exception as error:  # a broken shard shows where it is read
             raise _unloadable(name, error, advice) from error
-        yield Row(place=f"{name}:row {index}", values=record)
+        yield Row(location=f"{name}:row {index}", values=record)
 
 
 def _unloadable(name: str, error: Exception, advice: str) -> DataError:
@@ -156,18 +156,18 @@ def _task(row: Row, index: int, config: DatasetConfig) -> Task:
 def _answers(row: Row, config: DatasetConfig) -> tuple[str, ...]:
     name = answer_column(row, config.answer)
     value = row.get(name)
-    answers = tuple(_answer(one, row, config) for one in (value if isinstance(value, list) else [value]))
+    answers = tuple(_answer(item, row, config) for item in (value if isinstance(value, list) else [value]))
     if not answers:
-        raise DataError(f"{row.place}: column {name!r} holds no answer")
+        raise DataError(f"{row.location}: column {name!r} holds no answer")
     return answers
 
 
-def answer_column(row: Row, named: str) -> str:
+def answer_column(row: Row, column: str) -> str:
     """``answers`` where a row lacks the column ``answer`` and has that one, else the named column."""
     is_other = (
-        named == "answer" and row.values.get("answer") is None and row.values.get("answers") is not None
+        column == "answer" and row.values.get("answer") is None and row.values.get("answers") is not None
     )
-    return "answers" if is_other else named
+    return "answers" if is_other else column
 
 
 def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
@@ -175,11 +175,13 @@ def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
         value = str(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(
-            f"{row.place}: column {config.answer!r} must hold text or numbers, got {value!r}"[:300]
+            f"{row.location}: column {config.answer!r} must hold text or numbers, got {value!r}"[:300]
         )
     text = "" if isinstance(value, float) and not math.isfinite(value) else str(value)  # a missing number
     if config.answer_after is not None:
         _, mark, text = text.rpartition(config.answer_after)
         if not mark:
-            raise DataError(f"{row.place}: column {config.answer!r} lacks the mark {config.answer_after!r}")
+            raise DataError(
+                f"{row.location}: column {config.answer!r} lacks the mark {config.answer_after!r}"
+            )
     return text.strip()

@@ -21,7 +21,7 @@ from outrider.environments.tool_qa.tag_protocol import (
 )
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, Judge, ToolEpisode
 from outrider.errors import ConfigError
-from outrider.tokens.calls import unwritable_in
+from outrider.tokens.calls import describe_unwritable
 from outrider.tools.base import Tool
 from outrider.tools.toolset import Toolset
 from outrider.types import Message, Task
@@ -130,8 +130,10 @@ class ToolEnvironmentFactory:
         self._system_prompt = system_prompt
         self._budget = CallBudget(config.max_batch_calls)
         try:
-            if config.call_format and (told := unwritable_in(config.call_format, self._tools.schemas)):
-                raise ConfigError(f"environment.protocol: {told}")
+            if config.call_format and (
+                problem := describe_unwritable(config.call_format, self._tools.schemas)
+            ):
+                raise ConfigError(f"environment.protocol: {problem}")
             judge = make_reward_judge(config.reward.judge)
         except BaseException:
             self.close()
@@ -140,8 +142,8 @@ class ToolEnvironmentFactory:
 
     def __call__(self, task: Task) -> ToolEpisode:
         """A fresh environment for one episode of the task."""
-        made = ToolEnvironment if self._config.call_format is None else NativeToolEnvironment
-        return made(
+        environment_class = ToolEnvironment if self._config.call_format is None else NativeToolEnvironment
+        return environment_class(
             task=task,
             tools=self._tools,
             config=self._config,
@@ -150,17 +152,17 @@ class ToolEnvironmentFactory:
             judge=self._judge,
         )
 
-    def take_share(self, begin: int, end: int, of: int) -> None:
+    def set_share(self, begin: int, end: int, num_groups: int) -> None:
         """See :class:`outrider.environments.base.CallCapped`."""
-        self._budget.take_share(begin, end, of)
+        self._budget.set_share(begin, end, num_groups)
 
     def num_spent(self) -> int:
         """See :class:`outrider.environments.base.CallCapped`."""
         return self._budget.num_spent()
 
-    def go_on(self, num_spent: int) -> None:
+    def resume_batch(self, num_spent: int) -> None:
         """See :class:`outrider.environments.base.CallCapped`."""
-        self._budget.go_on(num_spent)
+        self._budget.resume_batch(num_spent)
 
     def begin_batch(self, *, limited: bool) -> None:
         """See :class:`outrider.environments.base.RoundAware`."""

@@ -15,9 +15,9 @@ from outrider.environments.tool_qa.named_tools import (
     ToolName,
     argument_lines,
     load_tools,
-    require_possible,
     tool_tags,
     usages,
+    validate_tools,
     waiting_s,
 )
 from outrider.environments.tool_qa.tag_protocol import stop_strings
@@ -60,10 +60,10 @@ class ToolsConfig(EpisodeConfig):
     """Your own system prompt in place of that choice."""
 
     @model_validator(mode="after")
-    def _possible(self) -> "ToolsConfig":
+    def _validate(self) -> "ToolsConfig":
         if not self.tools:
             raise ValueError("tools must name at least one tool, each once")
-        require_possible(self.tools)
+        validate_tools(self.tools)
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
         return self
@@ -90,7 +90,7 @@ class ToolsConfig(EpisodeConfig):
         return max(own, self.python.wall_seconds * math.ceil(num_concurrent / self.python.num_servers))
 
 
-class ToolsFamily:
+class ToolsTaskSet:
     """Questions of your own, with tools. Showing a step is the same as doing it: tools change nothing."""
 
     Settings = ToolsConfig

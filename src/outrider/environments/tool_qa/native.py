@@ -11,7 +11,7 @@ from typing import Self
 
 from outrider.environments.base import StepResult
 from outrider.environments.grading.answers import last_boxed
-from outrider.environments.tool_qa.rewards import RewardConfig, Score, answer_of, score_answer
+from outrider.environments.tool_qa.rewards import RewardConfig, Score, final_answer, score_answer
 from outrider.environments.tool_qa.tag_protocol import neutralise
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, ToolEpisode
 from outrider.tokens.calls.format import call_id
@@ -74,29 +74,29 @@ class NativeToolEnvironment(ToolEpisode):
 
     def _answer(self, turn: NativeTurn, calls: Sequence[ToolCall]) -> StepResult:
         """Run the calls in their order; each gets a message, and each problem one behind them."""
-        ran: list[tuple[ToolCall, ToolOutput]] = []
-        said: list[Message] = []
+        outputs: list[tuple[ToolCall, ToolOutput]] = []
+        messages: list[Message] = []
         is_refused = is_repeated = False
-        asked: set[tuple[str, str]] = set()
+        seen_keys: set[tuple[str, str]] = set()
         for call in calls:
-            key = self._tools.key_of(call)
-            if not self._is_open(len(ran)):
+            key = self._tools.call_key(call)
+            if not self._is_open(len(outputs)):
                 is_refused = True
-                said.append(_result(call, OVER_LIMIT))
-            elif self._is_refused_repetition(key) or (key in asked and self._config.repeated == "refuse"):
+                messages.append(_result(call, OVER_LIMIT))
+            elif self._is_refused_repetition(key) or (key in seen_keys and self._config.repeated == "refuse"):
                 is_repeated = True
-                said.append(_result(call, REPEATED))
+                messages.append(_result(call, REPEATED))
             else:
                 output = self._tools.run_call(call)
-                ran.append((call, output))
-                said.append(_result(call, output.text))
-            asked.add(key)
+                outputs.append((call, output))
+                messages.append(_result(call, output.text))
+            seen_keys.add(key)
         # Behind the last one: a fault leaves the record as it was.
-        for call, output in ran:
-            self._count(self._tools.key_of(call), failed=output.failed)
+        for call, output in outputs:
+            self._count(self._tools.call_key(call), failed=output.failed)
         first = len(calls) + len(turn.problems)  # behind the numbers of all calls, read or not
-        said += [_complaint(problem, number) for number, problem in enumerate(turn.problems, first)]
-        executed = tuple(call.name for call, _ in ran)
+        messages += [_complaint(problem, number) for number, problem in enumerate(turn.problems, first)]
+        executed = tuple(call.name for call, _ in outputs)
         self._turns.append(
             NativeTurn(
                 content=turn.content,
@@ -116,9 +116,9 @@ class NativeToolEnvironment(ToolEpisode):
                 reward=reward, done=True, invalid=True, num_tool_calls=len(executed), tools=executed
             )
         return StepResult(
-            messages=tuple(said),
+            messages=tuple(messages),
             invalid=is_invalid,
-            refused=is_refused and not ran,
+            refused=is_refused and not outputs,
             num_tool_calls=len(executed),
             tools=executed,
         )
@@ -139,7 +139,7 @@ class NativeToolEnvironment(ToolEpisode):
         fault = native_fault(turns, reward)
         answers = turns and not turns[-1].num_calls and not turns[-1].problems
         return score_answer(
-            answer_of(turns[-1].content) if answers else "",
+            final_answer(turns[-1].content) if answers else "",
             self._task.answers,
             reward,
             fault=fault,

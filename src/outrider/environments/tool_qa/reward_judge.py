@@ -10,12 +10,12 @@ from typing import Final
 from pydantic import Field
 
 from outrider.engines.chat.engine import EndpointSettings
-from outrider.environments.tool_qa.judge import Judge, JudgeSettings, found_judge
+from outrider.environments.tool_qa.judge import Judge, JudgeSettings, discover_judge
 from outrider.errors import ConfigError, EngineFault, ModelError, ToolFault, ToolUnavailable
-from outrider.tools.once import Once
+from outrider.tools.once import SingleFlightCache
 from outrider.types import Task
 
-_KEPT: Final = 65_536
+_CACHE_SIZE: Final = 65_536
 
 
 class RewardJudgeEndpoint(EndpointSettings):
@@ -40,23 +40,25 @@ class RewardJudge:
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
-        self._verdicts: Once[bool] = Once(_KEPT)
+        self._verdicts: SingleFlightCache[bool] = SingleFlightCache(_CACHE_SIZE)
 
     def is_correct(self, task: Task, prediction: str) -> bool:
         """The verdict on one answer. Raises ToolFault where there is none: it is never counted as wrong."""
         accepted = "\n".join((task.question, *task.answers))
-        return self._verdicts.get((task.key, accepted, prediction), lambda: self._asked(task, prediction))
+        return self._verdicts.get(
+            (task.key, accepted, prediction), lambda: self._judge_answer(task, prediction)
+        )
 
-    def _asked(self, task: Task, prediction: str) -> bool:
+    def _judge_answer(self, task: Task, prediction: str) -> bool:
         # what is asked names the random stream, and not who asks first
         digest = hashlib.sha256(prediction.encode("utf-8", "surrogatepass")).hexdigest()
         try:
-            found = self._judge.judge(task.question, task.answers, prediction, key=f"{task.key}/{digest}")
+            judgement = self._judge.judge(task.question, task.answers, prediction, key=f"{task.key}/{digest}")
         except ModelError as error:
             raise ToolFault(f"the reward's judge: {error}") from error
-        if found.is_correct is None:
-            raise ToolFault(f"the reward's judge: {found.fault}")
-        return found.is_correct
+        if judgement.is_correct is None:
+            raise ToolFault(f"the reward's judge: {judgement.fault}")
+        return judgement.is_correct
 
 
 def make_reward_judge(settings: RewardJudgeSettings | None) -> RewardJudge | None:
@@ -64,6 +66,6 @@ def make_reward_judge(settings: RewardJudgeSettings | None) -> RewardJudge | Non
     if settings is None:
         return None
     try:
-        return RewardJudge(found_judge(settings))
+        return RewardJudge(discover_judge(settings))
     except (EngineFault, ModelError, ConfigError) as error:
         raise ToolUnavailable(f"the reward's judge: {error}") from error

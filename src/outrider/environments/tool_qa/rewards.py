@@ -111,10 +111,10 @@ def score_answer(
     f1 = f1_score(prediction, answers)
     match config.answer:
         case "math":
-            graded = _by_value(prediction, answers)
+            graded = _grade_math(prediction, answers)
         case "judge" | "verifier":
             assert judged is not None
-            graded = _by_judge(prediction, judged) if fault is None else _Graded(0.0)
+            graded = _grade_judged(prediction, judged) if fault is None else _Graded(0.0)
         case _:
             graded = _Graded(float(em))
     correctness = f1 if config.answer == "f1" else graded.correctness
@@ -140,17 +140,17 @@ class _Graded:
     num_undecided: int = 0
 
 
-def _by_value(prediction: str, answers: Sequence[str]) -> _Graded:
+def _grade_math(prediction: str, answers: Sequence[str]) -> _Graded:
     verdicts = compare_all(prediction, answers)
     return _Graded(float(Verdict.EQUAL in verdicts), verdicts.count(Verdict.UNDECIDED))
 
 
-def _by_judge(prediction: str, judged: Judged) -> _Graded:
+def _grade_judged(prediction: str, judged: Judged) -> _Graded:
     score = judged(prediction)
     return _Graded(float(score or 0.0), num_undecided=int(score is None))
 
 
-def answer_of(text: str) -> str:
+def final_answer(text: str) -> str:
     """The answer in a text: its last box, else the text itself. Thoughts are no part of it."""
     text = without_thoughts(text)
     boxed = last_boxed(text)
@@ -168,4 +168,4 @@ def _prediction(turns: Sequence[Turn], tools: Sequence[str]) -> str:
     action = parse_action(spoken, tools)
     if not isinstance(action, Answer):
         return ""
-    return answer_of(action.text)
+    return final_answer(action.text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from outrider.environments.agent.launched import Launched, OnEnd, Relaunched
+from outrider.environments.agent.launched import OnEnd, RestartingProcess, WorkerProcess
 from outrider.environments.agent.programs import ONE_THREAD, recipe_folders
 from outrider.environments.verifiers.settings import VerifiersConfig
 from outrider.errors import ToolUnavailable
@@ -15,11 +15,11 @@ from outrider.types import Task
 _PLAYER: Final = Path(__file__).with_name("player") / "__main__.py"
 
 
-def launch(config: VerifiersConfig, *, lists: bool) -> Launched:
+def launch(config: VerifiersConfig, *, lists: bool) -> WorkerProcess:
     """Start the process; with ``lists`` its first line holds the rows. Raises ToolUnavailable."""
     # -P: the folder of the program holds modules of ours, which would hide others' of the same names
     command = [os.path.expanduser(config.python or sys.executable), "-P", str(_PLAYER)]
-    given = {
+    request = {
         "id": config.id,
         "options": config.options,
         "num_rows": config.num_rows,
@@ -28,12 +28,12 @@ def launch(config: VerifiersConfig, *, lists: bool) -> Launched:
         "lists": lists,
     }
     try:
-        return Launched(
+        return WorkerProcess(
             command,
             os.environ | ONE_THREAD,
-            what=f"the verifiers environment {config.id}",
+            description=f"the verifiers environment {config.id}",
             start_s=config.start_limit_s,
-            first=given,
+            first=request,
             is_quiet=True,
         )
     except ToolUnavailable as error:
@@ -45,7 +45,7 @@ def launch(config: VerifiersConfig, *, lists: bool) -> Launched:
         ) from error
 
 
-class Episodes(Relaunched):
+class Episodes(RestartingProcess):
     """Plays them in one process. Called from several threads."""
 
     def __init__(self, config: VerifiersConfig) -> None:

@@ -11,7 +11,7 @@ from outrider.errors import DataError
 from outrider.types import Step, Task
 
 
-class VerifiersFamily:
+class VerifiersTaskSet:
     """The rows of a taskset, which verifiers' agents work on."""
 
     Settings = VerifiersConfig
@@ -36,8 +36,8 @@ class VerifiersFamily:
         with self._lock:
             if self._rows is None:
                 self._rows = _listed(self.config)
-        places = self.config.rows_of(split)
-        return self._rows[places.start : places.stop]
+        rows = self.config.split_rows(split)
+        return self._rows[rows.start : rows.stop]
 
     def make(self) -> ProgramFactory:
         """Start the process that plays, and the server that agents ask. Raises ToolUnavailable."""
@@ -54,10 +54,10 @@ class VerifiersFamily:
 def _listed(config: VerifiersConfig) -> tuple[Task, ...]:
     process = launch(config, lists=True)
     process.close()
-    versions = process.said["versions"]
+    versions = process.ready_message["versions"]
     tasks = tuple(
         Task(key=row["key"], question=row["question"], metadata={"versions": versions, "row": number})
-        for number, row in enumerate(process.said["rows"])
+        for number, row in enumerate(process.ready_message["rows"])
     )
     keys: set[str] = set()
     for task in tasks:

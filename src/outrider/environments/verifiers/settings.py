@@ -41,7 +41,7 @@ class VerifiersConfig(ProgramConfig):
     """Seconds that the import and the taskset's data may take."""
 
     @model_validator(mode="after")
-    def _possible(self) -> "VerifiersConfig":
+    def _validate(self) -> "VerifiersConfig":
         if self.num_train + self.num_valid + self.num_test == 0:
             raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
         taskset = self.options.get("taskset", {})
@@ -54,7 +54,7 @@ class VerifiersConfig(ProgramConfig):
         """Rows that are read, the first ones that are left out among them."""
         return self.first_row + self.num_train + self.num_valid + self.num_test
 
-    def rows_of(self, split: str) -> range:
+    def split_rows(self, split: str) -> range:
         """The rows of a split."""
         numbers = dict(zip(SPLITS, (self.num_train, self.num_valid, self.num_test), strict=True))
         begin = self.first_row

@@ -126,28 +126,28 @@ def load_catalogue(
     twice and a catalogue without any instruction.
     """
     if products is None or attributes is None:
-        place = SHIPPED
+        source = SHIPPED
         bundle = _validated(
-            _BUNDLE, resources.files("outrider.environments.webshop").joinpath(SHIPPED).read_bytes(), place
+            _BUNDLE, resources.files("outrider.environments.webshop").joinpath(SHIPPED).read_bytes(), source
         )
         listed, records = bundle.products, bundle.attributes
     else:
-        place = str(products)
+        source = str(products)
         listed, records = (
-            _validated(_PRODUCTS, _read(products), place),
+            _validated(_PRODUCTS, _read(products), source),
             _validated(_ATTRIBUTES, _read(attributes), str(attributes)),
         )
-    found = _products(listed, records, place)
+    known_products = _products(listed, records, source)
     if human_goals is None:
-        written_for = [key for key in found if key in records and records[key].instruction]
-        wanted = {key: _synthetic(key, records[key], str(attributes or place)) for key in written_for}
+        keys = [key for key in known_products if key in records and records[key].instruction]
+        candidates = {key: _synthetic(key, records[key], str(attributes or source)) for key in keys}
     else:
         written = _validated(_HUMAN, _read(human_goals), str(human_goals))
-        wanted = {key: _human(written[key]) for key in found if key in written}
-    instructions = {key: texts for key, texts in wanted.items() if texts}
+        candidates = {key: _human(written[key]) for key in known_products if key in written}
+    instructions = {key: texts for key, texts in candidates.items() if texts}
     if not instructions:
-        raise DataError(f"{human_goals or attributes or place}: no instruction for any product of {place}")
-    return Catalogue(products=found, instructions=instructions)
+        raise DataError(f"{human_goals or attributes or source}: no instruction for any product of {source}")
+    return Catalogue(products=known_products, instructions=instructions)
 
 
 def _read(path: Path) -> bytes:
@@ -157,29 +157,29 @@ def _read(path: Path) -> bytes:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _validated(adapter: TypeAdapter[_ValueT], raw: bytes, place: str) -> _ValueT:
+def _validated(adapter: TypeAdapter[_ValueT], raw: bytes, source: str) -> _ValueT:
     try:
         return adapter.validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{place}: {where + ': ' if where else ''}{first['msg']}") from error
+        location = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{source}: {location + ': ' if location else ''}{first['msg']}") from error
 
 
 def _products(
-    listed: tuple[_Listed, ...], records: Mapping[str, _Synthetic], place: str
+    listed: tuple[_Listed, ...], records: Mapping[str, _Synthetic], source: str
 ) -> dict[str, Product]:
     products: dict[str, Product] = {}
     seen: set[str] = set()
     for entry in listed:
         # A page's buttons are read without regard to case, so ids must differ in more than that.
         if entry.id.lower() in seen:
-            raise DataError(f"{place}: duplicate product id {entry.id!r}")
+            raise DataError(f"{source}: duplicate product id {entry.id!r}")
         seen.add(entry.id.lower())
         own = records[entry.id].attributes if entry.id in records else ()
         products[entry.id] = _product(entry.id, entry.product, own)
     if not products:
-        raise DataError(f"{place}: the catalogue is empty")
+        raise DataError(f"{source}: the catalogue is empty")
     return products
 
 
@@ -200,26 +200,28 @@ def _product(product_id: str, details: _Details, attributes: tuple[str, ...]) ->
     )
 
 
-def _synthetic(product_id: str, record: _Synthetic, place: str) -> tuple[Instruction, ...]:
+def _synthetic(product_id: str, record: _Synthetic, source: str) -> tuple[Instruction, ...]:
     if not record.instruction_attributes:
-        raise DataError(f"{place}: {product_id} has an instruction without instruction_attributes")
+        raise DataError(f"{source}: {product_id} has an instruction without instruction_attributes")
     return (Instruction(text=record.instruction or "", attributes=record.instruction_attributes),)
 
 
 def _human(records: tuple[_Human, ...]) -> tuple[Instruction, ...]:
     """As in the original, an instruction without attributes is left out."""
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     for record in records:
-        wanted = record.instruction_options
+        raw_options = record.instruction_options
         options = (
-            tuple(wanted.items()) if isinstance(wanted, dict) else tuple(("", value) for value in wanted)
+            tuple(raw_options.items())
+            if isinstance(raw_options, dict)
+            else tuple(("", value) for value in raw_options)
         )
         if record.instruction_attributes:
-            found.append(
+            instructions.append(
                 Instruction(
                     text=record.instruction.strip("."),
                     attributes=record.instruction_attributes,
                     options=options,
                 )
             )
-    return tuple(found)
+    return tuple(instructions)

@@ -19,7 +19,7 @@ from outrider.environments.webshop import pages as webshop_pages
 from outrider.environments.webshop import reward as webshop_reward
 from outrider.environments.webshop import text as webshop_text
 from outrider.environments.webshop.catalogue import Catalogue, load_catalogue
-from outrider.environments.webshop.goals import Goal, SplitBy
+from outrider.environments.webshop.goals import Goal, SplitUnit
 from outrider.environments.webshop.pages import Page, Shop
 from outrider.environments.webshop.reward import OptionScoring, PurchaseScore, RewardKind
 from outrider.errors import ConfigError, DataError
@@ -49,7 +49,7 @@ class WebShopConfig(EnvironmentSettings):
     """
     goal_seed: int = 0
     """Draws the prices and orders the goals, for all workers alike. Another value gives another benchmark."""
-    split_by: SplitBy = "goal"
+    split_by: SplitUnit = "goal"
     """Unit that no two splits share: a goal and its wording, or even a product."""
     num_train: Annotated[int, Field(ge=1)] | None = None
     """Only the first goals of the split; None keeps all."""
@@ -120,8 +120,8 @@ class WebShopEnvironment:
             return self._search(action.argument)
         if action.argument == webshop_pages.BUY and action.argument in self._shop.clickables(self._page):
             return self._buy()
-        following = self._shop.click(self._page, action.argument)
-        return self._refuse(webshop_text.NO_SUCH_NAME) if following is None else self._go(following)
+        next_page = self._shop.click(self._page, action.argument)
+        return self._refuse(webshop_text.NO_SUCH_NAME) if next_page is None else self._go(next_page)
 
     def result(self) -> EpisodeResult:
         """The return, success (a task score of exactly 1.0) and the parts of the score, all 0 before a
@@ -182,7 +182,7 @@ class WebShopEnvironment:
             bought=self._shop.products[page.product_id],
             price=self._shop.prices[page.product_id],
             chosen=page.chosen,
-            wanted=self._shop.products[goal.product_id],
+            target=self._shop.products[goal.product_id],
             attributes=goal.attributes,
             options=goal.options,
             price_limit=goal.price_limit,
@@ -217,7 +217,7 @@ class WebShopFactory:
         """Nothing is held."""
 
 
-class WebShopFamily:
+class WebShopTaskSet:
     """Goals, shop and scripted shopper over one catalogue, loaded once."""
 
     Settings = WebShopConfig
@@ -241,7 +241,7 @@ class WebShopFamily:
     @cached_property
     def _splits(self) -> dict[str, tuple[Goal, ...]]:
         goals = webshop_goals.build_goals(self._catalogue, self._prices, self.config.goal_seed)
-        return webshop_goals.split_goals(goals, seed=self.config.goal_seed, by=self.config.split_by)
+        return webshop_goals.split_goals(goals, seed=self.config.goal_seed, unit=self.config.split_by)
 
     @cached_property
     def _shop(self) -> Shop:
@@ -296,14 +296,14 @@ class WebShopFamily:
         """The oracle's actions, or None when the product is not among the results of either query."""
         texts = (goal.request, self._shop.products[goal.product_id].title)
         queries = [" ".join(terms(text))[:_MAX_QUERY_CHARACTERS] for text in texts]
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         for index, query in enumerate(queries):
             results = self._shop.search(query).results
             if goal.product_id in results:
-                found.append((results.index(goal.product_id) // webshop_pages.RESULTS_PER_PAGE, index))
-        if not found:
+                matches.append((results.index(goal.product_id) // webshop_pages.RESULTS_PER_PAGE, index))
+        if not matches:
             return None
-        num_turns, index = min(found)
+        num_turns, index = min(matches)
         names = [webshop_pages.NEXT] * num_turns + [
             goal.product_id,
             *(value for _, value in goal.options),
@@ -312,6 +312,6 @@ class WebShopFamily:
         return [("search", queries[index]), *(("click", name) for name in names)]
 
 
-def _share(num_hit: int, num_wanted: int) -> float:
+def _share(num_hit: int, total: int) -> float:
     """Asking for nothing leaves nothing to miss."""
-    return num_hit / num_wanted if num_wanted else 1.0
+    return num_hit / total if total else 1.0

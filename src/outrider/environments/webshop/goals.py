@@ -18,7 +18,7 @@ from outrider.errors import ConfigError
 from outrider.seeding import stream, stream_seed
 from outrider.types import Task
 
-SplitBy: TypeAlias = Literal["goal", "product"]
+SplitUnit: TypeAlias = Literal["goal", "product"]
 
 # The original's index ranges: test 0-499, valid 500-1499, train the rest. A small catalogue gives each a
 # fifth at most.
@@ -52,7 +52,7 @@ class Goal:
 
 def draw_prices(catalogue: Catalogue, seed: int) -> dict[str, float]:
     """One price per product in dollars: its own, or a point drawn uniformly from its range."""
-    return {key: _price(found, seed) for key, found in catalogue.products.items()}
+    return {key: _price(item, seed) for key, item in catalogue.products.items()}
 
 
 def build_goals(catalogue: Catalogue, prices: Mapping[str, float], seed: int) -> tuple[Goal, ...]:
@@ -69,7 +69,7 @@ def build_goals(catalogue: Catalogue, prices: Mapping[str, float], seed: int) ->
     )
 
 
-def split_goals(goals: Sequence[Goal], *, seed: int, by: SplitBy) -> dict[str, tuple[Goal, ...]]:
+def split_goals(goals: Sequence[Goal], *, seed: int, unit: SplitUnit) -> dict[str, tuple[Goal, ...]]:
     """The splits ``test``, ``valid`` and ``train`` over one fixed order: the first 500 goals, the next 1,000
     and the rest (a fifth of all goals at most for each of the first two).
 
@@ -79,7 +79,7 @@ def split_goals(goals: Sequence[Goal], *, seed: int, by: SplitBy) -> dict[str, t
     """
     blocks: dict[str, list[Goal]] = defaultdict(list)
     for goal in goals:
-        blocks[goal.product_id if by == "product" else goal.text].append(goal)
+        blocks[goal.product_id if unit == "product" else goal.text].append(goal)
     num_test, num_valid = (min(number, len(goals) // _LARGEST_SHARE) for number in (NUM_TEST, NUM_VALID))
     room = {"test": num_test, "valid": num_valid, "train": len(goals)}
     splits: dict[str, list[Goal]] = {split: [] for split in room}
@@ -133,21 +133,21 @@ def _pair(task: Task, pair: object) -> tuple[str, str]:
     raise ConfigError(f"{task.key} is not a WebShop task")
 
 
-def _goals(found: Product, instruction: Instruction, index: int, price: float, seed: int) -> Iterator[Goal]:
-    limit = _price_limit(price, seed, found.product_id, index)
+def _goals(item: Product, instruction: Instruction, index: int, price: float, seed: int) -> Iterator[Goal]:
+    limit = _price_limit(price, seed, item.product_id, index)
     if instruction.options is None:
-        names = sorted(found.options)
-        wanted = [
+        names = sorted(item.options)
+        choices = [
             tuple(zip(names, values, strict=True))
-            for values in product(*(found.options[name] for name in names))
+            for values in product(*(item.options[name] for name in names))
         ]
-        for options in wanted:
+        for options in choices:
             extra = ", and ".join(f"{name}: {value}" for name, value in options)
             text = instruction.text + (f" with {extra}" if extra else "")
-            yield _goal(found.product_id, _digest(options), text, instruction.attributes, options, limit)
+            yield _goal(item.product_id, _digest(options), text, instruction.attributes, options, limit)
     else:
         yield _goal(
-            found.product_id,
+            item.product_id,
             f"human-{index}",
             instruction.text,
             instruction.attributes,
@@ -183,11 +183,11 @@ def _order(seed: int, key: str) -> tuple[int, str]:
     return stream_seed(seed, "webshop order", key), key
 
 
-def _price(found: Product, seed: int) -> float:
-    if len(found.prices) == 1:
-        return found.prices[0]
-    low, high = found.prices
-    return low + (high - low) * float(stream(seed, "webshop price", found.product_id).random())
+def _price(item: Product, seed: int) -> float:
+    if len(item.prices) == 1:
+        return item.prices[0]
+    low, high = item.prices
+    return low + (high - low) * float(stream(seed, "webshop price", item.product_id).random())
 
 
 def _price_limit(price: float, seed: int, product_id: str, index: int) -> float | None:

@@ -76,7 +76,8 @@ class Shop:
             *(("attributes",) if show_attributes else ()),
         )
         self._index = SearchTool(
-            [_passage(found) for found in products.values()], SearchConfig(top_k=NUM_RESULTS, title_weight=1)
+            [_passage(product) for product in products.values()],
+            SearchConfig(top_k=NUM_RESULTS, title_weight=1),
         )
 
     def search(self, words: str) -> Page:
@@ -129,35 +130,35 @@ class Shop:
                 for text in (key, self.products[key].title, self.products[key].price_tag)
             ]
             return Sight(fields=_fields(_BACK_LABEL, head, *turns, *rows))
-        found = self.products[page.product_id]
+        product = self.products[page.product_id]
         if page.sub is not None:
-            return self._look_closer(found, page.sub)
-        options = [text for name, values in found.options.items() for text in (name, *values)]
-        price, rating = f"Price: {found.price_tag}", f"Rating: {found.rating}"
+            return self._look_closer(product, page.sub)
+        options = [text for name, values in product.options.items() for text in (name, *values)]
+        price, rating = f"Price: {product.price_tag}", f"Rating: {product.rating}"
         subs = [sub.title() for sub in self._subs]
         return Sight(
             fields=_fields(
-                _BACK_LABEL, PREVIOUS.title(), *options, found.title, price, rating, *subs, BUY.title()
+                _BACK_LABEL, PREVIOUS.title(), *options, product.title, price, rating, *subs, BUY.title()
             )
         )
 
-    def _look_closer(self, found: Product, sub: SubPage) -> Sight:
+    def _look_closer(self, product: Product, sub: SubPage) -> Sight:
         texts: tuple[str, ...]
         match sub:
             case "description":
-                texts = (found.description,)
+                texts = (product.description,)
             case "features":
-                texts = found.features
+                texts = product.features
             case "reviews":
-                texts = found.reviews or ("There are no reviews.",)
+                texts = product.reviews or ("There are no reviews.",)
             case "attributes":
-                texts = (*found.attributes, " > ".join(found.categories), found.query)
-        kept, room = [], self._max_page_chars
+                texts = (*product.attributes, " > ".join(product.categories), product.query)
+        lines, room = [], self._max_page_chars
         for text in _fields(*texts):
             if room > 0:
-                kept.append(text if len(text) <= room else text[:room] + _CUT_MARK)
+                lines.append(text if len(text) <= room else text[:room] + _CUT_MARK)
             room -= len(text)
-        return Sight(fields=(_BACK_LABEL, PREVIOUS.title(), *kept), is_cut=room < 0)
+        return Sight(fields=(_BACK_LABEL, PREVIOUS.title(), *lines), is_cut=room < 0)
 
     def _turns(self, page: Page) -> tuple[str, ...]:
         before = (PREVIOUS,) if page.number > 1 else ()
@@ -192,11 +193,11 @@ def _fields(*texts: str) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def _passage(found: Product) -> Passage:
+def _passage(product: Product) -> Passage:
     """The text that the original indexes: title, description, first feature, options."""
-    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in found.options.items())
+    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
     return Passage(
-        passage_id=found.product_id,
-        title=found.title,
-        text=" ".join([found.description, *found.features[:1], options]),
+        passage_id=product.product_id,
+        title=product.title,
+        text=" ".join([product.description, *product.features[:1], options]),
     )

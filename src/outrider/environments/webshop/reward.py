@@ -100,14 +100,14 @@ def score_purchase(
     bought: Product,
     price: float,
     chosen: Mapping[str, str],
-    wanted: Product,
+    target: Product,
     attributes: Sequence[str],
     options: Sequence[tuple[str, str]],
     price_limit: float | None,
     option_scoring: OptionScoring,
 ) -> PurchaseScore:
     """Score the purchase of ``bought`` at ``price`` dollars with the options ``chosen`` for a goal: the
-    product ``wanted``, its ``attributes``, (name, value) ``options`` and a limit in dollars (None for no
+    product ``target``, its ``attributes``, (name, value) ``options`` and a limit in dollars (None for no
     limit).
     """
     return PurchaseScore(
@@ -116,22 +116,22 @@ def score_purchase(
         num_options_hit=num_options_hit(tuple(chosen.values()), options, option_scoring),
         num_options=len(options),
         price_ok=price_limit is None or price <= price_limit,
-        type_factor=type_factor(bought, wanted),
+        type_factor=type_factor(bought, target),
     )
 
 
-def type_factor(bought: Product, wanted: Product) -> float:
+def type_factor(bought: Product, target: Product) -> float:
     """Whether it is the kind of product that was wanted: 0 when the titles share no word, 0.1 when they share
     less than a tenth of the wanted title's words; else 1 when the products were collected under the same
     query, share two categories or more than a fifth of those words, and 0.5 when none of this holds. A wanted
     title without words shares a fifth.
     """
-    words = title_words(wanted.title)
+    words = title_words(target.title)
     share = len(words & title_words(bought.title)) / len(words) if words else 0.2
     if share < 0.1:
         return 0.1 if share else 0.0
-    same_query = bought.query == wanted.query
-    same_category = len(set(bought.categories) & set(wanted.categories)) >= 2
+    same_query = bought.query == target.query
+    same_category = len(set(bought.categories) & set(target.categories)) >= 2
     return 1.0 if same_query or same_category or share > 0.2 else 0.5
 
 

@@ -49,12 +49,12 @@ def parse_action(text: str) -> ParsedAction:
     """Read the one ``<action>...</action>`` of a message; everything around it is free thought. Never
     raises.
     """
-    found = _TAGGED.findall(text)
-    if not found:
+    actions = _TAGGED.findall(text)
+    if not actions:
         return Unreadable(problem="No action found. Write exactly one, as <action>search[words]</action>.")
-    if len(found) > 1:
-        return Unreadable(problem=f"Found {len(found)} actions, so nothing was done. Write exactly one.")
-    action = " ".join(found[0].split())
+    if len(actions) > 1:
+        return Unreadable(problem=f"Found {len(actions)} actions, so nothing was done. Write exactly one.")
+    action = " ".join(actions[0].split())
     if len(action) > MAX_ACTION_CHARACTERS:
         return Unreadable(
             problem=f"The action is longer than {MAX_ACTION_CHARACTERS} characters, so nothing was done."

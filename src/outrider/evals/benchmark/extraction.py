@@ -53,7 +53,7 @@ class Grades:
     math: bool | None = None
     num_undecided: int = 0
 
-    def scored(self, scorer: Scorer) -> tuple[float, bool]:
+    def score(self, scorer: Scorer) -> tuple[float, bool]:
         """Score in [0, 1] and success; with ``f1`` success is the exact match. Raises ValueError for what was
         not graded.
         """
@@ -64,10 +64,10 @@ class Grades:
 
     def metrics(self) -> dict[str, float]:
         """All grades as named floats."""
-        named = {"em": float(self.em), "f1": self.f1, "answer_contained": float(self.contained)}
+        values = {"em": float(self.em), "f1": self.f1, "answer_contained": float(self.contained)}
         if self.math is not None:
-            named |= {"math_equal": float(self.math), "num_undecided_answers": float(self.num_undecided)}
-        return named
+            values |= {"math_equal": float(self.math), "num_undecided_answers": float(self.num_undecided)}
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +115,13 @@ def _without_articles(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def _overlap_f1(predicted: str, gold: str) -> float:
-    ours, theirs = predicted.split(), gold.split()
-    shared = sum((Counter(ours) & Counter(theirs)).values())
-    return 2 * shared / (len(ours) + len(theirs)) if shared else 0.0
+def _token_f1(predicted: str, gold: str) -> float:
+    predicted_tokens, gold_tokens = predicted.split(), gold.split()
+    shared = sum((Counter(predicted_tokens) & Counter(gold_tokens)).values())
+    return 2 * shared / (len(predicted_tokens) + len(gold_tokens)) if shared else 0.0
 
 
-def _graded(
+def _grade_normalized(
     prediction: str, answers: Sequence[str], normalize: Callable[[str], str], *, closed: bool, blank: bool
 ) -> Grades:
     """Grades after one normalisation. ``closed``: yes, no and noanswer only match themselves; ``blank``: so
@@ -134,7 +134,7 @@ def _graded(
         em=predicted in golds and (blank or bool(predicted)),
         f1=max(
             (
-                0.0 if refused else _overlap_f1(predicted, gold)
+                0.0 if refused else _token_f1(predicted, gold)
                 for gold, refused in zip(golds, apart, strict=True)
             ),
             default=0.0,
@@ -151,7 +151,10 @@ def _extract_squad(output: str) -> str:
 def _grade_squad(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
     answers = [unwrap_text(answer) for answer in answers]
     return _with_math(
-        _graded(prediction, answers, normalize_squad, closed=False, blank=True), prediction, answers, kind
+        _grade_normalized(prediction, answers, normalize_squad, closed=False, blank=True),
+        prediction,
+        answers,
+        kind,
     )
 
 
@@ -162,11 +165,11 @@ def _extract_arpo_train(output: str) -> str:
     if "\\boxed " in inside:  # this form wins over braces wherever it stands
         return inside.rpartition("\\boxed ")[2].split("$")[0]
     start = inside.rfind("\\boxed{")
-    end = _closing(inside, start) if start >= 0 and start == inside.rfind("\\boxed") else None
+    end = _find_closing_brace(inside, start) if start >= 0 and start == inside.rfind("\\boxed") else None
     return "" if end is None else inside[start + len("\\boxed{") : end]
 
 
-def _closing(text: str, start: int) -> int | None:
+def _find_closing_brace(text: str, start: int) -> int | None:
     """Where the first group behind ``start`` closes, every brace counted; None where it stays open."""
     depth = 0
     for position in range(start, len(text)):
@@ -178,7 +181,10 @@ def _closing(text: str, start: int) -> int | None:
 
 def _grade_arpo_train(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
     return _with_math(
-        _graded(prediction, answers, normalize_squad, closed=True, blank=False), prediction, answers, kind
+        _grade_normalized(prediction, answers, normalize_squad, closed=True, blank=False),
+        prediction,
+        answers,
+        kind,
     )
 
 
@@ -198,8 +204,8 @@ def _extract_arpo_eval(output: str) -> str:
     end = output.rfind("</answer>")
     start = output[:end].rfind("<answer>") if end >= 0 else -1
     pair = output[start + len("<answer>") : end] if start >= 0 else ""
-    found = _arpo_eval_box(pair or output) or pair
-    return found or "\n".join(output.replace("\n\n", "\n").strip().split("\n")[-_LAST_LINES:])
+    answer = _arpo_eval_box(pair or output) or pair
+    return answer or "\n".join(output.replace("\n\n", "\n").strip().split("\n")[-_LAST_LINES:])
 
 
 def _arpo_eval_box(text: str) -> str:
@@ -211,16 +217,16 @@ def _arpo_eval_box(text: str) -> str:
     start = text.rfind("\\fbox") if start < 0 else start
     if start < 0:
         return ""
-    end = _closing(text, start)
+    end = _find_closing_brace(text, start)
     box = text[start:] if end is None else text[start : end + 1]
     return (
-        _unwrapped(_unwrapped(box, "\\boxed{"), "\\text{")
+        _strip_command(_strip_command(box, "\\boxed{"), "\\text{")
         if box.startswith("\\boxed{") and box.endswith("}")
         else box
     )
 
 
-def _unwrapped(text: str, command: str) -> str:
+def _strip_command(text: str, command: str) -> str:
     return text[len(command) : -1] if text.startswith(command) and text.endswith("}") else text
 
 
@@ -238,17 +244,17 @@ def _grade_arpo_eval(prediction: str, answers: Sequence[str], kind: Kind) -> Gra
     if kind == "qa" and len(answers) == 1 and answers[0].startswith("["):
         answers = [part.strip() for part in answers[0].strip("[]").split(",")]
     normalize = _normalize_arpo_eval if kind == "qa" else _normalize_arpo_eval_math
-    graded = _graded(prediction, answers, normalize, closed=False, blank=True)
+    grades = _grade_normalized(prediction, answers, normalize, closed=False, blank=True)
     equal = any(strings_equal(normalize(prediction), normalize(answer)) for answer in answers)
-    return Grades(em=graded.em, f1=graded.f1, contained=graded.contained, math=equal)
+    return Grades(em=grades.em, f1=grades.f1, contained=grades.contained, math=equal)
 
 
-def number_behind_mark(solution: str) -> str | None:
+def number_after_mark(solution: str) -> str | None:
     """GSM8K's final number: behind the first ``#### ``, without thousands commas; None where there is
     none.
     """
-    found = re.search(r"#### (-?[0-9.,]+)", solution)
-    return found.group(1).replace(",", "") if found else None
+    match = re.search(r"#### (-?[0-9.,]+)", solution)
+    return match.group(1).replace(",", "") if match else None
 
 
 def count_tag_pairs(text: str, tag: str) -> int:

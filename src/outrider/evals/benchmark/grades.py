@@ -17,12 +17,12 @@ from outrider.types import Outcome, Task
 
 RETURN = "episode_return"
 """Metric under which an environment's return is kept."""
-FROM_JUDGE: Final = frozenset({"num_judge_asks", "num_judge_tokens"})
+JUDGE_METRICS: Final = frozenset({"num_judge_asks", "num_judge_tokens"})
 """Metrics of a verdict and not of its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class FinishedRollout:
     """A rollout as it ended. ``turns`` is all that the policy wrote, results left out, and ``token_ids`` the
     same in ids where the player has them; both are None after a fault, and the rest is empty.
 
@@ -47,28 +47,28 @@ class Played:
         return "".join(self.turns or ())
 
 
-def from_trace(trace: Trace, sample: int) -> Played:
+def from_trace(trace: Trace, sample: int) -> FinishedRollout:
     """The one rollout of a trace that the rollout loop played."""
     ((leaf, path),) = trace.rollouts()
     if leaf.episode_return is None:
-        return Played(task=trace.task, sample=sample, outcome=leaf.outcome, detail=leaf.detail)
-    said = [node for node in path if node.trainable]
-    return Played(
+        return FinishedRollout(task=trace.task, sample=sample, outcome=leaf.outcome, detail=leaf.detail)
+    nodes = [node for node in path if node.trainable]
+    return FinishedRollout(
         task=trace.task, sample=sample, outcome=leaf.outcome,
-        turns=tuple(node.message.content for node in said), token_ids=tuple(node.token_ids for node in said),
+        turns=tuple(node.message.content for node in nodes), token_ids=tuple(node.token_ids for node in nodes),
         episode_return=leaf.episode_return, success=leaf.success, metrics=leaf.metrics,
         num_tool_calls=sum(node.metadata.get("num_tool_calls", 0) for node in path),
-        num_tokens=sum(len(node.token_ids) for node in said),
+        num_tokens=sum(len(node.token_ids) for node in nodes),
     )  # fmt: skip
 
 
-def from_collected(task: Task, sample: int, collected: Collected) -> Played:
+def from_collected(task: Task, sample: int, collected: Collected) -> FinishedRollout:
     """A rollout of an endpoint's agent."""
     trajectory = collected.trajectory
     if trajectory is None:
-        return Played(task=task, sample=sample, outcome=collected.outcome, detail=collected.detail)
+        return FinishedRollout(task=task, sample=sample, outcome=collected.outcome, detail=collected.detail)
     turns = tuple(step.text for step in trajectory.steps)
-    return Played(
+    return FinishedRollout(
         task=task, sample=sample, outcome=collected.outcome, turns=turns,
         episode_return=trajectory.reward, success=collected.success, metrics=collected.metrics,
         num_tool_calls=collected.num_tool_calls,
@@ -97,74 +97,77 @@ class Grader:
         self._max_faults = max_faults_in_a_row
         self._num_faults = 0
         self._last_fault = ""
-        self._refused: ModelError | None = None
+        self._fatal_error: ModelError | None = None
         self._lock = Lock()
 
-    def grade(self, played: Played) -> SampleResult:
+    def grade(self, rollout: FinishedRollout) -> SampleResult:
         """The result of one rollout."""
-        task, sample = played.task, played.sample
-        if played.outcome.is_fault:
+        task, sample = rollout.task, rollout.sample
+        if rollout.outcome.is_fault:
             return SampleResult(
-                task_key=task.key, sample=sample, outcome=played.outcome, detail=played.detail
+                task_key=task.key, sample=sample, outcome=rollout.outcome, detail=rollout.detail
             )
         if self._scorer is None:
             return SampleResult(
-                task_key=task.key, sample=sample, outcome=played.outcome, score=float(played.success),
-                success=played.success, metrics={RETURN: played.episode_return, **played.metrics},
-                num_tool_calls=played.num_tool_calls, num_tokens=played.num_tokens, turns=played.turns,
-                token_ids=played.token_ids,
+                task_key=task.key, sample=sample, outcome=rollout.outcome, score=float(rollout.success),
+                success=rollout.success, metrics={RETURN: rollout.episode_return, **rollout.metrics},
+                num_tool_calls=rollout.num_tool_calls, num_tokens=rollout.num_tokens, turns=rollout.turns,
+                token_ids=rollout.token_ids,
             )  # fmt: skip
-        prediction = self._rules.extract(played.output)
+        prediction = self._rules.extract(rollout.output)
         grades = self._rules.grade(prediction, task.answers, self._kind)
-        metrics = {**played.metrics, **grades.metrics()}
+        metrics = {**rollout.metrics, **grades.metrics()}
         if self._tools:
             metrics["num_written_calls"] = float(
-                sum(count_tag_pairs(played.output, name) for name in self._tools)
+                sum(count_tag_pairs(rollout.output, name) for name in self._tools)
             )
         answer = SampleResult(
-            task_key=task.key, sample=sample, outcome=Outcome.ENGINE_FAULT, answered=played.outcome,
-            prediction=prediction, metrics=metrics, num_tool_calls=played.num_tool_calls,
-            num_tokens=played.num_tokens, turns=played.turns, token_ids=played.token_ids,
+            task_key=task.key, sample=sample, outcome=Outcome.ENGINE_FAULT, answered=rollout.outcome,
+            prediction=prediction, metrics=metrics, num_tool_calls=rollout.num_tool_calls,
+            num_tokens=rollout.num_tokens, turns=rollout.turns, token_ids=rollout.token_ids,
         )  # fmt: skip
         if self._scorer == "judge":
             return self.judge_answer(task, answer)
-        score, success = grades.scored(self._scorer)
-        return replace(answer, outcome=played.outcome, answered=None, score=score, success=success)
+        score, success = grades.score(self._scorer)
+        return replace(answer, outcome=rollout.outcome, answered=None, score=score, success=success)
 
     def judge_answer(self, task: Task, answer: SampleResult) -> SampleResult:
         """The result of an answer that waits for its judge; where the judge fails it still waits, and is
         never wrong for that.
         """
         assert self._judge is not None and answer.answered is not None
-        if self._refused is not None:
+        if self._fatal_error is not None:
             return replace(answer, detail="judge: not asked after a refusal")
         if self._num_faults >= self._max_faults:
             return replace(answer, detail=f"judge: not asked after {self._max_faults} failures in a row")
         try:
-            found = self._judge.judge(
+            verdict = self._judge.judge(
                 task.question, task.answers, answer.prediction, key=f"{task.key}/{answer.sample}"
             )
         except ModelError as error:  # it ends the evaluation, but not before what was played is kept
-            self._refused = error
+            self._fatal_error = error
             return replace(answer, detail=f"judge: {error}")
-        if found.num_asks:  # else it was decided without the judge
+        if verdict.num_requests:  # else it was decided without the judge
             with self._lock:
-                self._num_faults = self._num_faults + 1 if found.is_correct is None else 0
-                self._last_fault = found.fault or self._last_fault
-        spent = {"num_judge_asks": float(found.num_asks), "num_judge_tokens": float(found.num_tokens)}
-        if found.is_correct is None:
-            return replace(answer, detail=f"judge: {found.fault}")
+                self._num_faults = self._num_faults + 1 if verdict.is_correct is None else 0
+                self._last_fault = verdict.fault or self._last_fault
+        judge_costs = {
+            "num_judge_asks": float(verdict.num_requests),
+            "num_judge_tokens": float(verdict.num_tokens),
+        }
+        if verdict.is_correct is None:
+            return replace(answer, detail=f"judge: {verdict.fault}")
         return replace(
-            answer, outcome=answer.answered, answered=None, score=float(found.is_correct),
-            success=found.is_correct, metrics={**answer.metrics, **spent}, detail=found.reply,
+            answer, outcome=answer.answered, answered=None, score=float(verdict.is_correct),
+            success=verdict.is_correct, metrics={**answer.metrics, **judge_costs}, detail=verdict.reply,
         )  # fmt: skip
 
     def check(self) -> None:
         """Raises EngineFault once the judge has failed too often in a row, ModelError when it will never
         answer.
         """
-        if self._refused is not None:
-            raise self._refused
+        if self._fatal_error is not None:
+            raise self._fatal_error
         if self._num_faults >= self._max_faults:
             raise EngineFault(
                 f"the judge failed {self._max_faults} times in a row; the last: {self._last_fault}"

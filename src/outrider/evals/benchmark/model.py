@@ -19,13 +19,13 @@ from outrider.train.update.policy import Policy
 from outrider.train.update.weight_files import MASTERS, SHARDS
 
 
-def resolve(chosen: ModelSettings) -> ModelSettings:
+def resolve(settings: ModelSettings) -> ModelSettings:
     """The settings to load: for a run directory or a checkpoint in one those of the run, with what was set
     besides the name.
 
     Raises CheckpointError for a run without a checkpoint and a checkpoint outside of its run.
     """
-    folder = Path(chosen.name)
+    folder = Path(settings.name)
     if any((folder / name).exists() for name in (MASTERS, SHARDS)):
         run, checkpoint = folder.resolve().parent.parent, folder
         if not (run / "config.toml").exists():
@@ -33,25 +33,27 @@ def resolve(chosen: ModelSettings) -> ModelSettings:
                 f"{folder} lies in no run directory: give the model's name, and the folder as --checkpoint"
             )
     elif (folder / "config.toml").exists():
-        found = checkpoints_newest_first(folder / "checkpoints")
-        if not found:
+        checkpoints = checkpoints_newest_first(folder / "checkpoints")
+        if not checkpoints:
             raise CheckpointError(f"{folder} has no checkpoint")
-        run, checkpoint = folder, found[0]
+        run, checkpoint = folder, checkpoints[0]
     else:
-        return chosen
+        return settings
     trained = recorded_settings(run / "config.toml").model
-    besides = {name: value for name, value in chosen if name in chosen.model_fields_set - {"name"}}
-    return trained.model_copy(update={"initial_checkpoint": str(checkpoint), **besides})
+    overrides = {name: value for name, value in settings if name in settings.model_fields_set - {"name"}}
+    return trained.model_copy(update={"initial_checkpoint": str(checkpoint), **overrides})
 
 
-def load_language_model(chosen: ModelSettings) -> LanguageModel:
+def load_language_model(settings: ModelSettings) -> LanguageModel:
     """Load what :func:`resolve` gave. Raises ModelError and CheckpointError."""
-    loaded = load_model(chosen.name, precision=chosen.precision, device=chosen.device, forward=chosen.forward)
-    if chosen.initial_checkpoint is not None:
+    loaded = load_model(
+        settings.name, precision=settings.precision, device=settings.device, forward=settings.forward
+    )
+    if settings.initial_checkpoint is not None:
         policy = Policy(
-            loaded, OptimizerSettings(), lora=chosen.lora, trained_layers=chosen.trained_layers
+            loaded, OptimizerSettings(), lora=settings.lora, trained_layers=settings.trained_layers
         )  # it knows masters and adapters
-        load_weights(policy, Path(chosen.initial_checkpoint))
+        load_weights(policy, Path(settings.initial_checkpoint))
     loaded.model.requires_grad_(False)
     return loaded
 

@@ -9,36 +9,36 @@ from typing import Protocol
 
 from outrider.engines.base import Engine
 from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
-from outrider.engines.local.choice import engine_for, path_of
+from outrider.engines.local.choice import describe_path, make_engine
 from outrider.engines.local.model import resolve_precision
 from outrider.engines.local.positions import check_positions
-from outrider.evals.benchmark.grades import Played, from_collected, from_trace
+from outrider.evals.benchmark.grades import FinishedRollout, from_collected, from_trace
 from outrider.evals.benchmark.model import load_language_model, resolve, template_hash, weights_hash
-from outrider.evals.benchmark.settings import PanelSettings
-from outrider.evals.benchmark.store import PanelStore
-from outrider.evals.benchmark.tasks import PlayedPanel
+from outrider.evals.benchmark.settings import EvalTasksSettings
+from outrider.evals.benchmark.store import EvalTasksStore
+from outrider.evals.benchmark.tasks import EvalSetup
 from outrider.rollout.collect import Collector
 from outrider.rollout.episode import Sampling
 from outrider.rollout.faults import require_results
 from outrider.rollout.outcome_reasons import require_room
 from outrider.rollout.scheduler import Scheduler
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.train.rendering import make_renderer
 from outrider.train.settings import ModelSettings
 from outrider.train.update.policy import set_threads
 from outrider.types import Json, Task
 
-Record = Callable[[Sequence[Played]], None]
+Record = Callable[[Sequence[FinishedRollout]], None]
 _MODE = "evaluation"
 
 
 class Player(Protocol):
-    """``identity``: what results depend on; ``whereabouts`` of its rollouts are for the one who watches."""
+    """``identity``: what results depend on; ``rollout_status`` of its rollouts are for the one who watches."""
 
     identity: Mapping[str, Json]
-    whereabouts: Whereabouts
+    rollout_status: RolloutStatus
 
-    def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:
+    def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
         """Play what is owed; ``record`` may be called from several threads and must have stored when it
         returns.
         """
@@ -50,7 +50,7 @@ class Player(Protocol):
 
 
 def make_player(
-    settings: PanelSettings,
+    settings: EvalTasksSettings,
     *,
     on_tokens: Callable[[int], None] = lambda num_tokens: None,
     note: Callable[[str], None] = lambda text: None,
@@ -61,9 +61,9 @@ def make_player(
     its settings are told of it. How many positions a model behind an endpoint has, nobody knows here.
     """
     if settings.endpoint is not None:
-        return EndpointPlayer.found(settings.endpoint, settings)
+        return EndpointPlayer.connect(settings.endpoint, settings)
     assert settings.model is not None  # the settings see to it
-    return LocalPlayer.loaded(settings.model, settings, on_tokens=on_tokens, note=note)
+    return LocalPlayer.load(settings.model, settings, on_tokens=on_tokens, note=note)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,28 +78,28 @@ class LocalPlayer:
 
     engine: Engine
     identity: Mapping[str, Json]
-    settings: PanelSettings
+    settings: EvalTasksSettings
     num_retries: int = 0
-    whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)
 
     @classmethod
-    def loaded(
+    def load(
         cls,
-        chosen: ModelSettings,
-        settings: PanelSettings,
+        model_settings: ModelSettings,
+        settings: EvalTasksSettings,
         *,
         on_tokens: Callable[[int], None],
         note: Callable[[str], None] = lambda text: None,
     ) -> "LocalPlayer":
         """Load the model and hash its weights."""
-        resolved = resolve(chosen)
+        resolved = resolve(model_settings)
         set_threads(settings.num_threads, device=resolved.device)
         loaded = load_language_model(resolved)
         if loaded.unpacked is not None:  # slower than what was planned for
-            note(path_of(loaded, resolved.name))
-        check_positions(settings, model=chosen.name, longest=loaded.context_length, note=note)
+            note(describe_path(loaded, resolved.name))
+        check_positions(settings, model=model_settings.name, longest=loaded.context_length, note=note)
         precision = resolve_precision(resolved.precision, resolved.device)
-        engine = engine_for(
+        engine = make_engine(
             loaded, context_length=resolved.context_length, max_rows=settings.batch_size, on_tokens=on_tokens
         )
         identity: dict[str, Json] = {
@@ -113,51 +113,51 @@ class LocalPlayer:
             identity["history_thinking"] = resolved.history_thinking
         return cls(engine=engine, identity=identity, settings=settings)
 
-    def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:
+    def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
         """One batch after the other; its results are recorded when it is over."""
         assert self.settings.model is not None  # what makes it local
         renderer = make_renderer(self.engine.tokenizer, self.settings.model, self.settings.environment)
         scheduler = Scheduler(
             engine=self.engine,
             renderer=renderer,
-            factory=panel.factory,
-            limits=panel.limits,
-            sampling=Sampling(temperature=self.settings.temperature, stop=panel.stop),
+            factory=setup.factory,
+            limits=setup.limits,
+            sampling=Sampling(temperature=self.settings.temperature, stop=setup.stop),
             run_seed=self.settings.seed,
             max_concurrent=self.settings.num_concurrent,
             max_retries=self.settings.max_retries,
-            whereabouts=self.whereabouts,
+            rollout_status=self.rollout_status,
         )
-        owed = {
+        pending = {
             (task.key, sample)
-            for task, sample in store.owed(panel.tasks, num_samples=self.settings.num_samples)
+            for task, sample in store.pending(setup.tasks, num_samples=self.settings.num_samples)
         }
         size = self.settings.batch_size
         for sample in range(self.settings.num_samples):
-            for start in range(0, len(panel.tasks), size):
-                batch = panel.tasks[start : start + size]
-                chosen = _to_play(batch, sample, owed, store)
-                if chosen:
+            for start in range(0, len(setup.tasks), size):
+                batch = setup.tasks[start : start + size]
+                tasks = _select_tasks(batch, sample, pending, store)
+                if tasks:
                     # nothing of an earlier batch: a resumed evaluation has none either
                     self.engine.free_cache()
-                    report = scheduler.run(chosen, modes=(_MODE,), training_step=-1 - sample)
+                    report = scheduler.run(tasks, modes=(_MODE,), training_step=-1 - sample)
                     self.num_retries += report.num_retries
                     require_results(report.traces, report.faults)
                     require_room(report.traces, context_length=self.engine.context_length)
-                    played = [from_trace(trace, sample) for trace in report.traces]
-                    record([one for one in played if (one.task.key, sample) in owed])
+                    rollouts = [from_trace(trace, sample) for trace in report.traces]
+                    record([rollout for rollout in rollouts if (rollout.task.key, sample) in pending])
 
     def notes(self) -> list[str]:
         """How many tries were repeated."""
-        return _repeated(self.num_retries)
+        return _retry_notes(self.num_retries)
 
 
-def _to_play(
-    batch: Sequence[Task], sample: int, owed: set[tuple[str, int]], store: PanelStore
+def _select_tasks(
+    batch: Sequence[Task], sample: int, pending: set[tuple[str, int]], store: EvalTasksStore
 ) -> Sequence[Task]:
     """All of a batch of which something never ended, else only what a fault ended."""
     if all(store.has(task.key, sample) for task in batch):
-        return [task for task in batch if (task.key, sample) in owed]
+        return [task for task in batch if (task.key, sample) in pending]
     return batch
 
 
@@ -167,56 +167,56 @@ class EndpointPlayer:
 
     endpoint: ChatEndpoint
     identity: Mapping[str, Json]
-    settings: PanelSettings
+    settings: EvalTasksSettings
     num_retries: int = 0
-    whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)
 
     @classmethod
-    def found(cls, chosen: EndpointSettings, settings: PanelSettings) -> "EndpointPlayer":
+    def connect(cls, endpoint_settings: EndpointSettings, settings: EvalTasksSettings) -> "EndpointPlayer":
         """Ask once what is served: a wrong address or key shows before anything is played."""
-        found = ChatEndpoint(chosen).discovered()
+        discovered = ChatEndpoint(endpoint_settings).discovered()
         identity: dict[str, Json] = {
-            "endpoint_model": found.model,
-            "continues_messages": found.continues_messages,
+            "endpoint_model": discovered.model,
+            "continues_messages": discovered.continues_messages,
         }
-        if found.template_kwargs:
-            identity["template_kwargs"] = found.template_kwargs
-        if found.history_thinking != "keep":
-            identity["history_thinking"] = found.history_thinking
-        return cls(endpoint=ChatEndpoint(found), identity=identity, settings=settings)
+        if discovered.template_kwargs:
+            identity["template_kwargs"] = discovered.template_kwargs
+        if discovered.history_thinking != "keep":
+            identity["history_thinking"] = discovered.history_thinking
+        return cls(endpoint=ChatEndpoint(discovered), identity=identity, settings=settings)
 
-    def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:
+    def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
         """Raises EngineFault after ``max_faults_in_a_row`` and ModelError when the server will never
         answer.
         """
         collector = Collector(
             endpoint=self.endpoint,
-            factory=panel.factory,
-            limits=panel.limits,
-            stop=panel.stop,
+            factory=setup.factory,
+            limits=setup.limits,
+            stop=setup.stop,
             run_seed=self.settings.seed,
             temperature=self.settings.temperature,
             num_concurrent=self.settings.num_concurrent,
             max_retries=self.settings.max_retries,
             max_faults_in_a_row=self.settings.max_faults_in_a_row,
-            whereabouts=self.whereabouts,
+            rollout_status=self.rollout_status,
         )
-        played = collector.play(
-            store.owed(panel.tasks, num_samples=self.settings.num_samples),
-            on_played=lambda task, sample, collected: record([from_collected(task, sample, collected)]),
+        results = collector.play(
+            store.pending(setup.tasks, num_samples=self.settings.num_samples),
+            on_rollout_done=lambda task, sample, collected: record([from_collected(task, sample, collected)]),
         )
-        self.num_retries += sum(one.num_retries for one in played)
+        self.num_retries += sum(result.num_retries for result in results)
 
     def notes(self) -> list[str]:
         """Requests that were sent again, by their reason, and how many tries were repeated."""
         retries = sorted(self.endpoint.retries.items())
-        sent = (
+        resend_notes = (
             [f"requests sent again: {', '.join(f'{count} after {reason}' for reason, count in retries)}"]
             if retries
             else []
         )
-        return [*sent, *_repeated(self.num_retries)]
+        return [*resend_notes, *_retry_notes(self.num_retries)]
 
 
-def _repeated(num_retries: int) -> list[str]:
+def _retry_notes(num_retries: int) -> list[str]:
     return [f"tries repeated after a fault: {num_retries}"] if num_retries else []

@@ -13,24 +13,24 @@ from typing import Final
 
 from outrider.atomic_io import replace_file
 from outrider.config import load_settings
-from outrider.environments.families import make_family
-from outrider.environments.tool_qa.judge import Judge, found_judge
+from outrider.environments.families import make_task_set
+from outrider.environments.tool_qa.judge import Judge, discover_judge
 from outrider.errors import ConfigError, DataError
 from outrider.evals.benchmark.extraction import find_variant
-from outrider.evals.benchmark.grades import FROM_JUDGE, Grader, Played
-from outrider.evals.benchmark.regrade_report import Regraded, as_json, side_by_side, told
-from outrider.evals.benchmark.report import report_of, wanted
+from outrider.evals.benchmark.grades import JUDGE_METRICS, FinishedRollout, Grader
+from outrider.evals.benchmark.regrade_report import RegradeReport, as_json, describe_changes, side_by_side
+from outrider.evals.benchmark.report import build_report, requested_samples
 from outrider.evals.benchmark.scores import SampleResult
-from outrider.evals.benchmark.settings import PanelSettings
+from outrider.evals.benchmark.settings import EvalTasksSettings
 from outrider.evals.benchmark.store import RESULTS, SETTINGS, SUMMARY, read_results
-from outrider.evals.benchmark.task_sets import Panel
-from outrider.evals.benchmark.tasks import judge_identity, load_tasks, scorer_of
-from outrider.printing import say
+from outrider.evals.benchmark.task_sets import EvalTasks
+from outrider.evals.benchmark.tasks import choose_scorer, judge_identity, load_tasks
+from outrider.printing import print_lines
 from outrider.terminal import Terminal
 from outrider.types import Json
 
-_OF_GRADING: Final = {"rules", "metric", "judge", "tasks", "panel", "max_faults_in_a_row", "watchdog_s"}
-_NUM_ASKED: Final = 8  # judges at a time
+_GRADING_KEYS: Final = {"rules", "metric", "judge", "tasks", "panel", "max_faults_in_a_row", "watchdog_s"}
+_MAX_JUDGES: Final = 8  # judges at a time
 
 
 def regrade_replies(folder: Path, overrides: Sequence[str] = ()) -> int:
@@ -41,55 +41,60 @@ def regrade_replies(folder: Path, overrides: Sequence[str] = ()) -> int:
     it (nothing is written then).
     """
     regraded = regrade(folder, overrides)
-    path = _free(folder)
+    path = _next_path(folder)
     replace_file(
         path, (json.dumps(as_json(regraded), indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     )
     Terminal().print(side_by_side(regraded))
-    say(*told(regraded), f"{path}; {folder / SUMMARY} is as it was")
+    print_lines(*describe_changes(regraded), f"{path}; {folder / SUMMARY} is as it was")
     return 0
 
 
-def regrade(folder: Path, overrides: Sequence[str] = ()) -> Regraded:
+def regrade(folder: Path, overrides: Sequence[str] = ()) -> RegradeReport:
     """The same without printing or writing. Raises as above."""
     if not (folder / RESULTS).is_file():
         raise ConfigError(f"{folder} holds no evaluation of tasks")
-    identity, kept = read_results(folder / RESULTS)
-    began, settings = (_settings(folder, kept, more) for more in ((), overrides))
-    _require_grading(began, settings)
-    judge = None if settings.judge is None else found_judge(settings.judge)
+    identity, stored_results = read_results(folder / RESULTS)
+    original, settings = (_settings(folder, stored_results, more) for more in ((), overrides))
+    _check_overrides(original, settings)
+    judge = None if settings.judge is None else discover_judge(settings.judge)
     if judge is not None:
         settings = settings.model_copy(update={"judge": judge.settings})
-    panel = _tasks(settings, identity, folder)
-    before, scorer = scorer_of(panel.task_set, began), scorer_of(panel.task_set, settings)
-    results = wanted(kept, settings.num_samples)
-    graded = _graded(settings, panel, results, judge)
-    by = None if judge is None else judge_identity(judge.settings)
-    present: dict[str, Json] = {**identity, "rules": settings.rules, "metric": scorer, "judge": by}
+    eval_tasks = _tasks(settings, identity, folder)
+    before, scorer = (
+        choose_scorer(eval_tasks.benchmark, original),
+        choose_scorer(eval_tasks.benchmark, settings),
+    )
+    results = requested_samples(stored_results, settings.num_samples)
+    graded = _grade(settings, eval_tasks, results, judge)
+    judge_id = None if judge is None else judge_identity(judge.settings)
+    new_identity: dict[str, Json] = {**identity, "rules": settings.rules, "metric": scorer, "judge": judge_id}
     pairs = [
-        (one, other) for one, other in zip(results, graded, strict=True) if _verdict(one) != _verdict(other)
+        (result, regraded)
+        for result, regraded in zip(results, graded, strict=True)
+        if _verdict(result) != _verdict(regraded)
     ]
-    return Regraded(
-        before=report_of(began, panel, scorer=before, identity=identity, results=results),
-        now=report_of(settings, panel, scorer=scorer, identity=present, results=graded),
+    return RegradeReport(
+        before=build_report(original, eval_tasks, scorer=before, identity=identity, results=results),
+        after=build_report(settings, eval_tasks, scorer=scorer, identity=new_identity, results=graded),
         changed=pairs,
-        num_graded=sum(one.turns is not None for one in results),
+        num_graded=sum(result.turns is not None for result in results),
     )
 
 
-def _settings(folder: Path, kept: Sequence[SampleResult], overrides: Sequence[str]) -> PanelSettings:
+def _settings(folder: Path, results: Sequence[SampleResult], overrides: Sequence[str]) -> EvalTasksSettings:
     """Those of the evaluation, with what is to be another. Raises ConfigError where its replies cannot be
     graded again.
     """
-    answered = [one for one in kept if not one.outcome.is_fault or one.answered is not None]
-    if without := sum(one.turns is None for one in answered):
+    answered = [result for result in results if not result.outcome.is_fault or result.answered is not None]
+    if num_without_turns := sum(result.turns is None for result in answered):
         raise ConfigError(
-            f"{folder} cannot be graded again: {without} of its {len(answered)} answers were kept without "
+            f"{folder} cannot be graded again: {num_without_turns} of its {len(answered)} answers were kept without "
             "the reply, by an earlier version or in a pack; evaluate again, with --tasks and a new --run"
         )
     if not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} cannot be graded again: its {SETTINGS} is missing")
-    settings = load_settings(PanelSettings, file=folder / SETTINGS, overrides=overrides)
+    settings = load_settings(EvalTasksSettings, file=folder / SETTINGS, overrides=overrides)
     if settings.is_played:
         raise ConfigError(
             f"{settings.tasks} was scored by its environment while it was played: no reply is to be graded"
@@ -97,64 +102,66 @@ def _settings(folder: Path, kept: Sequence[SampleResult], overrides: Sequence[st
     return settings
 
 
-def _require_grading(began: PanelSettings, settings: PanelSettings) -> None:
-    for key in PanelSettings.model_fields:
-        if key not in _OF_GRADING and getattr(began, key) != getattr(settings, key):
-            named = ", ".join(sorted(_OF_GRADING - {"watchdog_s"}))
-            raise ConfigError(f"{key} decided what was played; grading again takes these: {named}")
+def _check_overrides(original: EvalTasksSettings, settings: EvalTasksSettings) -> None:
+    for key in EvalTasksSettings.model_fields:
+        if key not in _GRADING_KEYS and getattr(original, key) != getattr(settings, key):
+            allowed = ", ".join(sorted(_GRADING_KEYS - {"watchdog_s"}))
+            raise ConfigError(f"{key} decided what was played; grading again takes these: {allowed}")
 
 
-def _tasks(settings: PanelSettings, identity: Mapping[str, Json], folder: Path) -> Panel:
-    family = None if settings.environment is None else make_family(settings.environment)
-    panel = load_tasks(settings, family)
-    if panel.panel_hash != identity.get("panel_hash"):
+def _tasks(settings: EvalTasksSettings, identity: Mapping[str, Json], folder: Path) -> EvalTasks:
+    task_set = None if settings.environment is None else make_task_set(settings.environment)
+    eval_tasks = load_tasks(settings, task_set)
+    if eval_tasks.panel_hash != identity.get("panel_hash"):
         raise ConfigError(
-            f"these {len(panel.tasks)} tasks ({panel.panel_hash}) are not those that {folder} answered "
+            f"these {len(eval_tasks.tasks)} tasks ({eval_tasks.panel_hash}) are not those that {folder} answered "
             f"({identity.get('panel_hash')}): give them as --tasks NAME=FILE"
         )
-    return panel
+    return eval_tasks
 
 
-def _graded(
-    settings: PanelSettings, panel: Panel, results: Sequence[SampleResult], judge: Judge | None
+def _grade(
+    settings: EvalTasksSettings, eval_tasks: EvalTasks, results: Sequence[SampleResult], judge: Judge | None
 ) -> list[SampleResult]:
     """In the order of the results; a fault of the play stays what it is."""
     environment = settings.environment
     grader = Grader(
         rules=find_variant(settings.rules),
-        kind=panel.task_set.kind,
-        scorer=scorer_of(panel.task_set, settings),
+        kind=eval_tasks.benchmark.kind,
+        scorer=choose_scorer(eval_tasks.benchmark, settings),
         tools=environment.tool_names() if environment is not None and settings.tools != "off" else (),
         judge=judge,
         max_faults_in_a_row=settings.max_faults_in_a_row,
     )
-    tasks = {task.key: task for task in panel.tasks}
+    tasks = {task.key: task for task in eval_tasks.tasks}
 
-    def grade(one: SampleResult) -> SampleResult:
-        if one.turns is None:
-            return one
-        if one.task_key not in tasks:
-            raise DataError(f"the results hold an answer to {one.task_key!r}, which is no task of the panel")
-        metrics = {name: value for name, value in one.metrics.items() if name not in FROM_JUDGE}
+    def grade(result: SampleResult) -> SampleResult:
+        if result.turns is None:
+            return result
+        if result.task_key not in tasks:
+            raise DataError(
+                f"the results hold an answer to {result.task_key!r}, which is no task of the panel"
+            )
+        metrics = {name: value for name, value in result.metrics.items() if name not in JUDGE_METRICS}
         return grader.grade(
-            Played(
-                task=tasks[one.task_key], sample=one.sample, outcome=one.answered or one.outcome,
-                turns=one.turns, token_ids=one.token_ids, metrics=metrics, num_tool_calls=one.num_tool_calls,
-                num_tokens=one.num_tokens,
+            FinishedRollout(
+                task=tasks[result.task_key], sample=result.sample, outcome=result.answered or result.outcome,
+                turns=result.turns, token_ids=result.token_ids, metrics=metrics, num_tool_calls=result.num_tool_calls,
+                num_tokens=result.num_tokens,
             )
         )  # fmt: skip
 
-    with ThreadPoolExecutor(max_workers=_NUM_ASKED if judge is not None else 1) as pool:
+    with ThreadPoolExecutor(max_workers=_MAX_JUDGES if judge is not None else 1) as pool:
         graded = list(pool.map(grade, results))
     grader.check()
     return graded
 
 
-def _verdict(one: SampleResult) -> tuple[float | None, bool | None]:
-    return one.score, one.success
+def _verdict(result: SampleResult) -> tuple[float | None, bool | None]:
+    return result.score, result.success
 
 
-def _free(folder: Path) -> Path:
+def _next_path(folder: Path) -> Path:
     """The next name: an earlier result is never replaced."""
     number = 1
     while (folder / f"regraded-{number}.json").exists():

@@ -5,36 +5,36 @@ from typing import Final
 
 from outrider.evals.benchmark.extraction import Scorer, find_variant
 from outrider.evals.benchmark.scores import SampleResult, summarise
-from outrider.evals.benchmark.settings import PanelSettings
-from outrider.evals.benchmark.table import PanelReport
-from outrider.evals.benchmark.task_sets import Panel
+from outrider.evals.benchmark.settings import EvalTasksSettings
+from outrider.evals.benchmark.table import EvalTasksReport
+from outrider.evals.benchmark.task_sets import EvalTasks
 from outrider.types import Json
 
-_SHOWN_FAULTS: Final = 3
+_MAX_FAULTS_SHOWN: Final = 3
 
 
-def report_of(
-    settings: PanelSettings,
-    panel: Panel,
+def build_report(
+    settings: EvalTasksSettings,
+    eval_tasks: EvalTasks,
     *,
     scorer: Scorer | None,
     identity: Mapping[str, Json],
     results: Sequence[SampleResult],
-) -> PanelReport:
+) -> EvalTasksReport:
     """``scorer`` is None where the environment's own record is the score; samples beyond ``num_samples`` do
     not count.
     """
     rules = find_variant(settings.rules)
-    counted = wanted(results, settings.num_samples)
+    requested = requested_samples(results, settings.num_samples)
     powers = {2**power for power in range(settings.num_samples.bit_length())}
-    faults = [result for result in counted if result.outcome.is_fault]
-    return PanelReport(
-        name=panel.task_set.name,
-        panel_hash=panel.panel_hash,
-        num_tasks=len(panel.tasks),
-        num_left_out=panel.num_left_out,
+    faults = [result for result in requested if result.outcome.is_fault]
+    return EvalTasksReport(
+        name=eval_tasks.benchmark.name,
+        panel_hash=eval_tasks.panel_hash,
+        num_tasks=len(eval_tasks.tasks),
+        num_left_out=eval_tasks.num_left_out,
         num_samples=settings.num_samples,
-        num_owed=len(panel.tasks) * settings.num_samples,
+        num_requested=len(eval_tasks.tasks) * settings.num_samples,
         num_unjudged=sum(result.answered is not None for result in faults),
         scorer=scorer,
         has_tools=settings.tools != "off"
@@ -42,11 +42,11 @@ def report_of(
         and settings.environment.calls_tools,
         identity=identity,
         deviations=() if scorer is None else rules.deviations,
-        summary=summarise(counted, ks=sorted({*powers, settings.num_samples}), normalize=rules.normalize),
-        first_faults=tuple(faults[:_SHOWN_FAULTS]),
+        summary=summarise(requested, ks=sorted({*powers, settings.num_samples}), normalize=rules.normalize),
+        first_faults=tuple(faults[:_MAX_FAULTS_SHOWN]),
     )
 
 
-def wanted(results: Sequence[SampleResult], num_samples: int) -> list[SampleResult]:
+def requested_samples(results: Sequence[SampleResult], num_samples: int) -> list[SampleResult]:
     """Without samples of an earlier call that asked for more."""
     return [result for result in results if result.sample < num_samples]

@@ -1,6 +1,6 @@
 """``outrider eval --tasks``: play a panel, grade it, keep every result, and say what came out.
 
-A folder holds one evaluation: ``results.jsonl`` (:class:`~outrider.evals.benchmark.store.PanelStore`) and
+A folder holds one evaluation: ``results.jsonl`` (:class:`~outrider.evals.benchmark.store.EvalTasksStore`) and
 ``summary.json``. The same command continues a stopped one and tries again what a fault kept from being
 scored.
 """
@@ -15,20 +15,20 @@ from threading import Lock
 from typing import Literal
 
 from outrider.atomic_io import replace_file
-from outrider.environments.tool_qa.judge import found_judge
+from outrider.environments.tool_qa.judge import discover_judge
 from outrider.errors import ConfigError, EngineFault
 from outrider.evals.benchmark.extraction import find_variant
-from outrider.evals.benchmark.grades import Grader, Played
+from outrider.evals.benchmark.grades import FinishedRollout, Grader
 from outrider.evals.benchmark.players import Player, make_player
-from outrider.evals.benchmark.report import report_of, wanted
+from outrider.evals.benchmark.report import build_report, requested_samples
 from outrider.evals.benchmark.scores import SampleResult
-from outrider.evals.benchmark.settings import PanelSettings, keep_settings
-from outrider.evals.benchmark.store import RESULTS, SUMMARY, PanelStore
-from outrider.evals.benchmark.table import PanelReport
-from outrider.evals.benchmark.tasks import PlayedPanel, open_panel
+from outrider.evals.benchmark.settings import EvalTasksSettings, write_settings
+from outrider.evals.benchmark.store import RESULTS, SUMMARY, EvalTasksStore
+from outrider.evals.benchmark.table import EvalTasksReport
+from outrider.evals.benchmark.tasks import EvalSetup, open_eval_tasks
 from outrider.evals.benchmark.trained import differences
-from outrider.printing import say
-from outrider.rollout.whereabouts import Whereabouts
+from outrider.printing import print_lines
+from outrider.rollout.whereabouts import RolloutStatus
 from outrider.terminal import Terminal
 from outrider.watch.progress import SET_UP, Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
@@ -38,7 +38,7 @@ _MAX_JUDGES = 8  # that are asked at a time, for one batch of a model's answers
 
 
 def evaluate_tasks(
-    settings: PanelSettings, folder: Path, *, progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    settings: EvalTasksSettings, folder: Path, *, progress: Literal["auto", "rich", "plain", "none"] = "auto"
 ) -> int:
     """Play what is owed, write ``summary.json`` and print it.
 
@@ -53,20 +53,22 @@ def evaluate_tasks(
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / RESULTS).exists())
     ):
         raise ConfigError(f"{folder} is not empty and holds no evaluation of tasks")
-    began = time.monotonic()
-    whereabouts = Whereabouts()
-    display = WatchedProgress(make_progress(progress), whereabouts=whereabouts, after_s=settings.watchdog_s)
+    start_time = time.monotonic()
+    rollout_status = RolloutStatus()
+    display = WatchedProgress(
+        make_progress(progress), rollout_status=rollout_status, after_s=settings.watchdog_s
+    )
     try:
         display.stage(SET_UP, None)
         for line in _differences(settings):
             display.note(line)
-        report, notes = run_panel(settings, folder, display=display, whereabouts=whereabouts)
+        report, notes = run_evaluation(settings, folder, display=display, rollout_status=rollout_status)
     finally:
         display.close()
     Terminal().print(report.table())
-    say(*report.lines(), *notes, f"{time.monotonic() - began:.1f} s; {folder / SUMMARY}")
+    print_lines(*report.lines(), *notes, f"{time.monotonic() - start_time:.1f} s; {folder / SUMMARY}")
     if not report.summary.num_scored:
-        say(
+        print_lines(
             "outrider: no sample could be scored; once the cause is gone, the same command tries again",
             to_stderr=True,
         )
@@ -74,7 +76,7 @@ def evaluate_tasks(
     return 0
 
 
-def _differences(settings: PanelSettings) -> list[str]:
+def _differences(settings: EvalTasksSettings) -> list[str]:
     """One line if the model is a run that was trained with another prompt, other limits or other tools."""
     if settings.model is None:
         return []
@@ -83,49 +85,53 @@ def _differences(settings: PanelSettings) -> list[str]:
     return differences(settings.model.name, environment, settings.rollout.model_dump(mode="json"))
 
 
-def run_panel(
-    settings: PanelSettings, folder: Path, *, display: Progress, whereabouts: Whereabouts | None = None
-) -> tuple[PanelReport, list[str]]:
+def run_evaluation(
+    settings: EvalTasksSettings,
+    folder: Path,
+    *,
+    display: Progress,
+    rollout_status: RolloutStatus | None = None,
+) -> tuple[EvalTasksReport, list[str]]:
     """The evaluation itself: its report, and notes about the play that are none of its results. Raises as
     above.
 
-    ``whereabouts`` is told where the rollouts are.
+    ``rollout_status`` is told where the rollouts are.
     """
-    judge = None if settings.judge is None else found_judge(settings.judge)
+    judge = None if settings.judge is None else discover_judge(settings.judge)
     if settings.judge is not None and judge is not None:
         settings = settings.model_copy(update={"judge": judge.settings})
-    panel = open_panel(settings)
+    setup = open_eval_tasks(settings)
     meter = TokenMeter(display)
     try:
         player = make_player(settings, on_tokens=meter, note=display.note)
-        player.whereabouts = whereabouts or player.whereabouts
+        player.rollout_status = rollout_status or player.rollout_status
         grader = Grader(
-            rules=find_variant(settings.rules), kind=panel.kind, scorer=panel.scorer, tools=panel.tools,
+            rules=find_variant(settings.rules), kind=setup.kind, scorer=setup.scorer, tools=setup.tools,
             judge=judge, max_faults_in_a_row=settings.max_faults_in_a_row,
         )  # fmt: skip
-        store = PanelStore.open(folder / RESULTS, identity={**panel.identity, **player.identity})
+        store = EvalTasksStore.open(folder / RESULTS, identity={**setup.identity, **player.identity})
         try:
-            keep_settings(settings, folder)
-            play_panel(
-                panel, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter,
+            write_settings(settings, folder)
+            play_eval_tasks(
+                setup, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter,
                 num_parallel=settings.num_concurrent,
             )  # fmt: skip
-            report = make_report(settings, panel, player, store)
+            report = make_report(settings, setup, player, store)
         except EngineFault as fault:
             raise EngineFault(f"{fault}. What was played is kept, and the same command continues") from fault
         finally:
             store.close()
     finally:
-        panel.factory.close()
+        setup.factory.close()
     _write(folder / SUMMARY, report)
     return report, player.notes()
 
 
-def play_panel(
-    panel: PlayedPanel,
+def play_eval_tasks(
+    setup: EvalSetup,
     player: Player,
     grader: Grader,
-    store: PanelStore,
+    store: EvalTasksStore,
     *,
     num_samples: int,
     display: Progress,
@@ -138,7 +144,7 @@ def play_panel(
     ``meter`` shows the player's tokens.
     """
     recorder = _Recorder(
-        panel=panel,
+        setup=setup,
         grader=grader,
         store=store,
         display=display,
@@ -149,18 +155,18 @@ def play_panel(
     if meter is not None:
         meter.num_done = lambda: recorder.num_done
     recorder.judge_again()
-    player.play(panel, store, recorder.record)
+    player.play(setup, store, recorder.record)
 
 
 def make_report(
-    settings: PanelSettings, panel: PlayedPanel, player: Player, store: PanelStore
-) -> PanelReport:
+    settings: EvalTasksSettings, setup: EvalSetup, player: Player, store: EvalTasksStore
+) -> EvalTasksReport:
     """Report of the panel's results on file, without an earlier call's samples beyond ``num_samples``."""
-    return report_of(
+    return build_report(
         settings,
-        panel.panel,
-        scorer=panel.scorer,
-        identity={**panel.identity, **player.identity},
+        setup.eval_tasks,
+        scorer=setup.scorer,
+        identity={**setup.identity, **player.identity},
         results=store.results,
     )
 
@@ -171,9 +177,9 @@ class _Recorder:
     threads.
     """
 
-    panel: PlayedPanel
+    setup: EvalSetup
     grader: Grader
-    store: PanelStore
+    store: EvalTasksStore
     display: Progress
     num_samples: int
     num_parallel: int
@@ -183,16 +189,16 @@ class _Recorder:
 
     def begin(self) -> None:
         """Show what is on file."""
-        results = wanted(self.store.results, self.num_samples)
+        results = requested_samples(self.store.results, self.num_samples)
         self.num_done = sum(not result.outcome.is_fault for result in results)
-        num_owed = len(self.panel.tasks) * self.num_samples
-        self.display.stage("evaluate", num_owed, done=self.num_done, num_parallel=self.num_parallel)
+        total = len(self.setup.tasks) * self.num_samples
+        self.display.stage("evaluate", total, done=self.num_done, num_parallel=self.num_parallel)
         self.display.advance(self.num_done)
 
     def judge_again(self) -> None:
         """Ask the judge about answers that wait for it; each verdict is stored as it comes."""
-        tasks = {task.key: task for task in self.panel.tasks}
-        waiting = wanted(self.store.unjudged, self.num_samples)
+        tasks = {task.key: task for task in self.setup.tasks}
+        waiting = requested_samples(self.store.unjudged, self.num_samples)
         with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
             for judged in pool.map(
                 lambda answer: self.grader.judge_answer(tasks[answer.task_key], answer), waiting
@@ -200,13 +206,13 @@ class _Recorder:
                 self._add([judged])
         self.grader.check()
 
-    def record(self, played: Sequence[Played]) -> None:
+    def record(self, rollouts: Sequence[FinishedRollout]) -> None:
         """Grade and store. Raises EngineFault once the judge is dead; what was graded is stored by then."""
-        if self.panel.scorer == "judge":
+        if self.setup.scorer == "judge":
             with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
-                self._add(list(pool.map(self.grader.grade, played)))
+                self._add(list(pool.map(self.grader.grade, rollouts)))
         else:
-            self._add([self.grader.grade(one) for one in played])
+            self._add([self.grader.grade(rollout) for rollout in rollouts])
         self.grader.check()
 
     def _add(self, results: Sequence[SampleResult]) -> None:
@@ -219,7 +225,7 @@ class _Recorder:
             self.display.advance(self.num_done, **faults)
 
 
-def _write(path: Path, report: PanelReport) -> None:
+def _write(path: Path, report: EvalTasksReport) -> None:
     replace_file(
         path, (json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     )

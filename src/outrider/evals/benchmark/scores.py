@@ -62,11 +62,11 @@ class SampleResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PanelSummary:
+class EvalTasksSummary:
     """Means over tasks of means over a task's scored samples; ``num_tool_calls`` and ``num_tokens`` are per
     answer, tokens without the ``num_uncounted`` answers whose tokens nobody counted.
 
-    ``pass_at`` maps k to pass@k over the ``num_tasks_at[k]`` tasks with at least k scored samples. ``score``
+    ``pass_at_k`` maps k to pass@k over the ``num_tasks_at_k[k]`` tasks with at least k scored samples. ``score``
     is avg@k. ``outcomes`` counts scored samples by how they ended, ``faults`` the others. NaN where nothing
     was scored. ``task_...`` hold what was averaged, by task key.
     """
@@ -74,8 +74,8 @@ class PanelSummary:
     num_tasks: int
     num_scored: int
     score: float
-    pass_at: Mapping[int, float]
-    num_tasks_at: Mapping[int, int]
+    pass_at_k: Mapping[int, float]
+    num_tasks_at_k: Mapping[int, int]
     majority: float
     metrics: Mapping[str, float]
     num_tool_calls: float
@@ -124,10 +124,12 @@ def majority_at_k(labels: Sequence[str], successes: Sequence[bool]) -> float:
     votes = Counter(label for label in labels if label)
     if not votes:
         return 0.0
-    most = max(votes.values())
-    winners = [label for label, count in votes.items() if count == most]
-    won = [fmean(ok for one, ok in zip(labels, successes, strict=True) if one == label) for label in winners]
-    return fmean(won)
+    max_votes = max(votes.values())
+    winners = [label for label, count in votes.items() if count == max_votes]
+    winner_rates = [
+        fmean(ok for other, ok in zip(labels, successes, strict=True) if other == label) for label in winners
+    ]
+    return fmean(winner_rates)
 
 
 def tool_productivity(*, accuracy: float, mean_tool_calls: float, sigma: float = SIGMA) -> float:
@@ -152,69 +154,78 @@ def summarise(
     *,
     ks: Sequence[int] = (1,),
     normalize: Callable[[str], str] = normalize_answer,
-) -> PanelSummary:
+) -> EvalTasksSummary:
     """The panel's scores; the order of results changes nothing. ``normalize`` makes labels of predictions for
     the majority.
 
     Raises ValueError for two results of one sample.
     """
-    by_task: dict[str, list[SampleResult]] = {}
+    results_by_task: dict[str, list[SampleResult]] = {}
     seen: set[tuple[str, int]] = set()
     faults: Counter[str] = Counter()
-    for result in sorted(results, key=lambda one: (one.task_key, one.sample)):
+    for result in sorted(results, key=lambda entry: (entry.task_key, entry.sample)):
         if (result.task_key, result.sample) in seen:
             raise ValueError(f"two results of {result.task_key}, sample {result.sample}")
         seen.add((result.task_key, result.sample))
         if result.score is None:
             faults[result.outcome.value] += 1
         else:
-            by_task.setdefault(result.task_key, []).append(result)
-    scored = [one for group in by_task.values() for one in group]
-    scores = {key: avg_at_k([one.score or 0.0 for one in group]) for key, group in by_task.items()}
-    majorities = {key: _majority(group, normalize) for key, group in by_task.items()}
-    metrics = _task_metrics(by_task)
-    calls = [one.num_tool_calls for one in scored]
+            results_by_task.setdefault(result.task_key, []).append(result)
+    scored = [entry for group in results_by_task.values() for entry in group]
+    scores = {
+        key: avg_at_k([entry.score or 0.0 for entry in group]) for key, group in results_by_task.items()
+    }
+    majorities = {key: _majority(group, normalize) for key, group in results_by_task.items()}
+    metrics = _task_metrics(results_by_task)
+    calls = [entry.num_tool_calls for entry in scored]
     # A k that no task has samples enough for is left out rather than reported as a number.
-    passes = {k: {key: _pass_at(group, k) for key, group in by_task.items() if len(group) >= k} for k in ks}
-    return PanelSummary(
-        num_tasks=len(by_task),
+    task_passes = {
+        k: {key: _group_pass_at_k(group, k) for key, group in results_by_task.items() if len(group) >= k}
+        for k in ks
+    }
+    return EvalTasksSummary(
+        num_tasks=len(results_by_task),
         num_scored=len(scored),
         score=_mean(scores.values()),
-        pass_at={k: _mean(tasks.values()) for k, tasks in passes.items() if tasks},
-        num_tasks_at={k: len(tasks) for k, tasks in passes.items()},
+        pass_at_k={k: _mean(tasks.values()) for k, tasks in task_passes.items() if tasks},
+        num_tasks_at_k={k: len(tasks) for k, tasks in task_passes.items()},
         majority=_mean(majorities.values()),
         metrics={name: _mean(tasks.values()) for name, tasks in metrics.items()},
         num_tool_calls=_mean(calls),
-        num_tokens=_mean(one.num_tokens for one in scored if one.num_tokens is not None),
-        num_uncounted=sum(one.num_tokens is None for one in scored),
+        num_tokens=_mean(entry.num_tokens for entry in scored if entry.num_tokens is not None),
+        num_uncounted=sum(entry.num_tokens is None for entry in scored),
         tool_usage_rate=tool_usage_rate(calls) if calls else math.nan,
         tool_productivity=tool_productivity(accuracy=_mean(scores.values()), mean_tool_calls=_mean(calls)),
-        outcomes=dict(sorted(Counter(one.outcome.value for one in scored).items())),
+        outcomes=dict(sorted(Counter(entry.outcome.value for entry in scored).items())),
         faults=dict(sorted(faults.items())),
         task_scores=scores,
-        task_passes=passes,
+        task_passes=task_passes,
         task_majorities=majorities,
         task_metrics=metrics,
     )
 
 
 def _mean(values: Iterable[float]) -> float:
-    kept = list(values)
-    return fmean(kept) if kept else math.nan
+    numbers = list(values)
+    return fmean(numbers) if numbers else math.nan
 
 
-def _pass_at(group: Sequence[SampleResult], k: int) -> float:
-    return pass_at_k(num_samples=len(group), num_correct=sum(one.success is True for one in group), k=k)
+def _group_pass_at_k(group: Sequence[SampleResult], k: int) -> float:
+    return pass_at_k(num_samples=len(group), num_correct=sum(result.success is True for result in group), k=k)
 
 
 def _majority(group: Sequence[SampleResult], normalize: Callable[[str], str]) -> float:
-    return majority_at_k([normalize(one.prediction) for one in group], [one.success is True for one in group])
+    return majority_at_k(
+        [normalize(result.prediction) for result in group], [result.success is True for result in group]
+    )
 
 
 def _task_metrics(groups: Mapping[str, Sequence[SampleResult]]) -> dict[str, dict[str, float]]:
     """The mean of each metric over a task's samples, for the tasks that have it."""
     means: dict[str, dict[str, float]] = {}
     for key, group in groups.items():
-        for name in sorted({name for one in group for name in one.metrics}):
-            means.setdefault(name, {})[key] = fmean(one.metrics[name] for one in group if name in one.metrics)
+        for name in sorted({name for result in group for name in result.metrics}):
+            means.setdefault(name, {})[key] = fmean(
+                result.metrics[name] for result in group if name in result.metrics
+            )
     return dict(sorted(means.items()))

@@ -13,8 +13,8 @@ from outrider.environments.families import EnvironmentConfig, is_inline
 from outrider.environments.tool_qa.judge import JudgeSettings
 from outrider.evals.benchmark.extraction import Scorer
 from outrider.evals.benchmark.store import SETTINGS
-from outrider.evals.benchmark.task_sets import TASK_SETS
-from outrider.evals.benchmark.trained import as_trained
+from outrider.evals.benchmark.task_sets import BENCHMARKS
+from outrider.evals.benchmark.trained import with_run_settings
 from outrider.plugins.names import is_import_path, is_known, known_names
 from outrider.plugins.record import write_origins
 from outrider.rollout.limits import Limits
@@ -32,12 +32,12 @@ def is_environment(tasks: str) -> bool:
     """Whether ``tasks`` names an environment; installed packages are asked only where a task set does not
     have the name.
     """
-    if tasks in TASK_SETS or tasks == _QUESTIONS:
+    if tasks in BENCHMARKS or tasks == _QUESTIONS:
         return False
     return is_known("environments", tasks)
 
 
-class PanelLimits(Limits):
+class EvalTasksLimits(Limits):
     """The rollout loop's limits, with room for long answers and long games. A question without tools has one
     turn.
     """
@@ -47,7 +47,7 @@ class PanelLimits(Limits):
     max_response_tokens: int = Field(4096, ge=1)
 
 
-class PanelSettings(Settings):
+class EvalTasksSettings(Settings):
     """One evaluation on one panel, by a model here or one behind an endpoint."""
 
     tasks: str
@@ -75,7 +75,7 @@ class PanelSettings(Settings):
     instruction: Literal["system", "user"] = "system"
     """Without tools: the message that tells how to answer; a chat template without system messages has it in
     the user's anyway."""
-    rollout: PanelLimits = PanelLimits()
+    rollout: EvalTasksLimits = EvalTasksLimits()
     rules: Literal["default", "arpo-train", "arpo-eval", "squad"] = "default"
     """Extraction and normalisation of answers (``evals.extraction``)."""
     metric: Scorer | None = None
@@ -109,32 +109,34 @@ class PanelSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _named_environment(cls, values: Any) -> Any:
+    def _expand_environment(cls, values: Any) -> Any:
         """``tasks = "webshop"`` is ``environment.type = "webshop"``, and ``tools = "on"`` is
         ``environment.type = "tools"``, with the settings of the run if the model is one.
         """
         if not isinstance(values, dict):
             return values
-        given = values.get("environment") or {}
+        environment = values.get("environment") or {}
         name = str(values.get("tasks"))
         name = name if is_import_path(name) else name.lower()
         if is_environment(name):
             return {
                 **values,
                 "tasks": name,
-                "environment": {"type": name, **given} if isinstance(given, dict) else given,
+                "environment": {"type": name, **environment}
+                if isinstance(environment, dict)
+                else environment,
             }
-        if values.get("tools") == "on" and isinstance(given, dict):
-            values = as_trained(values)
-            given = values.get("environment") or {}
-            names = ["search", "python"] if "corpus" in given else ["python"]
-            return {**values, "environment": {"type": "tools", "tools": names, **given}}
-        if given and isinstance(given, dict) and "type" not in given:
+        if values.get("tools") == "on" and isinstance(environment, dict):
+            values = with_run_settings(values)
+            environment = values.get("environment") or {}
+            names = ["search", "python"] if "corpus" in environment else ["python"]
+            return {**values, "environment": {"type": "tools", "tools": names, **environment}}
+        if environment and isinstance(environment, dict) and "type" not in environment:
             raise ValueError("questions have environment settings, such as a corpus, only with tools = on")
         return values
 
     @model_validator(mode="after")
-    def _possible(self) -> "PanelSettings":
+    def _validate(self) -> "EvalTasksSettings":
         if (self.model is None) == (self.endpoint is None):
             raise ValueError("give exactly one of a model and an endpoint")
         if self.num_samples > 1 and self.temperature == 0:
@@ -167,24 +169,25 @@ class PanelSettings(Settings):
         return self
 
 
-def keep_settings(settings: PanelSettings, folder: Path) -> None:
+def write_settings(settings: EvalTasksSettings, folder: Path) -> None:
     """Write :data:`~outrider.evals.benchmark.store.SETTINGS`, with which replies are graded again. Raises
     OSError.
     """
     write_origins(settings, folder)
     # a judge may be named later
-    given = {key: one for key, one in settings.model_dump(mode="json").items() if one is not None}
-    replace_file(folder / SETTINGS, (to_toml(_without_secrets(given)) + "\n").encode())
+    values = {key: value for key, value in settings.model_dump(mode="json").items() if value is not None}
+    replace_file(folder / SETTINGS, (to_toml(_without_secrets(values)) + "\n").encode())
 
 
 def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
     """Addresses without a user, a password and a query."""
     return {
-        key: _bare(key, _without_secrets(one) if isinstance(one, dict) else one) for key, one in tree.items()
+        key: _strip_credentials(key, _without_secrets(value) if isinstance(value, dict) else value)
+        for key, value in tree.items()
     }
 
 
-def _bare(key: str, value: Any) -> Any:
+def _strip_credentials(key: str, value: Any) -> Any:
     if key != "base_url" or not isinstance(value, str):
         return value
     parts = urlsplit(value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
-from outrider.atomic_io import append_to
+from outrider.atomic_io import append_bytes
 from outrider.errors import ConfigError, DataError
 from outrider.evals.benchmark.scores import SampleResult
 from outrider.file_lock import FileLock
@@ -25,10 +25,10 @@ RESULTS: Final = "results.jsonl"  # of an evaluation's folder, and what it comes
 SUMMARY: Final = "summary.json"
 SETTINGS: Final = "evaluation.toml"  # as of the last command
 FORMAT: Final = "outrider panel 1"
-_BEGINNING: Final = f'{{"format": "{FORMAT}"'.encode()  # of the first line, keys being sorted
+_HEADER_PREFIX: Final = f'{{"format": "{FORMAT}"'.encode()  # of the first line, keys being sorted
 
 
-class PanelStore:
+class EvalTasksStore:
     """One panel's results. Open it with :meth:`open`; adding is safe from several threads, the file belongs
     to one process.
     """
@@ -40,7 +40,7 @@ class PanelStore:
         self._lock = Lock()
 
     @classmethod
-    def open(cls, path: Path, *, identity: Mapping[str, Json]) -> "PanelStore":
+    def open(cls, path: Path, *, identity: Mapping[str, Json]) -> "EvalTasksStore":
         """Continue the file or start it. ``identity`` is all that results depend on: panel hash, model,
         sampling, rules.
 
@@ -54,7 +54,7 @@ class PanelStore:
             raise ConfigError(f"{path} is in use by another process") from error
         try:
             lines, torn = read_lines(path)
-            if not lines and not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
+            if not lines and not (torn.startswith(_HEADER_PREFIX) or _HEADER_PREFIX.startswith(torn)):
                 raise DataError(f"{path}:1: no results of a panel ({FORMAT})")
             results = _read(path, lines, identity) if lines else {}
             os.ftruncate(file.descriptor, sum(len(line) + 1 for line in lines))
@@ -77,14 +77,14 @@ class PanelStore:
         """Answers whose judge failed, by task key and sample number."""
         return [result for result in self.results if result.answered is not None]
 
-    def owed(self, tasks: Sequence[Task], *, num_samples: int) -> list[tuple[Task, int]]:
+    def pending(self, tasks: Sequence[Task], *, num_samples: int) -> list[tuple[Task, int]]:
         """Samples that are missing or ended in a fault other than the judge's, in the panel's order."""
         with self._lock:
             return [
                 (task, sample)
                 for task in tasks
                 for sample in range(num_samples)
-                if self._is_owed(task.key, sample)
+                if self._is_pending(task.key, sample)
             ]
 
     def has(self, task_key: str, sample: int) -> bool:
@@ -108,17 +108,17 @@ class PanelStore:
         with self._lock:
             self._file.release()
 
-    def _is_owed(self, key: str, sample: int) -> bool:
-        found = self._results.get((key, sample))
-        return found is None or (found.outcome.is_fault and found.answered is None)
+    def _is_pending(self, key: str, sample: int) -> bool:
+        result = self._results.get((key, sample))
+        return result is None or (result.outcome.is_fault and result.answered is None)
 
     def _is_finished(self, key: str, sample: int) -> bool:
-        found = self._results.get((key, sample))
-        return found is not None and not found.outcome.is_fault
+        result = self._results.get((key, sample))
+        return result is not None and not result.outcome.is_fault
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
-        append_to(self._file.descriptor, line)
+        append_bytes(self._file.descriptor, line)
 
 
 def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
@@ -126,15 +126,15 @@ def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
     line.
     """
     lines = read_lines(path)[0] or [b""]
-    found = _parsed(path, 1, lines[0]).get("identity")
-    identity = found if isinstance(found, dict) else {}
+    recorded = _parse_line(path, 1, lines[0]).get("identity")
+    identity = recorded if isinstance(recorded, dict) else {}
     results = _read(path, lines, identity)
     return identity, [results[key] for key in sorted(results)]
 
 
 def write_results(path: Path, identity: Mapping[str, Json], results: Sequence[SampleResult]) -> None:
-    """The same as a new file that :meth:`PanelStore.open` continues."""
-    store = PanelStore.open(path, identity=identity)
+    """The same as a new file that :meth:`EvalTasksStore.open` continues."""
+    store = EvalTasksStore.open(path, identity=identity)
     try:
         for result in results:
             store.add(result)
@@ -145,16 +145,16 @@ def write_results(path: Path, identity: Mapping[str, Json], results: Sequence[Sa
 def _read(
     path: Path, lines: Sequence[bytes], identity: Mapping[str, Json]
 ) -> dict[tuple[str, int], SampleResult]:
-    _check_identity(path, _parsed(path, 1, lines[0]), identity)
+    _check_identity(path, _parse_line(path, 1, lines[0]), identity)
     results: dict[tuple[str, int], SampleResult] = {}
     for number, line in enumerate(lines[1:], start=2):
-        record = _parsed(path, number, line)
+        record = _parse_line(path, number, line)
         try:
             result = SampleResult(**{**record, **_outcomes(record), **_reply(record)})
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}:{number}: no result of a sample: {error}") from error
-        before = results.get((result.task_key, result.sample))
-        if before is None or before.outcome.is_fault:
+        previous = results.get((result.task_key, result.sample))
+        if previous is None or previous.outcome.is_fault:
             results[result.task_key, result.sample] = result
     return results
 
@@ -180,21 +180,23 @@ def _reply(record: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
 
 
 def _are_ids(turn: Any) -> bool:
-    return isinstance(turn, list) and all(type(one) is int for one in turn)
+    return isinstance(turn, list) and all(type(token) is int for token in turn)
 
 
 def _check_identity(path: Path, header: Mapping[str, Any], identity: Mapping[str, Json]) -> None:
-    found = header.get("identity")
-    if header.get("format") != FORMAT or not isinstance(found, dict):
+    recorded = header.get("identity")
+    if header.get("format") != FORMAT or not isinstance(recorded, dict):
         raise DataError(f"{path}:1: no results of a panel ({FORMAT})")
-    wanted = json.loads(json.dumps(dict(identity)))
-    different = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+    expected = json.loads(json.dumps(dict(identity)))
+    different = sorted(key for key in {*recorded, *expected} if recorded.get(key) != expected.get(key))
     if different:
-        said = "; ".join(f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}" for key in different)
-        raise ConfigError(f"{path} holds the results of another evaluation: {said}; give a new --run")
+        changes = "; ".join(
+            f"{key} was {recorded.get(key)!r} and is {expected.get(key)!r}" for key in different
+        )
+        raise ConfigError(f"{path} holds the results of another evaluation: {changes}; give a new --run")
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         return parsed(line)
     except ValueError as error:

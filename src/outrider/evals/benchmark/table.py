@@ -11,7 +11,7 @@ from rich.text import Text
 
 from outrider.evals.benchmark.extraction import Scorer
 from outrider.evals.benchmark.grades import RETURN
-from outrider.evals.benchmark.scores import PanelSummary, SampleResult
+from outrider.evals.benchmark.scores import EvalTasksSummary, SampleResult
 from outrider.printing import one_line, score
 from outrider.rollout.evaluate import interval
 from outrider.types import Json
@@ -50,8 +50,8 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PanelReport:
-    """``summary`` with what it is a summary of. ``num_owed``: samples that were asked for. ``num_unjudged``
+class EvalTasksReport:
+    """``summary`` with what it is a summary of. ``num_requested``: samples that were asked for. ``num_unjudged``
     of the faults are the judge's alone: those answers are kept. ``first_faults`` are some of them, to show
     what went wrong.
     """
@@ -61,13 +61,13 @@ class PanelReport:
     num_tasks: int
     num_left_out: int
     num_samples: int
-    num_owed: int
+    num_requested: int
     num_unjudged: int
     scorer: Scorer | None
     has_tools: bool
     identity: Mapping[str, Json]
     deviations: tuple[str, ...]
-    summary: PanelSummary
+    summary: EvalTasksSummary
     first_faults: tuple[SampleResult, ...] = ()
 
     @property
@@ -78,18 +78,24 @@ class PanelReport:
     @property
     def scores(self) -> list[Score]:
         """The panel's own score first, then the others; counts are in :attr:`counts`."""
-        return [_score(name, tasks, is_share=is_share) for name, tasks, is_share in self._by_task() if tasks]
+        return [
+            _score(name, tasks, is_share=is_share) for name, tasks, is_share in self._task_scores() if tasks
+        ]
 
     @property
     def counts(self) -> dict[str, float]:
         """Metrics that are counts, as means over tasks."""
         return {name: value for name, value in self.summary.metrics.items() if name.startswith("num_")}
 
-    def _by_task(self) -> Iterator[tuple[str, Mapping[str, float], bool]]:
+    def _task_scores(self) -> Iterator[tuple[str, Mapping[str, float], bool]]:
         """Name, values by task, and whether a value of 0 or 1 is a failure or a success: returns are not."""
-        summary, many = self.summary, self.num_samples > 1
-        yield f"{_NAMES[self.scorer]}{f', avg@{self.num_samples}' if many else ''}", summary.task_scores, True
-        if many:
+        summary, has_many_samples = self.summary, self.num_samples > 1
+        yield (
+            f"{_NAMES[self.scorer]}{f', avg@{self.num_samples}' if has_many_samples else ''}",
+            summary.task_scores,
+            True,
+        )
+        if has_many_samples:
             for k, tasks in sorted(summary.task_passes.items()):
                 yield f"pass@{k}", tasks, True
             if self.scorer is not None:
@@ -107,10 +113,10 @@ class PanelReport:
         }  # fmt: skip
         return {
             "tasks": self.name, "panel_hash": self.panel_hash, "num_tasks": self.num_tasks,
-            "num_left_out": self.num_left_out, "num_samples": self.num_samples, "num_owed": self.num_owed,
+            "num_left_out": self.num_left_out, "num_samples": self.num_samples, "num_owed": self.num_requested,
             "num_scored": summary.num_scored, "num_unjudged": self.num_unjudged,
             "num_uncounted": summary.num_uncounted, "outcomes": dict(summary.outcomes),
-            "faults": dict(summary.faults), "scores": {one.name: _plain(one) for one in self.scores},
+            "faults": dict(summary.faults), "scores": {entry.name: _plain(entry) for entry in self.scores},
             "counts": {name: _finite(value) for name, value in self.counts.items()},
             **{name: _finite(value) for name, value in numbers.items()},
             "identity": dict(self.identity), "deviations": list(self.deviations),
@@ -125,15 +131,15 @@ class PanelReport:
             "tasks",
             title=Text(one_line(f"{self.name}, {self.num_tasks} tasks")),
         )
-        for one in self.scores:
-            name = one.name if one.is_share else f"{one.name} (no share)"
-            table.add_row(Text(name), Text(one.text), str(one.num_tasks))
+        for entry in self.scores:
+            name = entry.name if entry.is_share else f"{entry.name} (no share)"
+            table.add_row(Text(name), Text(entry.text), str(entry.num_tasks))
         return table
 
     def lines(self) -> Sequence[str]:
         """Lines for what the table has no column for."""
         summary = self.summary
-        scored = f"{summary.num_scored} of {self.num_owed} samples scored"
+        scored = f"{summary.num_scored} of {self.num_requested} samples scored"
         lines = [
             f"{scored}: {', '.join(f'{count} {name}' for name, count in summary.outcomes.items()) or 'none'}"
         ]
@@ -144,7 +150,8 @@ class PanelReport:
                 "The same command tries them again"
             )
             lines += [
-                one_line(f"  {one.task_key}, sample {one.sample}: {one.detail}") for one in self.first_faults
+                one_line(f"  {result.task_key}, sample {result.sample}: {result.detail}")
+                for result in self.first_faults
             ]
         if summary.num_scored:
             lines.append(f"an answer: {self._tokens()}, {summary.num_tool_calls:.2f} tool calls")
@@ -165,8 +172,8 @@ class PanelReport:
         return f"{self.summary.num_tokens:.1f} tokens{missing}"
 
 
-def _score(name: str, by_task: Mapping[str, float], *, is_share: bool) -> Score:
-    values = [by_task[key] for key in sorted(by_task)]
+def _score(name: str, task_scores: Mapping[str, float], *, is_share: bool) -> Score:
+    values = [task_scores[key] for key in sorted(task_scores)]
     low, high = interval(values, binary=is_share and all(value in (0.0, 1.0) for value in values))
     return Score(name=name, value=fmean(values), low=low, high=high, num_tasks=len(values), is_share=is_share)
 

@@ -17,9 +17,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Final
 
-from outrider.environments.tool_qa.datasets import answer_column, hub_rows, panel_hash
+from outrider.environments.tool_qa.datasets import answer_column, hash_tasks, hub_rows
 from outrider.errors import ConfigError, DataError
-from outrider.evals.benchmark.extraction import Kind, Scorer, number_behind_mark
+from outrider.evals.benchmark.extraction import Kind, Scorer, number_after_mark
 from outrider.near import did_you_mean
 from outrider.records import SUFFIXES, Row, read_rows
 from outrider.types import Json, Message, Task
@@ -51,7 +51,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSet:
+class Benchmark:
     """A named task set. ``columns`` are the known formats, the first that fits the first row is taken.
 
     ``gold_behind_mark``: the answer is GSM8K's number behind ``####``. ``attachment`` names a column whose
@@ -74,21 +74,21 @@ class TaskSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class EvalTasks:
     """Tasks of an evaluation in a fixed order, and the hash of all that is in them.
 
     ``num_left_out`` counts rows that need an attachment.
     """
 
-    task_set: TaskSet
+    benchmark: Benchmark
     tasks: tuple[Task, ...]
     panel_hash: str
     num_left_out: int = 0
 
 
-def _wiki(name: str, config: str, split: str, *, aliases: str | None = None) -> TaskSet:
+def _wiki(name: str, config: str, split: str, *, aliases: str | None = None) -> Benchmark:
     hub = Hub(name="RUC-NLPIR/FlashRAG_datasets", config=config, split=split)
-    return TaskSet(
+    return Benchmark(
         name=name,
         kind="qa",
         scorer="f1",
@@ -108,40 +108,40 @@ _BROWSECOMP_ACCESS: Final = (
     "your copy as browsecomp=FILE (.jsonl or .parquet with the columns problem, answer and canary)"
 )
 
-TASK_SETS: Final[Mapping[str, TaskSet]] = {
+BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     task_set.name: task_set
     for task_set in (
-        TaskSet(
+        Benchmark(
             name="gsm8k", kind="math", scorer="math", hub=Hub(name="openai/gsm8k", config="main"),
             columns=(Columns(),), gold_behind_mark=True,
         ),
-        TaskSet(
+        Benchmark(
             name="math500", kind="math", scorer="math", hub=Hub(name="HuggingFaceH4/MATH-500"),
             columns=(_PROBLEM, Columns()),
         ),
-        TaskSet(
+        Benchmark(
             name="aime24", kind="math", scorer="math", hub=Hub(name="HuggingFaceH4/aime_2024", split="train"),
             columns=(_PROBLEM, Columns()),
         ),
-        TaskSet(name="aime25", kind="math", scorer="math", hub=Hub(name="math-ai/aime25"),
+        Benchmark(name="aime25", kind="math", scorer="math", hub=Hub(name="math-ai/aime25"),
                 columns=(_PROBLEM, Columns())),
         _wiki("hotpotqa", "hotpotqa", "dev"),
         _wiki("2wiki", "2wikimultihopqa", "dev"),
         _wiki("musique", "musique", "dev", aliases="answer_aliases"),
         _wiki("bamboogle", "bamboogle", "test"),
-        TaskSet(name="simpleqa", kind="qa", scorer="judge", hub=Hub(name="basicv8vc/SimpleQA"),
+        Benchmark(name="simpleqa", kind="qa", scorer="judge", hub=Hub(name="basicv8vc/SimpleQA"),
                 columns=(_PROBLEM, Columns())),
-        TaskSet(
+        Benchmark(
             name="webwalkerqa", kind="qa", scorer="judge", hub=Hub(name="callanwu/WebWalkerQA", split="main"),
             columns=(Columns(),),
         ),
-        TaskSet(
+        Benchmark(
             name="gaia", kind="qa", scorer="judge",
             hub=Hub(name="gaia-benchmark/GAIA", config="2023_all", split="validation"),
             columns=(Columns(question="Question", answer="Final answer"), Columns()),
             attachment="file_name", level="Level", access=_GAIA_ACCESS,
         ),
-        TaskSet(
+        Benchmark(
             name="browsecomp", kind="qa", scorer="judge", hub=Hub(name="smolagents/browse_comp"),
             columns=(_PROBLEM, Columns()), canary="canary", access=_BROWSECOMP_ACCESS,
         ),
@@ -159,7 +159,7 @@ _ANY_FILE: Final = (
 )
 
 
-def load_task_set(name_or_path: str, *, limit: int | None = None, others: Sequence[str] = ()) -> Panel:
+def load_benchmark(name_or_path: str, *, limit: int | None = None, others: Sequence[str] = ()) -> EvalTasks:
     """A panel from ``gsm8k`` (the hub), ``gsm8k=FILE`` (the set's rules on a file of one's own) or ``FILE``
     (questions, F1).
 
@@ -170,97 +170,103 @@ def load_task_set(name_or_path: str, *, limit: int | None = None, others: Sequen
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"a panel needs at least one task, not {limit}")
-    task_set, path = find_task_set(name_or_path, others=others)
-    rows = read_rows(path) if path is not None else _hub_rows(task_set)
-    columns = _columns(task_set, rows)
-    kept = [
+    benchmark, path = find_benchmark(name_or_path, others=others)
+    rows = read_rows(path) if path is not None else _hub_rows(benchmark)
+    columns = _columns(benchmark, rows)
+    usable = [
         (index, row)
         for index, row in enumerate(rows)
-        if task_set.attachment is None or not row.values.get(task_set.attachment)
+        if benchmark.attachment is None or not row.values.get(benchmark.attachment)
     ]
-    tasks = tuple(_task(task_set, columns, row, index) for index, row in kept[:limit])
+    tasks = tuple(_task(benchmark, columns, row, index) for index, row in usable[:limit])
     if not tasks:
         raise DataError(f"{name_or_path}: every task needs an attachment, and none can be given")
-    return Panel(
-        task_set=task_set, tasks=tasks, panel_hash=panel_hash(tasks), num_left_out=len(rows) - len(kept)
+    return EvalTasks(
+        benchmark=benchmark, tasks=tasks, panel_hash=hash_tasks(tasks), num_left_out=len(rows) - len(usable)
     )
 
 
-def prompt_messages(task_set: TaskSet, task: Task) -> tuple[Message, Message]:
+def prompt_messages(benchmark: Benchmark, task: Task) -> tuple[Message, Message]:
     """The prompt of an evaluation without tools; with tools the environment makes its own."""
-    return Message(role="system", content=PROMPTS[task_set.kind]), Message(role="user", content=task.question)
+    return Message(role="system", content=PROMPTS[benchmark.kind]), Message(
+        role="user", content=task.question
+    )
 
 
-def find_task_set(name_or_path: str, *, others: Sequence[str] = ()) -> tuple[TaskSet, Path | None]:
+def find_benchmark(name_or_path: str, *, others: Sequence[str] = ()) -> tuple[Benchmark, Path | None]:
     """The task set that a name stands for, and the file of the user's, where one is given; nothing is read.
 
-    Raises ConfigError as :func:`load_task_set` does.
+    Raises ConfigError as :func:`load_benchmark` does.
     """
     written, equals, file = name_or_path.partition("=")
     bare = re.sub(r"[-_ ]", "", written.lower())
     name = _OTHER_NAMES.get(bare, bare)
-    if name in TASK_SETS and (file or not equals):
-        return TASK_SETS[name], Path(file) if equals else None
+    if name in BENCHMARKS and (file or not equals):
+        return BENCHMARKS[name], Path(file) if equals else None
     path = Path(name_or_path)
-    known = (*TASK_SETS, *others)
+    known = (*BENCHMARKS, *others)
     if equals and file and not path.exists():
-        near = did_you_mean(written, TASK_SETS)
+        suggestion = did_you_mean(written, BENCHMARKS)
         raise ConfigError(
-            f"unknown task set {written!r} in {name_or_path!r}{near}; NAME=FILE takes the rules of one "
-            f"of {', '.join(TASK_SETS)}, and questions of your own go as FILE alone"
+            f"unknown task set {written!r} in {name_or_path!r}{suggestion}; NAME=FILE takes the rules of one "
+            f"of {', '.join(BENCHMARKS)}, and questions of your own go as FILE alone"
         )
     if path.suffix not in SUFFIXES:
         raise ConfigError(
             f"unknown task set {name_or_path!r}{did_you_mean(written, known)}; "
             f"give one of {', '.join(known)}, or a file ({', '.join(SUFFIXES)})"
         )
-    return TaskSet(name=path.stem, kind="qa", scorer="f1", columns=_ANY_FILE), path
+    return Benchmark(name=path.stem, kind="qa", scorer="f1", columns=_ANY_FILE), path
 
 
-def _hub_rows(task_set: TaskSet) -> list[Row]:
-    hub = task_set.hub
+def _hub_rows(benchmark: Benchmark) -> list[Row]:
+    hub = benchmark.hub
     assert hub is not None  # only what is a file of the user's has none
-    advice = f". {task_set.access}" if task_set.access else f"; or give {task_set.name}=FILE"
+    advice = f". {benchmark.access}" if benchmark.access else f"; or give {benchmark.name}=FILE"
     rows = list(hub_rows(hub.name, hub.config, hub.split, advice=advice))
     if not rows:
         raise DataError(f"{hub.name}: the data set is empty")
     return rows
 
 
-def _columns(task_set: TaskSet, rows: Sequence[Row]) -> Columns:
+def _columns(benchmark: Benchmark, rows: Sequence[Row]) -> Columns:
     """The first known format whose columns the first row has."""
-    for columns in task_set.columns:
+    for columns in benchmark.columns:
         try:
             rows[0].get(columns.question), rows[0].get(columns.answer)
         except DataError:
             continue
         return columns
-    wanted = " or ".join(f"{one.question!r} and {one.answer!r}" for one in task_set.columns)
-    has = ", ".join(sorted(rows[0].values))
-    raise DataError(f"{rows[0].place}: {task_set.name} needs the columns {wanted}; the row has {has}")
+    expected = " or ".join(
+        f"{candidate.question!r} and {candidate.answer!r}" for candidate in benchmark.columns
+    )
+    available = ", ".join(sorted(rows[0].values))
+    raise DataError(
+        f"{rows[0].location}: {benchmark.name} needs the columns {expected}; the row has {available}"
+    )
 
 
-def _task(task_set: TaskSet, columns: Columns, row: Row, index: int) -> Task:
+def _task(benchmark: Benchmark, columns: Columns, row: Row, index: int) -> Task:
     question = row.text(columns.question).strip()
     value = row.get(answer_column(row, columns.answer))
-    further = row.values.get(task_set.aliases) if task_set.aliases is not None else None
+    aliases = row.values.get(benchmark.aliases) if benchmark.aliases is not None else None
     values = [
         *(value if isinstance(value, list) else [value]),
-        *(further if isinstance(further, list) else []),
+        *(aliases if isinstance(aliases, list) else []),
     ]
     answers = list(dict.fromkeys(_answers(values, row, columns)))
-    if task_set.gold_behind_mark:
+    if benchmark.gold_behind_mark:
         answers = [_number(answer, row) for answer in answers]
-    task = Task(key=f"{task_set.name}-{index}", question=question, answers=tuple(answers))
-    if task_set.canary is not None and task_set.canary in row.values:
-        key = row.text(task_set.canary)
+    task = Task(key=f"{benchmark.name}-{index}", question=question, answers=tuple(answers))
+    if benchmark.canary is not None and benchmark.canary in row.values:
+        key = row.text(benchmark.canary)
         task = replace(
             task,
-            question=_decrypted(question, key, row),
-            answers=tuple(_decrypted(one, key, row) for one in answers),
+            question=_decrypt(question, key, row),
+            answers=tuple(_decrypt(encrypted, key, row) for encrypted in answers),
         )
-    if task_set.level is not None and task_set.level in row.values:
-        task = replace(task, metadata={"level": str(row.get(task_set.level))})
+    if benchmark.level is not None and benchmark.level in row.values:
+        task = replace(task, metadata={"level": str(row.get(benchmark.level))})
     return task
 
 
@@ -277,26 +283,26 @@ def _answers(values: Sequence[Json], row: Row, columns: Columns) -> Iterator[str
             or (isinstance(value, float) and not math.isfinite(value))
         ):
             raise DataError(
-                f"{row.place}: column {columns.answer!r} must hold text or numbers, got {value!r}"[:300]
+                f"{row.location}: column {columns.answer!r} must hold text or numbers, got {value!r}"[:300]
             )
         texts.append(str(value).strip())
     if not any(texts):
-        raise DataError(f"{row.place}: column {columns.answer!r} holds no answer")
+        raise DataError(f"{row.location}: column {columns.answer!r} holds no answer")
     yield from filter(None, texts)
 
 
 def _number(solution: str, row: Row) -> str:
-    number = number_behind_mark(solution)
+    number = number_after_mark(solution)
     if number is None:
-        raise DataError(f"{row.place}: the answer lacks a number behind '#### '")
+        raise DataError(f"{row.location}: the answer lacks a number behind '#### '")
     return number
 
 
-def _decrypted(text: str, canary: str, row: Row) -> str:
+def _decrypt(text: str, canary: str, row: Row) -> str:
     """BrowseComp's cipher: base64 of the text XOR the canary's SHA-256, repeated."""
     key = hashlib.sha256(canary.encode()).digest()
     try:
         cipher = base64.b64decode(text, validate=True)
         return bytes(byte ^ key[position % len(key)] for position, byte in enumerate(cipher)).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError, ValueError) as error:
-        raise DataError(f"{row.place}: cannot decrypt with the row's canary") from error
+        raise DataError(f"{row.location}: cannot decrypt with the row's canary") from error

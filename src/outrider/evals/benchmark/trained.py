@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.config import NONE
-from outrider.plugins.imports import search_in
+from outrider.plugins.imports import add_search_folder
 
 _CONFIG: Final = "config.toml"
 _DATA: Final = ("train", "valid", "test")
-_PROMPTED: Final = ("require_think", "require_boxed")  # of a reward's settings: what the prompt asks for
+_PROMPT_KEYS: Final = ("require_think", "require_boxed")  # of a reward's settings: what the prompt asks for
 
 
 def config_of_run(name: str) -> dict[str, Any] | None:
@@ -22,7 +22,7 @@ def config_of_run(name: str) -> dict[str, Any] | None:
     folder = Path(name).absolute()
     for run in (folder, folder.parent.parent):
         if (run / _CONFIG).is_file() and (run == folder or folder.parent.name == "checkpoints"):
-            search_in(run)  # its tools may be functions of the user
+            add_search_folder(run)  # its tools may be functions of the user
             try:
                 return tomllib.loads((run / _CONFIG).read_text(encoding="utf-8"))
             except (OSError, ValueError):
@@ -30,7 +30,7 @@ def config_of_run(name: str) -> dict[str, Any] | None:
     return None
 
 
-def as_trained(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_run_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The tree of an evaluation with tools, with the environment and the limits of the run for what the tree
     does not set. The data sets of the run, and what its reward needs, are left out: the tasks are others.
     """
@@ -39,12 +39,12 @@ def as_trained(values: Mapping[str, Any]) -> dict[str, Any]:
     environment = (config or {}).get("environment", {})
     if config is None or environment.get("type") != "tools":
         return dict(values)
-    own = {key: one for key, one in environment.items() if key not in (*_DATA, "reward")}
-    reward = {key: one for key, one in environment.get("reward", {}).items() if key in _PROMPTED}
-    given, limits = values.get("environment") or {}, values.get("rollout") or {}
+    run_environment = {key: value for key, value in environment.items() if key not in (*_DATA, "reward")}
+    reward = {key: value for key, value in environment.get("reward", {}).items() if key in _PROMPT_KEYS}
+    overrides, limits = values.get("environment") or {}, values.get("rollout") or {}
     return {
         **values,
-        "environment": {**own, "reward": reward, **given},
+        "environment": {**run_environment, "reward": reward, **overrides},
         "rollout": {**config.get("rollout", {}), **limits},
     }
 
@@ -68,23 +68,25 @@ def differences(name: str, environment: Mapping[str, Any] | None, rollout: Mappi
             f"{trained.get('type')}"
         ]
     sections = [("environment", environment, trained), ("rollout", rollout, config.get("rollout", {}))]
-    found = [
-        f"{key} = {now} (run: {before})"
-        for section, here, there in sections
-        for key, now, before in _changed(here, there, f"{section}.")
+    changes = [
+        f"{key} = {value} (run: {before})"
+        for section, current, recorded in sections
+        for key, value, before in _iter_changes(current, recorded, f"{section}.")
     ]
-    return [f"OTHER SETTINGS THAN IN TRAINING: {', '.join(found)}"] if found else []
+    return [f"OTHER SETTINGS THAN IN TRAINING: {', '.join(changes)}"] if changes else []
 
 
-def _changed(
-    here: Mapping[str, Any], there: Mapping[str, Any], prefix: str
+def _iter_changes(
+    current: Mapping[str, Any], recorded: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any, Any]]:
-    for key, value in here.items():
-        if key in _DATA or key not in there:
+    for key, value in current.items():
+        if key in _DATA or key not in recorded:
             continue
-        before = None if there[key] == NONE else there[key]
+        before = None if recorded[key] == NONE else recorded[key]
         if isinstance(value, Mapping) and isinstance(before, Mapping):
-            kept = _PROMPTED if key == "reward" else tuple(value)
-            yield from _changed({one: value[one] for one in kept if one in value}, before, f"{prefix}{key}.")
+            keys = _PROMPT_KEYS if key == "reward" else tuple(value)
+            yield from _iter_changes(
+                {name: value[name] for name in keys if name in value}, before, f"{prefix}{key}."
+            )
         elif value != before:
             yield f"{prefix}{key}", value, before

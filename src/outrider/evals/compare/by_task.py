@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from outrider.errors import ConfigError
-from outrider.evals.compare.by_task_notes import about_cells, about_run, keeps_all_solved
+from outrider.evals.compare.by_task_notes import cell_notes, has_solved_all, run_notes
 from outrider.evals.compare.groups import is_trained
 from outrider.evals.compare.method_names import method_name, same_method
 from outrider.evals.compare.runs import Incomparable, Run, ScoredStep, load_run, run_names
@@ -48,7 +48,7 @@ class TrialCurves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ByTask:
+class TaskComparison:
     """Everything that is shown. ``cells`` by (task, method); a pair without runs is not in it. ``averages``
     are means over all tasks, of methods that have every one of them.
     """
@@ -62,38 +62,40 @@ class ByTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Named:
+class _MethodRun:
     method: str
     run: Run
 
 
-def compare_by_task(given: Sequence[str], *, depth: int | None = None, seed: int = 0) -> ByTask:
-    """``given``: run directories, each also as ``NAME=DIRECTORY`` where the column is to be called that;
+def compare_by_task(run_args: Sequence[str], *, depth: int | None = None, seed: int = 0) -> TaskComparison:
+    """``run_args``: run directories, each also as ``NAME=DIRECTORY`` where the column is to be called that;
     columns come in their order. ``depth``: how many parts of a key name a task (None: all but the last).
 
     Raises ConfigError without runs, DataError for a folder that is no run, and :class:`Incomparable` for runs
     that are no seeds of one method, or were evaluated in different ways.
     """
-    if not given:
+    if not run_args:
         raise ConfigError("compare --by-task needs run directories")
-    named = _load(given)
-    scored = [one for one in named if one.run.evaluations]
-    row_of = partial(_row, depth=depth)
-    rows = _rows(scored, row_of)
-    notes = [note for one in named for note in about_run(one.run)]
-    tasks = {row: _common(row, [one.run for one in members], notes, row_of) for row, members in rows.items()}
-    methods = tuple(dict.fromkeys(one.method for one in named))
+    method_runs = _load(run_args)
+    scored = [entry for entry in method_runs if entry.run.evaluations]
+    to_row = partial(_row, depth=depth)
+    rows = _rows(scored, to_row)
+    notes = [note for entry in method_runs for note in run_notes(entry.run)]
+    tasks = {
+        row: _common(row, [entry.run for entry in members], notes, to_row) for row, members in rows.items()
+    }
+    methods = tuple(dict.fromkeys(entry.method for entry in method_runs))
     grouped = {
-        (row, method): found
+        (row, method): cell_runs
         for row, members in rows.items()
         for method in methods
-        if (found := [one.run for one in members if one.method == method])
+        if (cell_runs := [entry.run for entry in members if entry.method == method])
     }
     for (row, method), runs in grouped.items():
         _require_seeds(row, method, runs, notes)
-    notes += about_cells(methods, grouped)
+    notes += cell_notes(methods, grouped)
     averages = _averages(methods, grouped, tasks, notes, seed=seed)
-    return ByTask(
+    return TaskComparison(
         tasks={row: len(keys) for row, keys in tasks.items()},
         methods=methods,
         cells={key: _cell(key[1], runs, tasks[key[0]], seed=seed) for key, runs in grouped.items()},
@@ -103,30 +105,30 @@ def compare_by_task(given: Sequence[str], *, depth: int | None = None, seed: int
     )
 
 
-def _load(given: Sequence[str]) -> list[_Named]:
-    named = [_split(one) for one in given]
-    names = run_names([path for _, path in named])
-    runs = [load_run(path, name) for (_, path), name in zip(named, names, strict=True)]
-    found = [
-        _Named(method=method or method_name(run, path), run=run)
-        for (method, path), run in zip(named, runs, strict=True)
+def _load(run_args: Sequence[str]) -> list[_MethodRun]:
+    pairs = [_split(entry) for entry in run_args]
+    names = run_names([path for _, path in pairs])
+    runs = [load_run(path, name) for (_, path), name in zip(pairs, names, strict=True)]
+    method_runs = [
+        _MethodRun(method=method or method_name(run, path), run=run)
+        for (method, path), run in zip(pairs, runs, strict=True)
     ]
-    columns = list(dict.fromkeys(one.method for one in found))
-    return sorted(found, key=lambda one: (columns.index(one.method), one.run.name))
+    columns = list(dict.fromkeys(entry.method for entry in method_runs))
+    return sorted(method_runs, key=lambda entry: (columns.index(entry.method), entry.run.name))
 
 
-def _split(given: str) -> tuple[str | None, Path]:
+def _split(arg: str) -> tuple[str | None, Path]:
     """A folder whose own name has an equals sign is a folder."""
-    name, equals, path = given.partition("=")
-    return (name, Path(path)) if equals and name and not Path(given).exists() else (None, Path(given))
+    name, equals, path = arg.partition("=")
+    return (name, Path(path)) if equals and name and not Path(arg).exists() else (None, Path(arg))
 
 
-def _rows(named: Sequence[_Named], row_of: Callable[[str], str]) -> dict[str, list[_Named]]:
+def _rows(method_runs: Sequence[_MethodRun], to_row: Callable[[str], str]) -> dict[str, list[_MethodRun]]:
     """Runs by task, in the order of names."""
-    rows: dict[str, list[_Named]] = {}
-    for one in named:
-        for row in {row_of(key) for key in one.run.evaluations[-1].task_returns}:
-            rows.setdefault(row, []).append(one)
+    rows: dict[str, list[_MethodRun]] = {}
+    for entry in method_runs:
+        for row in {to_row(key) for key in entry.run.evaluations[-1].task_returns}:
+            rows.setdefault(row, []).append(entry)
     if not rows:
         raise ConfigError("none of these runs has an evaluation with scores of single tasks")
     return dict(sorted(rows.items()))
@@ -137,13 +139,13 @@ def _row(key: str, *, depth: int | None) -> str:
     return "/".join(parts[:-1] if depth is None else parts[:depth]) or "all tasks"
 
 
-def _common(row: str, runs: Sequence[Run], notes: list[str], row_of: Callable[[str], str]) -> list[str]:
+def _common(row: str, runs: Sequence[Run], notes: list[str], to_row: Callable[[str], str]) -> list[str]:
     """Keys of the task that every run scored. Raises Incomparable for other splits or temperatures, or none
     in common.
     """
     first = runs[0]
     for run in runs[1:]:
-        ours, theirs = first.evaluations[-1].panel, run.evaluations[-1].panel
+        ours, theirs = first.evaluations[-1].conditions, run.evaluations[-1].conditions
         if (ours.split, ours.temperature) != (theirs.split, theirs.temperature):
             raise Incomparable(
                 f"{first.name} and {run.name} were not evaluated alike on {row}: split {ours.split} at "
@@ -151,7 +153,8 @@ def _common(row: str, runs: Sequence[Run], notes: list[str], row_of: Callable[[s
             )
     last = [run.evaluations[-1] for run in runs]
     every = [
-        {key for key in one.task_returns if row_of(key) == row and key in one.task_scores} for one in last
+        {key for key in evaluation.task_returns if to_row(key) == row and key in evaluation.task_scores}
+        for evaluation in last
     ]
     shared = sorted(set.intersection(*every))
     if not shared:
@@ -169,30 +172,30 @@ def _require_seeds(row: str, method: str, runs: Sequence[Run], notes: list[str])
                 f"{runs[0].name} and {run.name} are both {method!r} on {row} and differ in "
                 f"{', '.join(differ[:3])}: name their columns, NAME=DIRECTORY"
             )
-    begins = [(run.config["seed"], run.settings.get("model.initial_checkpoint")) for run in runs]
-    if len(set(begins)) < len(begins):
+    starts = [(run.config["seed"], run.settings.get("model.initial_checkpoint")) for run in runs]
+    if len(set(starts)) < len(starts):
         raise Incomparable(f"{method!r} has one seed twice on {row}: leave one of the runs out")
-    same_weights = len({weights for _, weights in begins}) < len(runs)
+    same_weights = len({weights for _, weights in starts}) < len(runs)
     if not is_trained(runs[0].config) and same_weights:
         notes.append(f"{method} on {row}: several runs play the same weights, no training differs in them")
 
 
-def _returns(one: ScoredStep) -> Mapping[str, float]:
-    return one.task_returns
+def _returns(evaluation: ScoredStep) -> Mapping[str, float]:
+    return evaluation.task_returns
 
 
-def _solved(one: ScoredStep) -> Mapping[str, float]:
-    return one.task_scores
+def _scores(evaluation: ScoredStep) -> Mapping[str, float]:
+    return evaluation.task_scores
 
 
 def _cell(method: str, runs: Sequence[Run], keys: Sequence[str], *, seed: int) -> Cell:
-    def rows(of: Callable[[ScoredStep], Mapping[str, float]]) -> list[list[float]]:
-        return [[of(run.evaluations[-1])[key] for key in keys] for run in runs]
+    def rows(metric: Callable[[ScoredStep], Mapping[str, float]]) -> list[list[float]]:
+        return [[metric(run.evaluations[-1])[key] for key in keys] for run in runs]
 
-    return _made(method, rows(_returns), rows(_solved), seed=seed)
+    return _make_cell(method, rows(_returns), rows(_scores), seed=seed)
 
 
-def _made(
+def _make_cell(
     method: str, returns: Sequence[Sequence[float]], solved: Sequence[Sequence[float]], *, seed: int
 ) -> Cell:
     def estimate(rows: Sequence[Sequence[float]], within: tuple[float, float]) -> Estimate:
@@ -218,13 +221,15 @@ def _averages(
     for method in methods:
         cells = [grouped.get((row, method), ()) for row in tasks]
         paired = _paired(cells)
-        if all(cells) and (left := max(map(len, cells)) - len(paired)):
-            notes.append(f"the mean over tasks of {method} leaves out {left} seed(s) that not every task has")
+        if all(cells) and (num_dropped := max(map(len, cells)) - len(paired)):
+            notes.append(
+                f"the mean over tasks of {method} leaves out {num_dropped} seed(s) that not every task has"
+            )
         last = [{row: run.evaluations[-1] for row, run in zip(tasks, runs, strict=True)} for runs in paired]
         if last:
-            averages[method] = _made(
+            averages[method] = _make_cell(
                 method,
-                *([[_mean(each, tasks, of)] for each in last] for of in (_returns, _solved)),
+                *([[_mean(each, tasks, metric)] for each in last] for metric in (_returns, _scores)),
                 seed=seed,
             )
     return averages
@@ -235,22 +240,25 @@ def _paired(cells: Sequence[Sequence[Run]]) -> list[list[Run]]:
     evaluations of checkpoints that name no seed, it is one with its weights.
     """
     seeds = [[run.config["seed"] for run in runs] for runs in cells]
-    is_twice = any(len(set(one)) < len(one) for one in seeds)
+    is_twice = any(len(set(entry)) < len(entry) for entry in seeds)
 
     def key(run: Run) -> tuple[str, str]:
         start = run.settings.get("model.initial_checkpoint", "none")
         return run.config["seed"], start if is_twice else ""
 
-    by_key = [{key(run): run for run in runs} for runs in cells]
-    return [[one[found] for one in by_key] for found in sorted(set.intersection(*map(set, by_key)))]
+    runs_by_key = [{key(run): run for run in runs} for runs in cells]
+    return [
+        [entry[run_key] for entry in runs_by_key]
+        for run_key in sorted(set.intersection(*map(set, runs_by_key)))
+    ]
 
 
 def _mean(
-    each: Mapping[str, ScoredStep],
+    evaluations: Mapping[str, ScoredStep],
     tasks: Mapping[str, Sequence[str]],
-    of: Callable[[ScoredStep], Mapping[str, float]],
+    metric: Callable[[ScoredStep], Mapping[str, float]],
 ) -> float:
-    return fmean(fmean(of(each[row])[key] for key in keys) for row, keys in tasks.items())
+    return fmean(fmean(metric(evaluations[row])[key] for key in keys) for row, keys in tasks.items())
 
 
 def _curves(
@@ -259,8 +267,8 @@ def _curves(
     for row, keys in tasks.items():
         adapted = {
             method: runs
-            for (of, method), runs in grouped.items()
-            if of == row and all(run.trials for run in runs)
+            for (cell_row, method), runs in grouped.items()
+            if cell_row == row and all(run.trials for run in runs)
         }
         if not adapted:
             continue
@@ -276,6 +284,6 @@ def _line(run: Run, keys: Sequence[str], num: int) -> list[float]:
     """Mean return of each trial, of ``num``; NaN where a fault took one of the variations, and where a run
     was cut. Reflexion that solved everything has no further trial, and nothing changes any more.
     """
-    line = [fmean(one.task_returns.get(key, math.nan) for key in keys) for one in run.trials]
-    held = line[-1] if keeps_all_solved(run) else math.nan
-    return [*line, *[held] * (num - len(line))]
+    line = [fmean(trial.task_returns.get(key, math.nan) for key in keys) for trial in run.trials]
+    padding = line[-1] if has_solved_all(run) else math.nan
+    return [*line, *[padding] * (num - len(line))]

@@ -4,40 +4,52 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from outrider.evals.compare.by_task import ByTask, Cell, TrialCurves
+from outrider.evals.compare.by_task import Cell, TaskComparison, TrialCurves
 from outrider.evals.compare.tables import MAX_SERIES, TextTable
 from outrider.evals.statistics import COVERAGE, Estimate
 from outrider.printing import score
 
 _AVERAGE: Final = "mean over tasks"
 _NOTHING: Final = "not measured"
-_OF_ONE: Final = " (1)"  # behind a value that no seeds are behind
+_ONE_RUN_MARK: Final = " (1)"  # behind a value that no seeds are behind
 
 
-def task_tables(found: ByTask) -> list[TextTable]:
+def task_tables(comparison: TaskComparison) -> list[TextTable]:
     """Mean returns, solved variations, and a table of trials for each task that somebody adapted to."""
     return [
-        _table(found, "Mean return by task", lambda cell: _number(cell.returns) + _of(cell), _RETURNS),
-        _table(found, "Solved variations by task", lambda cell: _share(cell.solved) + _of(cell), _SOLVED),
-        *map(_trial_table, found.curves),
+        _table(
+            comparison,
+            "Mean return by task",
+            lambda cell: _number(cell.returns) + _one_run_mark(cell),
+            _RETURNS,
+        ),
+        _table(
+            comparison,
+            "Solved variations by task",
+            lambda cell: _share(cell.solved) + _one_run_mark(cell),
+            _SOLVED,
+        ),
+        *map(_trial_table, comparison.curves),
     ]
 
 
-def task_notes(found: ByTask) -> list[str]:
+def task_notes(comparison: TaskComparison) -> list[str]:
     """Notes that a reader must know beside the numbers."""
-    said = list(found.notes)
-    means = found.averages.values() if len(found.tasks) > 1 else ()
-    sizes = sorted({cell.num_runs for cell in (*found.cells.values(), *means)})
+    notes = list(comparison.notes)
+    means = comparison.averages.values() if len(comparison.tasks) > 1 else ()
+    sizes = sorted({cell.num_runs for cell in (*comparison.cells.values(), *means)})
     if few := [num for num in sizes if num in COVERAGE]:
         shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
-        said.append(f"an interval over so few seeds is too narrow: {shares} hold the true value, not 95 %")
+        notes.append(f"an interval over so few seeds is too narrow: {shares} hold the true value, not 95 %")
     if 1 in sizes:
-        said.append(f"{_OF_ONE.strip()} one run: the interval, if any, is over its variations alone")
-    if missing := sum((task, method) not in found.cells for task in found.tasks for method in found.methods):
-        said.append(f"{missing} cells have no run; a mean over tasks is of methods that have every task")
-    if (most := max((len(curves.bands) for curves in found.curves), default=0)) > MAX_SERIES:
-        said.append(f"a figure shows the first {MAX_SERIES} of up to {most} methods; the tables have all")
-    return said
+        notes.append(f"{_ONE_RUN_MARK.strip()} one run: the interval, if any, is over its variations alone")
+    if missing := sum(
+        (task, method) not in comparison.cells for task in comparison.tasks for method in comparison.methods
+    ):
+        notes.append(f"{missing} cells have no run; a mean over tasks is of methods that have every task")
+    if (most := max((len(curves.bands) for curves in comparison.curves), default=0)) > MAX_SERIES:
+        notes.append(f"a figure shows the first {MAX_SERIES} of up to {most} methods; the tables have all")
+    return notes
 
 
 _MIDDLE: Final = (
@@ -48,22 +60,26 @@ _RETURNS: Final = f"{_MIDDLE} Returns are the environment's, in its unit: no sha
 _SOLVED: Final = f"{_MIDDLE} Share of variations that were solved."
 
 
-def _table(found: ByTask, title: str, cell: Callable[[Cell], str], caption: str) -> TextTable:
+def _table(comparison: TaskComparison, title: str, cell: Callable[[Cell], str], caption: str) -> TextTable:
     rows = [
-        (_short(task, found.tasks), str(num), *_cells(found, task, cell)) for task, num in found.tasks.items()
+        (_short(task, comparison.tasks), str(num), *_cells(comparison, task, cell))
+        for task, num in comparison.tasks.items()
     ]
-    if len(found.tasks) > 1:
-        averages = [cell(found.averages[one]) if one in found.averages else _NOTHING for one in found.methods]
+    if len(comparison.tasks) > 1:
+        averages = [
+            cell(comparison.averages[method]) if method in comparison.averages else _NOTHING
+            for method in comparison.methods
+        ]
         rows.append((_AVERAGE, "", *averages))
     return TextTable(
-        title=title, columns=("task", "variations", *found.methods), rows=tuple(rows), caption=caption
+        title=title, columns=("task", "variations", *comparison.methods), rows=tuple(rows), caption=caption
     )
 
 
-def _cells(found: ByTask, task: str, cell: Callable[[Cell], str]) -> list[str]:
+def _cells(comparison: TaskComparison, task: str, cell: Callable[[Cell], str]) -> list[str]:
     return [
-        cell(found.cells[task, method]) if (task, method) in found.cells else _NOTHING
-        for method in found.methods
+        cell(comparison.cells[task, method]) if (task, method) in comparison.cells else _NOTHING
+        for method in comparison.methods
     ]
 
 
@@ -71,14 +87,14 @@ def _short(task: str, tasks: Mapping[str, int]) -> str:
     """Without the folders that all tasks have in common."""
     parts = [name.split("/")[:-1] for name in tasks]
     common = 0
-    while all(len(one) > common and one[common] == parts[0][common] for one in parts):
+    while all(len(part) > common and part[common] == parts[0][common] for part in parts):
         common += 1
     return "/".join(task.split("/")[common:])
 
 
 def _trial_table(curves: TrialCurves) -> TextTable:
     rows = tuple(
-        (f"{x:.0f}", *(_number(_at(curves, method, index)) for method in curves.bands))
+        (f"{x:.0f}", *(_number(_trial_estimate(curves, method, index)) for method in curves.bands))
         for index, x in enumerate(curves.x)
     )
     gains = "; ".join(_gain(curves, method) for method in curves.bands)
@@ -92,7 +108,7 @@ def _trial_table(curves: TrialCurves) -> TextTable:
     )
 
 
-def _at(curves: TrialCurves, method: str, index: int) -> Estimate:
+def _trial_estimate(curves: TrialCurves, method: str, index: int) -> Estimate:
     band = curves.bands[method]
     return Estimate(value=float(band.value[index]), low=float(band.low[index]), high=float(band.high[index]))
 
@@ -103,14 +119,14 @@ def _gain(curves: TrialCurves, method: str) -> str:
     known = [(float(value), index) for index, value in enumerate(values) if math.isfinite(value)]
     if not known or not math.isfinite(values[0]):
         return f"{method}: {_NOTHING}"
-    best, index = max(known, key=lambda one: (one[0], -one[1]))
+    best, index = max(known, key=lambda entry: (entry[0], -entry[1]))
     first = float(values[0])
     share = f" ({100 * (best / first - 1):+.1f} %)" if first > 0 else ""
     return f"{method}: first {first:.4g}, best {best:.4g} at trial {index + 1}{share}, last {values[-1]:.4g}"
 
 
-def _of(cell: Cell) -> str:
-    return _OF_ONE if cell.num_runs == 1 else ""
+def _one_run_mark(cell: Cell) -> str:
+    return _ONE_RUN_MARK if cell.num_runs == 1 else ""
 
 
 def _number(estimate: Estimate) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 
 from outrider.errors import ConfigError
 from outrider.evals.compare.curves import SCORE, Curves, reward_curves, score_curves
-from outrider.evals.compare.groups import differing, grouped
-from outrider.evals.compare.runs import AXES, Incomparable, Panel, Run, load_run, run_names
+from outrider.evals.compare.groups import differing, group_runs
+from outrider.evals.compare.runs import AXES, EvalConditions, Incomparable, Run, load_run, run_names
 from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, seeds_p, verdict
 from outrider.evals.statistics import Estimate, Sample, improvement_estimate, iqm_difference, iqm_estimate
 
@@ -60,7 +60,7 @@ class Comparison:
     which groups differ.
     """
 
-    panel: Panel | None
+    conditions: EvalConditions | None
     num_tasks: int | None
     num_left_out: int
     groups: tuple[Group, ...]
@@ -81,30 +81,30 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
         raise ConfigError("compare needs at least two runs")
     runs = [
         load_run(path, name)
-        for path, name in sorted(zip(paths, run_names(paths), strict=True), key=lambda one: one[1])
+        for path, name in sorted(zip(paths, run_names(paths), strict=True), key=lambda entry: entry[1])
     ]
-    panel = _common_panel(runs)
-    by_label = grouped(runs)
-    samples, tasks, num_left_out = _samples(by_label)
+    conditions = _common_conditions(runs)
+    runs_by_label = group_runs(runs)
+    samples, tasks, num_left_out = _samples(runs_by_label)
     scores = {name: iqm_estimate(sample, seed=seed, within=(0.0, 1.0)) for name, sample in samples.items()}
     groups = [
         Group(label=label, runs=members, score=scores.get(label), costs=_mean_costs(members))
-        for label, members in by_label.items()
+        for label, members in runs_by_label.items()
     ]
     curves = [
-        one
+        entry
         for draw in (score_curves, reward_curves)
         for axis in AXES
-        if (one := draw(by_label, axis, seed=seed)) is not None
+        if (entry := draw(runs_by_label, axis, seed=seed)) is not None
     ]
     return Comparison(
-        panel=panel,
+        conditions=conditions,
         num_tasks=len(tasks) or None,
         num_left_out=num_left_out,
         groups=tuple(groups),
-        pairs=_pairs(by_label, samples, by_task=bool(tasks), seed=seed),
+        pairs=_pairs(runs_by_label, samples, has_task_scores=bool(tasks), seed=seed),
         curves=tuple(curves),
-        settings=differing(by_label),
+        settings=differing(runs_by_label),
         notes=(
             *(f"{run.name}: {note}" for run in runs for note in run.notes),
             *(why for run in runs if run.evaluations for why in unfinished(run)),
@@ -115,27 +115,31 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
 
 def _without_curve(runs: Sequence[Run], curves: Sequence[Curves]) -> list[str]:
     """Why there is no curve of held-out scores, where single evaluations are the reason."""
-    once = [run.name for run in runs if len(run.evaluations) == 1]
-    if not once or any(one.quantity == SCORE for one in curves):
+    single_runs = [run.name for run in runs if len(run.evaluations) == 1]
+    if not single_runs or any(curve.quantity == SCORE for curve in curves):
         return []
-    others = f" and {len(once) - 1} other run{'s' if len(once) > 2 else ''}" if len(once) > 1 else ""
-    return [f"no curve of held-out scores: {once[0]}{others} had one evaluation only"]
+    others = (
+        f" and {len(single_runs) - 1} other run{'s' if len(single_runs) > 2 else ''}"
+        if len(single_runs) > 1
+        else ""
+    )
+    return [f"no curve of held-out scores: {single_runs[0]}{others} had one evaluation only"]
 
 
-def _common_panel(runs: Sequence[Run]) -> Panel | None:
-    scored = [(run, run.evaluations[-1].panel) for run in runs if run.evaluations]
-    for run, panel in scored:
+def _common_conditions(runs: Sequence[Run]) -> EvalConditions | None:
+    scored = [(run, run.evaluations[-1].conditions) for run in runs if run.evaluations]
+    for run, conditions in scored:
         first, expected = scored[0]
         differ = [
             f"{name} {ours} and {theirs}"
             for name, ours, theirs in (
-                ("splits", expected.split, panel.split),
-                ("temperatures", f"{expected.temperature:g}", f"{panel.temperature:g}"),
-                ("panels", expected.panel_hash[:12], panel.panel_hash[:12]),
+                ("splits", expected.split, conditions.split),
+                ("temperatures", f"{expected.temperature:g}", f"{conditions.temperature:g}"),
+                ("panels", expected.panel_hash[:12], conditions.panel_hash[:12]),
             )
             if ours != theirs
         ]
-        if panel != expected:
+        if conditions != expected:
             raise Incomparable(f"{first.name} and {run.name} were not evaluated alike: {', '.join(differ)}")
     return scored[0][1] if scored else None
 
@@ -145,22 +149,25 @@ def _samples(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, Sample], li
     (none: only means are on file), and how many tasks only some of the runs scored.
     """
     scored = {label: members for label, members in groups.items() if all(run.evaluations for run in members)}
-    found = [set(run.evaluations[-1].task_scores) for members in scored.values() for run in members]
-    tasks = sorted(set.intersection(*found)) if found else []
+    scored_tasks = [set(run.evaluations[-1].task_scores) for members in scored.values() for run in members]
+    tasks = sorted(set.intersection(*scored_tasks)) if scored_tasks else []
     samples = {}
     for label, members in scored.items():
         last = [run.evaluations[-1] for run in members]
-        rows = [[one.task_scores[task] for task in tasks] if tasks else [one.score] for one in last]
+        rows = [
+            [evaluation.task_scores[task] for task in tasks] if tasks else [evaluation.score]
+            for evaluation in last
+        ]
         samples[label] = Sample(name=label, scores=np.asarray(rows, dtype=np.float64))
-    return samples, tasks, len(set().union(*found)) - len(tasks)
+    return samples, tasks, len(set().union(*scored_tasks)) - len(tasks)
 
 
 def _pairs(
-    groups: Mapping[str, Sequence[Run]], samples: Mapping[str, Sample], *, by_task: bool, seed: int
+    groups: Mapping[str, Sequence[Run]], samples: Mapping[str, Sample], *, has_task_scores: bool, seed: int
 ) -> tuple[Pair, ...]:
     pairs = list(combinations(samples.values(), 2))
     tests = [
-        paired_test(a.scores.mean(axis=0), b.scores.mean(axis=0), seed=seed) if by_task else None
+        paired_test(a.scores.mean(axis=0), b.scores.mean(axis=0), seed=seed) if has_task_scores else None
         for a, b in pairs
     ]
     p_tasks = _corrected([None if test is None else test.p for test in tests])
@@ -169,7 +176,7 @@ def _pairs(
     for (first, second), test, p, over_seeds in zip(pairs, tests, p_tasks, p_seeds, strict=True):
         obstacles = [why for run in (*groups[first.name], *groups[second.name]) for why in unfinished(run)]
         difference = iqm_difference(first, second, seed=seed, within=(-1.0, 1.0))
-        decided = verdict(
+        pair_verdict = verdict(
             first, second, difference=difference, test=test, p_corrected=p, p_seeds=over_seeds,
             obstacles=obstacles
         )  # fmt: skip
@@ -182,7 +189,7 @@ def _pairs(
                 test=test,
                 p_corrected=p,
                 p_seeds=over_seeds,
-                verdict=decided,
+                verdict=pair_verdict,
             )
         )
     return tuple(results)
@@ -198,18 +205,18 @@ def unfinished(run: Run) -> list[str]:
     """Why the last evaluation is not that of a finished training."""
     step = run.evaluations[-1].step
     budget = run.config.get("train.max_policy_tokens", "none")
-    spent = run.cost_at("policy tokens", run.num_steps)
+    spent = run.cost_at_step("policy tokens", run.num_steps)
     is_spent = budget != "none" and spent >= int(budget)  # then the run ends before its steps are done
-    asked = 0 if is_spent else int(run.config.get("train.num_steps", "0"))
-    if budget != "none" and run.num_steps < asked:
+    num_planned = 0 if is_spent else int(run.config.get("train.num_steps", "0"))
+    if budget != "none" and run.num_steps < num_planned:
         return [f"{run.name} had spent {spent:.0f} of {budget} policy tokens"]
-    wanted = max(run.num_steps, asked)
-    return [f"{run.name} was last evaluated at step {step} of {wanted}"] if step < wanted else []
+    target = max(run.num_steps, num_planned)
+    return [f"{run.name} was last evaluated at step {step} of {target}"] if step < target else []
 
 
 def _mean_costs(runs: Sequence[Run]) -> dict[str, float]:
     return {
-        axis: math.fsum(run.cost_at(axis, run.num_steps) for run in runs) / len(runs)
+        axis: math.fsum(run.cost_at_step(axis, run.num_steps) for run in runs) / len(runs)
         for axis in AXES
         if all(axis in run.costs for run in runs)
     }

@@ -85,8 +85,10 @@ def _score_line(run: Run, axis: str) -> tuple[Scores, Scores]:
     """(cost, score) of a run's evaluations with strictly ascending costs: of several at one cost, the
     last.
     """
-    by_cost = {run.cost_at(axis, one.step): one.score for one in run.evaluations}
-    known = sorted(cost for cost in by_cost if math.isfinite(cost))
+    scores_by_cost = {
+        run.cost_at_step(axis, evaluation.step): evaluation.score for evaluation in run.evaluations
+    }
+    known = sorted(cost for cost in scores_by_cost if math.isfinite(cost))
     return np.asarray(known, dtype=np.float64), np.asarray(
-        [by_cost[cost] for cost in known], dtype=np.float64
+        [scores_by_cost[cost] for cost in known], dtype=np.float64
     )

@@ -26,7 +26,7 @@ _ADDED: Final = frozenset(
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
 
-def grouped(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
+def group_runs(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
     """Runs by label, in the order of labels: the algorithm, and the start of the settings' hash where one is
     not enough.
 
@@ -34,16 +34,18 @@ def grouped(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
     machine's folders. Raises :class:`Incomparable` where a group has one seed twice, or seeds of an
     evaluation and not of a training.
     """
-    by_key: dict[tuple[str, str, str], list[Run]] = {}
+    runs_by_key: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
-        key = (algorithm_of(run.config), _digest(comparable(run.config)), _digest(comparable(run.settings)))
-        by_key.setdefault(key, []).append(run)
-    for members in by_key.values():
+        key = (algorithm_name(run.config), _digest(comparable(run.config)), _digest(comparable(run.settings)))
+        runs_by_key.setdefault(key, []).append(run)
+    for members in runs_by_key.values():
         _check_seeds(members)
-    labels = [_label(key, list(by_key)) for key in by_key]
+    labels = [_label(key, list(runs_by_key)) for key in runs_by_key]
     return {
         label: tuple(members)
-        for label, members in sorted(zip(labels, by_key.values(), strict=True), key=lambda one: one[0])
+        for label, members in sorted(
+            zip(labels, runs_by_key.values(), strict=True), key=lambda entry: entry[0]
+        )
     }
 
 
@@ -51,11 +53,13 @@ def differing(groups: Mapping[str, Sequence[Run]]) -> tuple[tuple[str, tuple[str
     """(key, one value per group) of the settings in which groups differ; of paths with one name, the ends
     that differ.
     """
-    shown = [comparable(members[0].config) for members in groups.values()]
+    displayed = [comparable(members[0].config) for members in groups.values()]
     exact = [comparable(members[0].settings) for members in groups.values()]
     rows = []
-    for key in sorted({key for one in exact for key in one}):
-        values, wholes = ([one.get(key, "not set") for one in configs] for configs in (shown, exact))
+    for key in sorted({key for config in exact for key in config}):
+        values, wholes = (
+            [config.get(key, "not set") for config in configs] for configs in (displayed, exact)
+        )
         if len(set(values)) < len(set(wholes)):
             ends = short_ends([whole.split("/") for whole in wholes])
             values = [end if end == whole else f".../{end}" for end, whole in zip(ends, wholes, strict=True)]
@@ -72,9 +76,9 @@ def is_trained(config: Mapping[str, str]) -> bool:
 def comparable(config: Mapping[str, str]) -> dict[str, str]:
     """The settings that decide what was trained."""
     # without training, the weights are those of the path
-    named = {_BUDGET, *(STARTS if is_trained(config) else ())}
+    presence_keys = {_BUDGET, *(STARTS if is_trained(config) else ())}
     return {
-        key: ("none" if value == "none" else "given") if key in named else value
+        key: ("none" if value == "none" else "given") if key in presence_keys else value
         for key, value in {_BUDGET: "none", **config}.items()
         if key not in _SAME_TRAINING
         and (key, value) not in _ADDED
@@ -89,8 +93,8 @@ def _digest(settings: Mapping[str, str]) -> str:
 def _label(key: tuple[str, str, str], keys: Sequence[tuple[str, str, str]]) -> str:
     """The first of these names that no other group has."""
 
-    def names(of: tuple[str, str, str]) -> tuple[str, ...]:
-        algorithm, shown, exact = of
+    def names(group_key: tuple[str, str, str]) -> tuple[str, ...]:
+        algorithm, shown, exact = group_key
         return (
             algorithm,
             f"{algorithm} {shown[:_NUM_DIGITS]}",
@@ -99,7 +103,9 @@ def _label(key: tuple[str, str, str], keys: Sequence[tuple[str, str, str]]) -> s
         )
 
     return next(
-        name for level, name in enumerate(names(key)) if [names(one)[level] for one in keys].count(name) == 1
+        name
+        for level, name in enumerate(names(key))
+        if [names(other)[level] for other in keys].count(name) == 1
     )
 
 
@@ -118,7 +124,7 @@ def _check_seeds(members: Sequence[Run]) -> None:
             )
 
 
-def algorithm_of(config: Mapping[str, str]) -> str:
+def algorithm_name(config: Mapping[str, str]) -> str:
     """What a training's group is called: the preset, or the algorithm."""
     name = config["algorithm.type"]
     if name == "rapo" and config.get("algorithm.num_hybrid") == "0":

@@ -12,7 +12,7 @@ from typing import Final
 
 from markupsafe import Markup
 
-from outrider.evals.compare.by_task import ByTask, TrialCurves
+from outrider.evals.compare.by_task import TaskComparison, TrialCurves
 from outrider.evals.compare.by_task_tables import task_notes, task_tables
 from outrider.evals.compare.compare import Comparison
 from outrider.evals.compare.curves import SCORE, Curves
@@ -43,32 +43,35 @@ def html_page(comparison: Comparison) -> str:
     )
 
 
-def html_tasks(found: ByTask) -> str:
+def html_tasks(comparison: TaskComparison) -> str:
     """Tables by task and the curves over trials as one HTML file that needs nothing beside it; a pure
     function.
     """
-    names = _names([_drawn(curves) for curves in found.curves])
+    names = _names([_plotted_labels(curves) for curves in comparison.curves])
     return page_template(_TEMPLATE).render(
         num_styles=MAX_SERIES,
         verdicts=[],
-        tables=task_tables(found),
+        tables=task_tables(comparison),
         letters=[(name, label) for label, name in names.items() if name != label],
-        figures=[(svg, _TRIALS) for curves in found.curves if (svg := _trials(curves, names)) is not None],
-        notes=task_notes(found),
+        figures=[
+            (svg, _TRIALS) for curves in comparison.curves if (svg := _trials(curves, names)) is not None
+        ],
+        notes=task_notes(comparison),
     )
 
 
 def _trials(curves: TrialCurves, names: dict[str, str]) -> Markup | None:
     series = tuple(
-        Series(label=names[label], points=_points(curves.x, curves.bands[label])) for label in _drawn(curves)
+        Series(label=names[label], points=_points(curves.x, curves.bands[label]))
+        for label in _plotted_labels(curves)
     )
-    if not any(one.values for one in series):
+    if not any(item.values for item in series):
         return None
     title = f"{curves.task}: mean return over trials"
     return svg_chart(Chart(title=title, x_label="trial", y_label="return", series=series))
 
 
-def _drawn(curves: TrialCurves) -> list[str]:
+def _plotted_labels(curves: TrialCurves) -> list[str]:
     """As many as there are styles of lines."""
     return list(curves.bands)[:MAX_SERIES]
 
@@ -83,8 +86,8 @@ def _names(figures: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 def _letter(index: int) -> str:
-    again, place = divmod(index, len(string.ascii_uppercase))
-    return string.ascii_uppercase[place] + (str(again) if again else "")
+    again, offset = divmod(index, len(string.ascii_uppercase))
+    return string.ascii_uppercase[offset] + (str(again) if again else "")
 
 
 def _figure_names(comparison: Comparison) -> dict[str, str]:
@@ -97,7 +100,7 @@ def _figure(curves: Curves, names: dict[str, str]) -> Markup | None:
     series: list[Series] = []
     for label, name in names.items():
         series.append(Series(label=name, points=_points(curves.x, curves.bands[label])))
-    if not any(one.values for one in series):
+    if not any(item.values for item in series):
         return None
     unit = "score, %" if is_share else "reward"
     title = f"{curves.quantity.capitalize()} over {curves.axis}"
@@ -108,8 +111,8 @@ def _figure(curves: Curves, names: dict[str, str]) -> Markup | None:
 
 def _points(x: Scores, band: Band) -> tuple[Point, ...]:
     return tuple(
-        Point(x=float(at), value=_known(value), low=_known(low), high=_known(high))
-        for at, value, low, high in zip(x, band.value, band.low, band.high, strict=True)
+        Point(x=float(position), value=_known(value), low=_known(low), high=_known(high))
+        for position, value, low, high in zip(x, band.value, band.low, band.high, strict=True)
     )
 
 

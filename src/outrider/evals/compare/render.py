@@ -9,14 +9,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.atomic_io import replace_file
-from outrider.evals.compare.by_task import ByTask, compare_by_task
+from outrider.evals.compare.by_task import TaskComparison, compare_by_task
 from outrider.evals.compare.by_task_tables import task_notes, task_tables
 from outrider.evals.compare.compare import Comparison, compare
 from outrider.evals.compare.page import html_page, html_tasks
 from outrider.evals.compare.tables import TextTable, notes, tables, verdicts
 from outrider.printing import one_line
 
-_Shown = TypeVar("_Shown", Comparison, ByTask)
+_Shown = TypeVar("_Shown", Comparison, TaskComparison)
 
 
 def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | None, console: Console) -> int:
@@ -33,7 +33,7 @@ def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | N
 
 
 def compare_tasks(
-    given: Sequence[str],
+    run_args: Sequence[str],
     *,
     markdown: Path | None,
     html: Path | None,
@@ -44,43 +44,43 @@ def compare_tasks(
 
     Raises what :func:`~outrider.evals.compare.by_task.compare_by_task` raises, and ``OSError``.
     """
-    found = compare_by_task(given, depth=depth)
-    _print(task_tables(found), [f"note: {note}" for note in task_notes(found)], console)
-    _write(((markdown, markdown_tasks), (html, html_tasks)), found, console)
+    comparison = compare_by_task(run_args, depth=depth)
+    _print(task_tables(comparison), [f"note: {note}" for note in task_notes(comparison)], console)
+    _write(((markdown, markdown_tasks), (html, html_tasks)), comparison, console)
     return 0
 
 
 def _write(
-    files: Sequence[tuple[Path | None, Callable[[_Shown], str]]], shown: _Shown, console: Console
+    files: Sequence[tuple[Path | None, Callable[[_Shown], str]]], comparison: _Shown, console: Console
 ) -> None:
     for path, page in files:
         if path is not None:
-            replace_file(path, page(shown).encode("utf-8", "replace"))
+            replace_file(path, page(comparison).encode("utf-8", "replace"))
             console.print(Text(str(path)))
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Tables, verdicts and notes on a terminal, which no name can steer."""
-    said = (*verdicts(comparison), *(f"note: {note}" for note in notes(comparison)))
-    _print(tables(comparison), said, console)
+    lines = (*verdicts(comparison), *(f"note: {note}" for note in notes(comparison)))
+    _print(tables(comparison), lines, console)
 
 
-def _print(drawn: Sequence[TextTable], lines: Sequence[str], console: Console) -> None:
-    for table in drawn:
-        made = Table(
-            *(Column(_shown(name), overflow="fold") for name in table.columns),
-            title=_shown(table.title),
-            caption=_shown(table.caption),
+def _print(text_tables: Sequence[TextTable], lines: Sequence[str], console: Console) -> None:
+    for table in text_tables:
+        rich_table = Table(
+            *(Column(_to_text(name), overflow="fold") for name in table.columns),
+            title=_to_text(table.title),
+            caption=_to_text(table.caption),
             caption_justify="left",
         )
         for row in table.rows:
-            made.add_row(*map(_shown, row))
-        console.print(made)
+            rich_table.add_row(*map(_to_text, row))
+        console.print(rich_table)
     for line in lines:
-        console.print(_shown(line))
+        console.print(_to_text(line))
 
 
-def _shown(text: str) -> Text:
+def _to_text(text: str) -> Text:
     return Text(one_line(text))
 
 
@@ -90,18 +90,18 @@ def markdown_page(comparison: Comparison) -> str:
     return _markdown(begin, tables(comparison), notes(comparison))
 
 
-def markdown_tasks(found: ByTask) -> str:
+def markdown_tasks(comparison: TaskComparison) -> str:
     """The tables by task and the notes as Markdown; a pure function."""
-    return _markdown(["# Runs by task"], task_tables(found), task_notes(found))
+    return _markdown(["# Runs by task"], task_tables(comparison), task_notes(comparison))
 
 
-def _markdown(parts: list[str], drawn: Sequence[TextTable], said: Sequence[str]) -> str:
-    for table in drawn:
+def _markdown(parts: list[str], text_tables: Sequence[TextTable], note_lines: Sequence[str]) -> str:
+    for table in text_tables:
         rows = [table.columns, ("---",) * len(table.columns), *table.rows]
         lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
         parts += [f"## {_escaped(table.title)}", "\n".join(lines), _escaped(table.caption)]
-    if said:
-        parts += ["## Notes", _items(said)]
+    if note_lines:
+        parts += ["## Notes", _items(note_lines)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -29,7 +29,7 @@ class Incomparable(OutriderError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class EvalConditions:
     """Tasks and draws of an evaluation: scores of different panels are not compared."""
 
     split: str
@@ -47,7 +47,7 @@ class ScoredStep:
 
     step: int
     score: float
-    panel: Panel
+    conditions: EvalConditions
     task_scores: Mapping[str, float]
     task_returns: Mapping[str, float]
     num_faults: int
@@ -77,12 +77,12 @@ class Run:
         """The last training step on record."""
         return int(self.costs[STEPS][-1]) if len(self.rewards) else 0
 
-    def cost_at(self, axis: str, step: int) -> float:
+    def cost_at_step(self, axis: str, step: int) -> float:
         """Cost of the run up to ``step`` training steps; NaN where the record does not tell."""
         if step == 0 or axis == STEPS:
             return float(step)
-        found = np.flatnonzero(self.costs[STEPS] == step)
-        return float(self.costs[axis][found[0]]) if axis in self.costs and len(found) else math.nan
+        indices = np.flatnonzero(self.costs[STEPS] == step)
+        return float(self.costs[axis][indices[0]]) if axis in self.costs and len(indices) else math.nan
 
 
 def load_run(path: Path, name: str) -> Run:
@@ -92,8 +92,8 @@ def load_run(path: Path, name: str) -> Run:
     """
     data = read_run(path)
     if not {"seed", "algorithm.type"} <= data.config.keys():
-        why = "its config.toml has no seed and algorithm" if data.config else data.notes[0]
-        raise DataError(f"{name} is no run that can be compared: {why} ({path})")
+        reason = "its config.toml has no seed and algorithm" if data.config else data.notes[0]
+        raise DataError(f"{name} is no run that can be compared: {reason} ({path})")
     for key in ("train.num_steps", "train.max_policy_tokens"):
         if not (value := data.config.get(key, "none")).isdecimal() and value != "none":
             raise DataError(f"{name} is no run that can be compared: {key} = {value!r} is no number ({path})")
@@ -119,9 +119,9 @@ def short_ends(names: Sequence[Sequence[str]]) -> list[str]:
     length = next(
         n
         for n in range(1, max(map(len, names)) + 1)
-        if len({tuple(one[-n:]) for one in names}) == num_different
+        if len({tuple(name[-n:]) for name in names}) == num_different
     )
-    return ["/".join(one[-length:]) for one in names]
+    return ["/".join(name[-length:]) for name in names]
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
@@ -141,7 +141,7 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
         if axis != STEPS and values:
             others = [dict(data.curve("train", name)) for name in more]
             costs[axis] = np.cumsum(
-                [values.get(step, 0.0) + sum(one.get(step) or 0.0 for one in others) for step in steps]
+                [values.get(step, 0.0) + sum(curve.get(step) or 0.0 for curve in others) for step in steps]
             )
             if len(values) < len(steps):
                 notes.append(f"{len(steps) - len(values)} step(s) without {metric} count as 0")
@@ -150,28 +150,38 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
 
 def _evaluations(data: RunData, notes: list[str]) -> tuple[ScoredStep, ...]:
     """The last evaluation of each step, as far as they are on the panel of the very last."""
-    by_step = {one.step: _scored(one) for one in data.evaluations if "score" in one.metrics}
-    ascending = [by_step[step] for step in sorted(by_step)]
-    kept = tuple(one for one in ascending if one.panel == ascending[-1].panel)
-    if len(kept) < len(ascending):
+    scored_by_step = {
+        evaluation.step: _to_scored_step(evaluation)
+        for evaluation in data.evaluations
+        if "score" in evaluation.metrics
+    }
+    ascending = [scored_by_step[step] for step in sorted(scored_by_step)]
+    comparable = tuple(
+        evaluation for evaluation in ascending if evaluation.conditions == ascending[-1].conditions
+    )
+    if len(comparable) < len(ascending):
         notes.append(
-            f"{len(ascending) - len(kept)} evaluation(s) on another panel than the last are left out"
+            f"{len(ascending) - len(comparable)} evaluation(s) on another panel than the last are left out"
         )
-    return kept
+    return comparable
 
 
 def _trials(data: RunData) -> tuple[ScoredStep, ...]:
     if data.config.get("evaluation.num_trials", "0") == "0":
         return ()
-    return tuple(_scored(one) for one in data.evaluations if "score" in one.metrics)
+    return tuple(
+        _to_scored_step(evaluation) for evaluation in data.evaluations if "score" in evaluation.metrics
+    )
 
 
-def _scored(one: Evaluation) -> ScoredStep:
+def _to_scored_step(evaluation: Evaluation) -> ScoredStep:
     return ScoredStep(
-        step=one.step,
-        score=one.metrics["score"].value,
-        panel=Panel(split=one.split, temperature=one.temperature, panel_hash=one.panel_hash),
-        task_scores=one.task_scores,
-        task_returns=one.task_returns,
-        num_faults=one.num_faults,
+        step=evaluation.step,
+        score=evaluation.metrics["score"].value,
+        conditions=EvalConditions(
+            split=evaluation.split, temperature=evaluation.temperature, panel_hash=evaluation.panel_hash
+        ),
+        task_scores=evaluation.task_scores,
+        task_returns=evaluation.task_returns,
+        num_faults=evaluation.num_faults,
     )

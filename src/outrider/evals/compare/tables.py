@@ -15,7 +15,7 @@ from outrider.printing import is_graded, points, score
 from outrider.watch.curves import number
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
-_MUCH: Final = 1.1  # from this ratio of mean costs on, a note says that the groups did not pay the same
+_COST_RATIO: Final = 1.1  # from this ratio of mean costs on, a note says that the groups did not pay the same
 CONDITIONS: Final = ("environment.", "rollout.")  # settings that training and the test have in common
 
 
@@ -37,64 +37,64 @@ def verdicts(comparison: Comparison) -> list[str]:
 def notes(comparison: Comparison) -> list[str]:
     """Notes that a reader must know beside the numbers."""
     runs = [run for group in comparison.groups for run in group.runs]
-    said = [
+    messages = [
         *comparison.notes,
         *(f"{run.name} has no evaluation: its group has no score" for run in runs if not run.evaluations),
     ]
     if len(comparison.groups) == 1:
-        said.append("all runs have one configuration: there is nothing to compare but their seeds")
-    said += _about_tasks(comparison, [run for run in runs if run.evaluations])
+        messages.append("all runs have one configuration: there is nothing to compare but their seeds")
+    messages += _task_notes(comparison, [run for run in runs if run.evaluations])
     if few := sorted({len(group.runs) for group in comparison.groups if group.score} & COVERAGE.keys()):
         shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
-        said.append(
+        messages.append(
             "a bootstrap interval over so few seeds is too narrow: "
             f"{shares} of such intervals hold the true value, not 95 %"
         )
     if conditions := [key for key, _ in comparison.settings if key.startswith(CONDITIONS)]:
-        said.append(
+        messages.append(
             f"the groups were tested under different conditions ({', '.join(conditions)}): "
             "their scores are not of one test"
         )
     if len(nums := {run.config.get("evaluation.num_samples", "1") for run in runs if run.evaluations}) > 1:
-        said.append(
+        messages.append(
             "the evaluations drew different numbers of samples a task "
             f"({', '.join(sorted(nums))}): their noise differs"
         )
     if len({run.config.get("num_threads") for run in runs}) > 1:
-        said.append("the runs used different numbers of threads: their seconds do not compare")
-    said += [line for axis in AXES for line in _about_costs(comparison, axis)]
+        messages.append("the runs used different numbers of threads: their seconds do not compare")
+    messages += [line for axis in AXES for line in _cost_notes(comparison, axis)]
     if len(comparison.groups) > MAX_SERIES:
-        said.append(f"the figures show the first {MAX_SERIES} of {len(comparison.groups)} groups")
-    return said
+        messages.append(f"the figures show the first {MAX_SERIES} of {len(comparison.groups)} groups")
+    return messages
 
 
-def _about_tasks(comparison: Comparison, scored: Sequence[Run]) -> list[str]:
+def _task_notes(comparison: Comparison, scored: Sequence[Run]) -> list[str]:
     faults = [(run.name, run.evaluations[-1].num_faults) for run in scored]
-    said = [
+    messages = [
         f"{name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score"
         for name, num in faults
         if num
     ]
     if scored and comparison.num_tasks is None:
         missing = [run.name for run in scored if not run.evaluations[-1].task_scores]
-        said.append(
+        messages.append(
             f"no scores of single tasks: {', '.join(missing) or 'the runs have no scored task in common'}"
         )
     elif comparison.num_left_out:
-        said.append(
+        messages.append(
             f"{comparison.num_left_out} task(s) are left out: a fault kept them from being scored in some run"
         )
-    return said
+    return messages
 
 
-def _about_costs(comparison: Comparison, axis: str) -> list[str]:
+def _cost_notes(comparison: Comparison, axis: str) -> list[str]:
     spent = {group.label: group.costs[axis] for group in comparison.groups if axis in group.costs}
     if not spent or not max(spent.values()):
         return []
     most, least = max(spent, key=lambda label: spent[label]), min(spent, key=lambda label: spent[label])
     if not spent[least]:
         return [f"final scores are not at equal {axis}: {most} took {number(spent[most])}, {least} none"]
-    if spent[most] < _MUCH * spent[least]:
+    if spent[most] < _COST_RATIO * spent[least]:
         return []
     return [
         (
@@ -124,10 +124,10 @@ def tables(comparison: Comparison) -> list[TextTable]:
 
 
 def _group_table(comparison: Comparison) -> TextTable:
-    panel = comparison.panel
-    where = (
-        f"Split {panel.split}, panel {panel.panel_hash[:12]}, temperature {panel.temperature:g}. "
-        if panel
+    conditions = comparison.conditions
+    intro = (
+        f"Split {conditions.split}, panel {conditions.panel_hash[:12]}, temperature {conditions.temperature:g}. "
+        if conditions
         else ""
     )
     over = "seeds" if comparison.num_tasks is None else f"seeds and {comparison.num_tasks} tasks"
@@ -142,7 +142,7 @@ def _group_table(comparison: Comparison) -> TextTable:
         title="Groups",
         columns=("group", "seeds", "score", *(("mean return",) if graded else ()), *AXES),
         rows=rows,
-        caption=f"{where}Score: interquartile mean over seeds of the last evaluation [95 % bootstrap "
+        caption=f"{intro}Score: interquartile mean over seeds of the last evaluation [95 % bootstrap "
         f"interval over {over}]. Costs: means over runs, of training steps only: no cold start, "
         "no evaluation, and a step that was taken again after a stop counts once.",
     )
@@ -177,11 +177,11 @@ def _pair_table(comparison: Comparison) -> TextTable:
 def _cost_table(comparison: Comparison) -> TextTable:
     rows = tuple(
         (
-            one.quantity,
-            f"{number(float(one.x[-1]))} {one.axis}",
-            *(_last(one, group.label) for group in comparison.groups),
+            curve.quantity,
+            f"{number(float(curve.x[-1]))} {curve.axis}",
+            *(_last(curve, group.label) for group in comparison.groups),
         )
-        for one in comparison.curves
+        for curve in comparison.curves
     )
     return TextTable(
         title="At equal cost",
@@ -200,7 +200,7 @@ def _run_table(comparison: Comparison) -> TextTable:
          *((score(run.evaluations[-1].score), str(run.evaluations[-1].step)) if run.evaluations
            else ("not measured", "")),
          *((_mean_return([run]),) if graded else ()),
-         *(number(run.cost_at(axis, run.num_steps)) if axis in run.costs else "not measured"
+         *(number(run.cost_at_step(axis, run.num_steps)) if axis in run.costs else "not measured"
            for axis in AXES))
         for group in comparison.groups
         for run in group.runs
@@ -213,13 +213,16 @@ def _run_table(comparison: Comparison) -> TextTable:
 def _is_graded(comparison: Comparison) -> bool:
     """Whether the last evaluation of some run has a mean return other than its share of solved tasks."""
     last = [run.evaluations[-1] for group in comparison.groups for run in group.runs if run.evaluations]
-    return any(one.task_returns and is_graded(one.score, fmean(one.task_returns.values())) for one in last)
+    return any(
+        evaluation.task_returns and is_graded(evaluation.score, fmean(evaluation.task_returns.values()))
+        for evaluation in last
+    )
 
 
 def _mean_return(runs: Sequence[Run]) -> str:
     """Mean over runs of the mean return over the tasks of the last evaluation."""
     last = [run.evaluations[-1].task_returns for run in runs if run.evaluations]
-    means = [fmean(one.values()) for one in last if one]
+    means = [fmean(returns.values()) for returns in last if returns]
     return number(fmean(means)) if means else "not measured"
 
 
@@ -238,20 +241,20 @@ def _sentence(pair: Pair) -> str:
 
 
 def _percent(estimate: Estimate) -> str:
-    return score(estimate.value, estimate.low, estimate.high) + _of_one(estimate)
+    return score(estimate.value, estimate.low, estimate.high) + _one_seed_mark(estimate)
 
 
 def _gain(difference: Estimate) -> str:
-    return points(difference.value, difference.low, difference.high) + _of_one(difference)
+    return points(difference.value, difference.low, difference.high) + _one_seed_mark(difference)
 
 
-def _of_one(estimate: Estimate) -> str:
+def _one_seed_mark(estimate: Estimate) -> str:
     return "" if estimate.has_interval else " (one seed: no interval)"
 
 
 def _range(estimate: Estimate, form: str) -> str:
     value, low, high = (form.format(part) for part in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]" if estimate.has_interval else f"{value}{_of_one(estimate)}"
+    return f"{value} [{low}, {high}]" if estimate.has_interval else f"{value}{_one_seed_mark(estimate)}"
 
 
 def _last(curves: Curves, label: str) -> str:

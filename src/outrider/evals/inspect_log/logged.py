@@ -8,18 +8,18 @@ from typing import Literal
 
 from outrider.types import Json, Outcome, ToolCall
 
-SaidBy = Literal["system", "user", "assistant", "tool"]
+MessageRole = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class LoggedMessage:
     """A message. Of a turn of the policy ``calls`` are its native ones (ids are the turn's own), ``problems``
     say what of it could not be read as one, and ``thinking`` stands apart from ``text``; else ``tools`` names
     the tools that ran for it, whose calls are in the text. ``call_id`` is the call that a tool's message
     answers, where that is on record.
     """
 
-    role: SaidBy
+    role: MessageRole
     text: str
     thinking: str = ""
     calls: tuple[ToolCall, ...] = ()
@@ -36,8 +36,8 @@ class LoggedRollout:
 
     task_key: str
     epoch: int
-    prompt: tuple[Said, ...]
-    messages: tuple[Said, ...]
+    prompt: tuple[LoggedMessage, ...]
+    messages: tuple[LoggedMessage, ...]
     target: tuple[str, ...] = ()
     outcome: Outcome
     detail: str = ""
@@ -50,7 +50,7 @@ class LoggedRollout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedEvaluation:
     """All rollouts of one evaluation. ``created`` is when its record was last written, ``summary`` its own
-    score with the interval's bounds. One that has not ended has ``num_owed`` rollouts in the end, 0 where
+    score with the interval's bounds. One that has not ended has ``num_requested`` rollouts in the end, 0 where
     nobody knows.
     """
 
@@ -62,10 +62,10 @@ class LoggedEvaluation:
     summary: Mapping[str, float]
     metadata: Mapping[str, Json]
     notes: tuple[str, ...] = ()
-    has_ended: bool = True
-    num_owed: int = 0
+    is_complete: bool = True
+    num_requested: int = 0
 
 
-def written_at(path: Path) -> datetime:
+def modified_time(path: Path) -> datetime:
     """When a file was last written, in UTC to the second."""
     return datetime.fromtimestamp(path.stat().st_mtime, UTC).replace(microsecond=0)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.environments.families import make_family
+from outrider.environments.families import make_task_set
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, written_at
-from outrider.evals.inspect_log.turns import AFTER_POLICY, said_in
+from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, modified_time
+from outrider.evals.inspect_log.turns import AFTER_POLICY, node_messages
 from outrider.json_lines import parsed, whole_lines
 from outrider.train.state.recorded import recorded_settings
 from outrider.types import Outcome
@@ -20,7 +20,7 @@ from outrider.watch.traces import TraceReader, TraceRow
 EVALUATIONS: Final = "evaluations.jsonl"
 
 
-def evaluation_of_run(run: Path, number: int | None = None) -> LoggedEvaluation:
+def load_run_evaluation(run: Path, number: int | None = None) -> LoggedEvaluation:
     """The evaluation in line ``number`` (from 0) of ``evaluations.jsonl``; None is the last one.
 
     Raises ConfigError where there is none, DataError for damaged records.
@@ -31,10 +31,10 @@ def evaluation_of_run(run: Path, number: int | None = None) -> LoggedEvaluation:
         raise DataError(f"{run / EVALUATIONS} is damaged: {error}") from error
     if not evaluations:
         raise ConfigError(f"{run} has no evaluation")
-    at = len(evaluations) - 1 if number is None else number
-    if not 0 <= at < len(evaluations):
-        raise ConfigError(f"{run} has evaluations 0 to {len(evaluations) - 1}, not {at}")
-    record = evaluations[at]
+    index = len(evaluations) - 1 if number is None else number
+    if not 0 <= index < len(evaluations):
+        raise ConfigError(f"{run} has evaluations 0 to {len(evaluations) - 1}, not {index}")
+    record = evaluations[index]
     recipe = (run / "config.toml").read_text(encoding="utf-8")
     config = tomllib.loads(recipe)
     targets, form, notes = _environment(run, record["split"])
@@ -42,9 +42,9 @@ def evaluation_of_run(run: Path, number: int | None = None) -> LoggedEvaluation:
     return LoggedEvaluation(
         task=str(config["environment"]["type"]),
         model=f"{config['model']['name']}, step {record['step']}",
-        created=written_at(run / EVALUATIONS),
+        created=modified_time(run / EVALUATIONS),
         panel_hash=record["panel_hash"],
-        rollouts=tuple(_rollouts(run, at, targets, form)),
+        rollouts=tuple(_rollouts(run, index, targets, form)),
         summary={
             "mean": score["value"],
             "ci_low": score["ci_low"],
@@ -69,11 +69,11 @@ def _environment(run: Path, split: str) -> tuple[Mapping[str, tuple[str, ...]], 
     try:
         settings = recorded_settings(run / "config.toml").environment
         form = settings.call_format
-        family = make_family(settings)
+        task_set = make_task_set(settings)
         try:
-            return {task.key: task.answers for task in family.tasks(split)}, form, []
+            return {task.key: task.answers for task in task_set.tasks(split)}, form, []
         finally:
-            family.close()
+            task_set.close()
     except (OutriderError, OSError) as error:
         return {}, form, [f"without targets: {error}"]
 
@@ -83,28 +83,28 @@ def _rollouts(
 ) -> list[LoggedRollout]:
     rows = {(row.trace_id, row.node_id): row for row in TraceReader(run / "traces").read_evaluation(number)}
     seen: Counter[str] = Counter()
-    found = []
-    for one in read_rollouts(run, evaluation_file(number)).to_pylist():
-        seen[one["task_key"]] += 1
-        path = _path(rows, one["trace_id"], one["node_id"])
+    rollouts = []
+    for record in read_rollouts(run, evaluation_file(number)).to_pylist():
+        seen[record["task_key"]] += 1
+        path = _path(rows, record["trace_id"], record["node_id"])
         first = next((i for i, row in enumerate(path) if row.origin in AFTER_POLICY), len(path))
-        prompt = [said for row in path[:first] for said in said_in(row, form)]
-        answered = [said for row in path[first:] for said in said_in(row, form)]
-        found.append(
+        prompt = [message for row in path[:first] for message in node_messages(row, form)]
+        answered = [message for row in path[first:] for message in node_messages(row, form)]
+        rollouts.append(
             LoggedRollout(
-                task_key=one["task_key"],
-                epoch=seen[one["task_key"]],
+                task_key=record["task_key"],
+                epoch=seen[record["task_key"]],
                 prompt=tuple(prompt),
                 messages=(*prompt, *answered),
-                target=targets.get(one["task_key"], ()),
-                outcome=Outcome(one["outcome"]),
-                detail=one["fault"],
-                scores=_scores(one),
-                num_tokens=one["num_tokens"],
-                metadata={name: one[name] for name in ("mode", "kind", "num_turns", "num_calls")},
+                target=targets.get(record["task_key"], ()),
+                outcome=Outcome(record["outcome"]),
+                detail=record["fault"],
+                scores=_scores(record),
+                num_tokens=record["num_tokens"],
+                metadata={name: record[name] for name in ("mode", "kind", "num_turns", "num_calls")},
             )
         )
-    return found
+    return rollouts
 
 
 def _scores(row: Mapping[str, Any]) -> dict[str, float]:
@@ -115,8 +115,8 @@ def _scores(row: Mapping[str, Any]) -> dict[str, float]:
 def _path(rows: Mapping[tuple[str, int], TraceRow], trace_id: str, node_id: int) -> Sequence[TraceRow]:
     """From the prompt to the rollout's last node; empty where a fault left none."""
     path: list[TraceRow] = []
-    at = rows.get((trace_id, node_id))
-    while at is not None:
-        path.append(at)
-        at = rows.get((trace_id, at.parent_id))
+    node = rows.get((trace_id, node_id))
+    while node is not None:
+        path.append(node)
+        node = rows.get((trace_id, node.parent_id))
     return path[::-1]

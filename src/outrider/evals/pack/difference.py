@@ -8,28 +8,39 @@ from outrider.watch.run_directory import finite
 _CLOSE: Final = 1e-9  # the same sums by another numpy
 
 
-def first_difference(written: Any, computed: Any, place: str = "") -> str | None:
+def first_difference(written: Any, computed: Any, path: str = "") -> str | None:
     """Where two trees differ, in words; None where they do not, to within the rounding of another library."""
     if isinstance(written, dict) and isinstance(computed, dict):
         if other := sorted(written.keys() ^ computed.keys()):
-            return f"{place}.{other[0]} is in one of the two only"
-        pairs = [(f"{place}.{key}" if place else key, written[key], computed[key]) for key in written]
+            return f"{path}.{other[0]} is in one of the two only"
+        pairs = [(f"{path}.{key}" if path else key, written[key], computed[key]) for key in written]
     elif isinstance(written, list) and isinstance(computed, list):
         if len(written) != len(computed):
-            return f"{place} has {len(written)} entries and not {len(computed)}"
+            return f"{path} has {len(written)} entries and not {len(computed)}"
         pairs = [
-            (f"{place}[{number}]", *both) for number, both in enumerate(zip(written, computed, strict=True))
+            (f"{path}[{number}]", *both) for number, both in enumerate(zip(written, computed, strict=True))
         ]
     else:
         same = written == computed and isinstance(written, bool) == isinstance(computed, bool)
         return (
             None
             if same or _is_close(written, computed)
-            else f"{place} is {written!r}, and the results give {computed!r}"
+            else f"{path} is {written!r}, and the results give {computed!r}"
         )
-    return next((said for where, a, b in pairs if (said := first_difference(a, b, where)) is not None), None)
+    return next(
+        (
+            difference
+            for subpath, a, b in pairs
+            if (difference := first_difference(a, b, subpath)) is not None
+        ),
+        None,
+    )
 
 
 def _is_close(written: Any, computed: Any) -> bool:
-    one, other = finite(written), finite(computed)
-    return one is not None and other is not None and math.isclose(one, other, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    first, second = finite(written), finite(computed)
+    return (
+        first is not None
+        and second is not None
+        and math.isclose(first, second, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    )

@@ -52,18 +52,18 @@ class ExactResult(BaseModel):
         return int(self.result.get("num_policy_tokens", 0))
 
 
-def exact_result(content: bytes | str, place: str) -> ExactResult:
+def parse_exact_result(content: bytes | str, location: str) -> ExactResult:
     """Read one object. Raises PackError naming the place."""
     try:
-        found = ExactResult.model_validate_json(content)
+        result = ExactResult.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         raise PackError(
-            f"{place} is no exact result: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]
+            f"{location} is no exact result: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]
         ) from error
-    if "expected_return" not in found.result:
-        raise PackError(f"{place} is no exact result: result.expected_return is missing")
-    return found
+    if "expected_return" not in result.result:
+        raise PackError(f"{location} is no exact result: result.expected_return is missing")
+    return result
 
 
 def read_exact(path: Path) -> dict[str, ExactResult]:
@@ -75,10 +75,10 @@ def read_exact(path: Path) -> dict[str, ExactResult]:
     if len(lines) > _MAX_ROWS:
         raise PackError(f"{path.name} has more than {_MAX_ROWS} lines")
     for number, line in enumerate(lines, start=1):
-        found = exact_result(line, f"{path.name}:{number}")
-        if found.name in rows:
-            raise PackError(f"{path.name}:{number}: {found.name} is there twice")
-        rows[found.name] = found
+        result = parse_exact_result(line, f"{path.name}:{number}")
+        if result.name in rows:
+            raise PackError(f"{path.name}:{number}: {result.name} is there twice")
+        rows[result.name] = result
     return rows
 
 
@@ -87,27 +87,27 @@ def exact_line(result: ExactResult) -> str:
     return json.dumps(result.model_dump(mode="json"), sort_keys=True)
 
 
-def by_method(rows: Mapping[str, ExactResult]) -> dict[tuple[str, str], list[ExactResult]]:
+def group_by_method(rows: Mapping[str, ExactResult]) -> dict[tuple[str, str], list[ExactResult]]:
     """Rows of one toy and method, by seed; the order of the file between methods."""
     groups: dict[tuple[str, str], list[ExactResult]] = {}
     for row in rows.values():
         groups.setdefault((row.toy, row.method), []).append(row)
-    return {key: sorted(members, key=lambda one: one.seed) for key, members in groups.items()}
+    return {key: sorted(members, key=lambda member: member.seed) for key, members in groups.items()}
 
 
 def exact_groups(rows: Mapping[str, ExactResult]) -> list[dict[str, Any]]:
     """For each toy and method the returns by seed, their mean, and the interquartile mean with its interval
     over seeds.
     """
-    return [_group(toy, method, members) for (toy, method), members in by_method(rows).items()]
+    return [_group(toy, method, members) for (toy, method), members in group_by_method(rows).items()]
 
 
 def _group(toy: str, method: str, members: Sequence[ExactResult]) -> dict[str, Any]:
-    returns = [one.expected_return for one in members]
-    rounded = np.asarray([[round(one, DECIMALS)] for one in returns], dtype=np.float64)
+    returns = [entry.expected_return for entry in members]
+    rounded = np.asarray([[round(entry, DECIMALS)] for entry in returns], dtype=np.float64)
     iqm = iqm_estimate(Sample(name=method, scores=rounded), seed=0, within=(0.0, 1.0))
     return {
-        "toy": toy, "method": method, "returns": {str(one.seed): one.expected_return for one in members},
+        "toy": toy, "method": method, "returns": {str(entry.seed): entry.expected_return for entry in members},
         "mean": math.fsum(returns) / len(returns), "interquartile_mean": iqm.value,
         "ci_low": iqm.low if iqm.has_interval else None, "ci_high": iqm.high if iqm.has_interval else None,
     }  # fmt: skip

@@ -74,7 +74,7 @@ class PackedRun(_Part):
     inputs: dict[str, PackedInput]
 
 
-class PackedPanel(_Part):
+class PackedEvalTasks(_Part):
     """``run`` has the recipe whose environment the tasks come from; ``num_tasks`` first tasks of
     ``split``.
     """
@@ -94,7 +94,7 @@ class Manifest(_Part):
     packed_on: dict[str, str]
     commands: tuple[str, ...]
     runs: dict[Name, PackedRun] = Field(max_length=1000)
-    panels: dict[Sha256, PackedPanel] = Field(max_length=1000)
+    panels: dict[Sha256, PackedEvalTasks] = Field(max_length=1000)
     files: dict[_RelativePath, PackedFile] = Field(max_length=MAX_FILES)
 
 
@@ -106,9 +106,9 @@ def read_manifest(pack: Path) -> Manifest:
     """
     if not pack.is_dir():
         raise PackError(f"{pack} is no pack: there is no such folder")
-    found = dict(_walk(pack, ""))
+    sizes = dict(_walk(pack, ""))
     for name in (MANIFEST, CHECKSUM):
-        if name not in found:
+        if name not in sizes:
             raise PackError(f"{pack} is no pack: it has no {name}")
     content = read_bytes(pack / MANIFEST)
     if read_bytes(pack / CHECKSUM) != checksum_line(content):
@@ -117,17 +117,17 @@ def read_manifest(pack: Path) -> Manifest:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        location = ".".join(map(str, first["loc"]))
         raise PackError(
-            f"{MANIFEST} is malformed: {f'{where}: ' if where else ''}{first['msg']}"[:300]
+            f"{MANIFEST} is malformed: {f'{location}: ' if location else ''}{first['msg']}"[:300]
         ) from error
-    names = found.keys() - {MANIFEST, CHECKSUM}
+    names = sizes.keys() - {MANIFEST, CHECKSUM}
     if missing := sorted(manifest.files.keys() - names):
         raise PackError(f"{missing[0]} is missing{_more(missing)}")
     if added := sorted(names - manifest.files.keys()):
         raise PackError(f"{added[0]} was added{_more(added)}")
     for name, packed in sorted(manifest.files.items()):
-        if found[name] != packed.num_bytes or file_sha256(pack / name) != packed.sha256:
+        if sizes[name] != packed.num_bytes or file_sha256(pack / name) != packed.sha256:
             raise PackError(f"{name} was changed")
     return manifest
 
@@ -163,13 +163,13 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
     for too many.
     """
     num_files = 0
-    waiting = [(folder, prefix)]
-    while waiting:
-        parent, before = waiting.pop()
+    pending = [(folder, prefix)]
+    while pending:
+        parent, before = pending.pop()
         for entry in os.scandir(parent):
             name, status = before + entry.name, entry.stat(follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
-                waiting.append((parent / entry.name, f"{name}/"))
+                pending.append((parent / entry.name, f"{name}/"))
             elif stat.S_ISREG(status.st_mode):
                 yield name, status.st_size
             else:

@@ -13,7 +13,7 @@ from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
 from outrider.evals.benchmark.store import RESULTS, SUMMARY
 from outrider.evals.compare.runs import run_names
-from outrider.evals.pack.exact import ExactResult, exact_line, exact_result
+from outrider.evals.pack.exact import ExactResult, exact_line, parse_exact_result
 from outrider.evals.pack.format import (
     CHECKSUM,
     EXACT,
@@ -21,15 +21,15 @@ from outrider.evals.pack.format import (
     MANIFEST,
     TABLES,
     Manifest,
+    PackedEvalTasks,
     PackedFile,
-    PackedPanel,
     PackedRun,
     checksum_line,
     file_sha256,
 )
-from outrider.evals.pack.panel_run import write_panel_run
-from outrider.evals.pack.panels import panel_file, read_recipe, rebuilt_panel
-from outrider.evals.pack.run import checkpoints_of, pack_name, write_run
+from outrider.evals.pack.panel_run import write_eval_tasks_run
+from outrider.evals.pack.panels import eval_tasks_file, read_recipe, rebuild_eval_tasks
+from outrider.evals.pack.run import copy_checkpoints, pack_name, write_run
 from outrider.evals.pack.tables import make_tables
 
 
@@ -44,7 +44,7 @@ def make_pack(
     """
     if out.exists():
         raise ConfigError(f"{out} exists: a pack is never overwritten")
-    exact, folders = _sorted_out(paths)
+    exact, folders = _classify_paths(paths)
     names = [pack_name(name) for name in run_names(folders)] if folders else []
     if len(set(names)) < len(names):
         raise ConfigError(f"two of these runs would have one name in the pack: {', '.join(sorted(names))}")
@@ -62,32 +62,32 @@ def _write(
     commands: Sequence[str],
     weights: bool,
 ) -> Manifest:
-    by_folder = {folder.resolve(): name for name, folder in folders.items()}
+    names_by_folder = {folder.resolve(): name for name, folder in folders.items()}
     runs: dict[str, PackedRun] = {}
     for name, folder in folders.items():
         target = pack / "runs" / name
         target.mkdir(parents=True)
         if (folder / RESULTS).exists():
-            write_panel_run(folder, target)
+            write_eval_tasks_run(folder, target)
             runs[name] = PackedRun(kind="panel", command="outrider eval --tasks", versions={}, inputs={})
         else:
-            runs[name] = write_run(folder, target, by_folder)
+            runs[name] = write_run(folder, target, names_by_folder)
     if weights:
-        checkpoints_of(pack, folders)
+        copy_checkpoints(pack, folders)
     if exact:
-        lines = "".join(exact_line(one) + "\n" for one in exact)
+        lines = "".join(exact_line(result) + "\n" for result in exact)
         (pack / EXACT).write_text(lines, encoding="utf-8")
-    panels = _write_panels(pack, runs)
-    given = {"runs": runs, "panels": panels, "packed_on": _machine(), "commands": tuple(commands)}
-    draft = Manifest(format=FORMAT, outrider=__version__, files=_files(pack), **given)
+    eval_tasks = _write_eval_tasks(pack, runs)
+    contents = {"runs": runs, "panels": eval_tasks, "packed_on": _machine(), "commands": tuple(commands)}
+    draft = Manifest(format=FORMAT, outrider=__version__, files=_files(pack), **contents)
     _write_json(pack / TABLES, make_tables(pack, draft))
-    manifest = Manifest(format=FORMAT, outrider=__version__, files=_files(pack), **given)
+    manifest = Manifest(format=FORMAT, outrider=__version__, files=_files(pack), **contents)
     _write_json(pack / MANIFEST, manifest.model_dump(mode="json"))
     (pack / CHECKSUM).write_bytes(checksum_line((pack / MANIFEST).read_bytes()))
     return manifest
 
 
-def _sorted_out(paths: Sequence[Path]) -> tuple[list[ExactResult], list[Path]]:
+def _classify_paths(paths: Sequence[Path]) -> tuple[list[ExactResult], list[Path]]:
     """Exact results, and run folders. Raises DataError for a path that is neither."""
     exact: dict[str, ExactResult] = {}
     folders: list[Path] = []
@@ -102,44 +102,49 @@ def _sorted_out(paths: Sequence[Path]) -> tuple[list[ExactResult], list[Path]]:
                 "of tasks, and no exact results"
             )
         for file in files:
-            found = exact_result(file.read_bytes(), str(file))
-            if found.name in exact:
-                raise DataError(f"{file}: {found.name} is given twice")
-            exact[found.name] = found
-    return sorted(exact.values(), key=lambda one: (one.toy, one.method, one.seed)), folders
+            result = parse_exact_result(file.read_bytes(), str(file))
+            if result.name in exact:
+                raise DataError(f"{file}: {result.name} is given twice")
+            exact[result.name] = result
+    return sorted(exact.values(), key=lambda item: (item.toy, item.method, item.seed)), folders
 
 
-def _write_panels(pack: Path, runs: Mapping[str, PackedRun]) -> dict[str, PackedPanel]:
+def _write_eval_tasks(pack: Path, runs: Mapping[str, PackedRun]) -> dict[str, PackedEvalTasks]:
     """The panels of all evaluations: keys from the environment where it is installed, else of the tasks that
     were scored.
     """
-    panels: dict[str, PackedPanel] = {}
+    eval_tasks: dict[str, PackedEvalTasks] = {}
     for name, run in runs.items():
         file = pack / "runs" / name / "evaluations.jsonl"
         for line in map(json.loads, file.read_bytes().splitlines() if file.is_file() else []):
-            wanted = str(line["panel_hash"])
-            if wanted in panels:
+            tasks_hash = str(line["panel_hash"])
+            if tasks_hash in eval_tasks:
                 continue
             recipe = read_recipe(pack, name)
             num_tasks = int(recipe.get("evaluation", {}).get("num_tasks", line["num_tasks"]))
-            panels[wanted] = PackedPanel(run=name, split=str(line["split"]), num_tasks=num_tasks)
-            keys = _panel_keys(recipe, panels[wanted], run, wanted) or list(line.get("task_scores") or {})
+            eval_tasks[tasks_hash] = PackedEvalTasks(run=name, split=str(line["split"]), num_tasks=num_tasks)
+            keys = _task_keys(recipe, eval_tasks[tasks_hash], run, tasks_hash) or list(
+                line.get("task_scores") or {}
+            )
             (pack / "panels").mkdir(exist_ok=True)
             _write_json(
-                pack / panel_file(wanted), {"panel_hash": wanted, "split": line["split"], "keys": keys}
+                pack / eval_tasks_file(tasks_hash),
+                {"panel_hash": tasks_hash, "split": line["split"], "keys": keys},
             )
-    return panels
+    return eval_tasks
 
 
-def _panel_keys(recipe: Mapping[str, Any], panel: PackedPanel, run: PackedRun, wanted: str) -> list[str]:
+def _task_keys(
+    recipe: Mapping[str, Any], eval_tasks: PackedEvalTasks, run: PackedRun, tasks_hash: str
+) -> list[str]:
     try:
-        keys, found = rebuilt_panel(recipe, panel, given={}, inputs=run.inputs)
+        keys, computed_hash = rebuild_eval_tasks(recipe, eval_tasks, local_paths={}, inputs=run.inputs)
     except (OutriderError, OSError):  # not installed, or from files that stay here
         return []
-    if found != wanted:
+    if computed_hash != tasks_hash:
         raise PackError(
-            f"the tasks of the environment here are not the panel {wanted} "
-            f"of {panel.run}: its data have changed"
+            f"the tasks of the environment here are not the panel {tasks_hash} "
+            f"of {eval_tasks.run}: its data have changed"
         )
     return keys
 

@@ -12,8 +12,8 @@ from outrider.errors import PackError
 from outrider.evals.pack.format import PackedInput, file_sha256
 
 START: Final = "model.initial_checkpoint"
-IN_PACK: Final = "pack:"  # begins a path that is one of the pack's own run folders
-ELSEWHERE: Final = ".../"  # begins a path whose folders stayed on the machine that packed
+PACK_PREFIX: Final = "pack:"  # begins a path that is one of the pack's own run folders
+EXTERNAL_PREFIX: Final = ".../"  # begins a path whose folders stayed on the machine that packed
 _NUM_DIGITS: Final = 12  # of a hash in a name: other content under one name must stay another setting
 _DATA: Final = frozenset((".jsonl", ".json", ".parquet", ".sqlite", ".toml", ".safetensors"))
 
@@ -35,35 +35,41 @@ def portable(
         path = Path(text).expanduser()
         for folder, name in runs.items():
             if path.resolve().is_relative_to(folder):
-                return f"{IN_PACK}{name}/{path.resolve().relative_to(folder).as_posix()}"
-        shown = PureWindowsPath(text).name if "\\" in text else path.name
+                return f"{PACK_PREFIX}{name}/{path.resolve().relative_to(folder).as_posix()}"
+        filename = PureWindowsPath(text).name if "\\" in text else path.name
         sha256 = content_sha256(path)
-        inputs[key] = PackedInput(name=shown, sha256=sha256)
-        return f"{ELSEWHERE}sha256-{sha256[:_NUM_DIGITS]}/{shown}" if sha256 else f"{ELSEWHERE}{shown}"
+        inputs[key] = PackedInput(name=filename, sha256=sha256)
+        return (
+            f"{EXTERNAL_PREFIX}sha256-{sha256[:_NUM_DIGITS]}/{filename}"
+            if sha256
+            else f"{EXTERNAL_PREFIX}{filename}"
+        )
 
     changed: dict[str, Any] = _mapped(dict(tree), "", replaced)
     return changed, inputs
 
 
 def local(
-    tree: Mapping[str, Any], given: Mapping[str, Path], inputs: Mapping[str, PackedInput]
+    tree: Mapping[str, Any], local_paths: Mapping[str, Path], inputs: Mapping[str, PackedInput]
 ) -> dict[str, Any]:
-    """The other way: what is ``given`` by dotted key stands in for what stayed on the machine that packed.
+    """The other way: what is ``local_paths`` by dotted key stands in for what stayed on the machine that packed.
 
     Raises PackError for a path that is not given, and for one whose content is not what the run was computed
     with.
     """
 
     def replaced(key: str, text: str) -> str:
-        if not text.startswith(ELSEWHERE):
+        if not text.startswith(EXTERNAL_PREFIX):
             return text
         packed = inputs.get(key, PackedInput(name=text.rpartition("/")[2], sha256=None))
-        if key not in given:
-            said = f", SHA-256 {packed.sha256[:_NUM_DIGITS]}" if packed.sha256 else ""
-            raise PackError(f"it needs {packed.name}{said}, which is not in the pack: give {key}=PATH")
-        if packed.sha256 is not None and content_sha256(given[key]) != packed.sha256:
-            raise PackError(f"{key}={given[key]} is not the {packed.name} of the run: its SHA-256 differs")
-        return str(given[key])
+        if key not in local_paths:
+            checksum = f", SHA-256 {packed.sha256[:_NUM_DIGITS]}" if packed.sha256 else ""
+            raise PackError(f"it needs {packed.name}{checksum}, which is not in the pack: give {key}=PATH")
+        if packed.sha256 is not None and content_sha256(local_paths[key]) != packed.sha256:
+            raise PackError(
+                f"{key}={local_paths[key]} is not the {packed.name} of the run: its SHA-256 differs"
+            )
+        return str(local_paths[key])
 
     changed: dict[str, Any] = _mapped(dict(tree), "", replaced)
     return changed
@@ -93,7 +99,7 @@ def _files(folder: Path) -> Iterator[str]:
 def _is_path(key: str, text: str) -> bool:
     """A starting checkpoint always is one; another text where it is absolute, or names what is there."""
     if key == START and text != "none":
-        return not text.startswith((IN_PACK, ELSEWHERE))
+        return not text.startswith((PACK_PREFIX, EXTERNAL_PREFIX))
     if PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute() or text.startswith("~/"):
         return True
     return (
@@ -106,7 +112,7 @@ def _is_path(key: str, text: str) -> bool:
 
 def _mapped(value: Any, key: str, change: Callable[[str, str], str]) -> Any:
     if isinstance(value, dict):
-        return {name: _mapped(one, f"{key}.{name}" if key else name, change) for name, one in value.items()}
+        return {name: _mapped(item, f"{key}.{name}" if key else name, change) for name, item in value.items()}
     if isinstance(value, list):
-        return [_mapped(one, f"{key}.{index}", change) for index, one in enumerate(value)]
+        return [_mapped(item, f"{key}.{index}", change) for index, item in enumerate(value)]
     return change(key, value) if isinstance(value, str) else value

@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeAlias
 
 from outrider.config import validate
 from outrider.errors import ConfigError, OutriderError, PackError
-from outrider.evals.pack.exact import DECIMALS, ExactResult, exact_result, read_exact
+from outrider.evals.pack.exact import DECIMALS, ExactResult, parse_exact_result, read_exact
 from outrider.evals.pack.format import EXACT, Manifest
 from outrider.evals.pack.panels import read_recipe
 from outrider.evals.pack.recipe import START, local
-from outrider.evals.pack.run import WEIGHTS, start_of
+from outrider.evals.pack.run import WEIGHTS, packed_start
 from outrider.evals.pack.verify import Verified
 from outrider.printing import score
 from outrider.train.adaptation import adapt
@@ -43,35 +43,35 @@ class Replayed:
     recorded: float
     low: float
     high: float
-    found: float
+    measured: float
     num_different: int | None
     is_share: bool = True
 
     @property
     def agrees(self) -> bool:
         """The same to the digits that tables show, or within the interval."""
-        same = round(self.found, DECIMALS) == round(self.recorded, DECIMALS)
-        return same or self.low <= self.found <= self.high
+        same = round(self.measured, DECIMALS) == round(self.recorded, DECIMALS)
+        return same or self.low <= self.measured <= self.high
 
     @property
     def sentence(self) -> str:
         """The result in words."""
         packed = score(self.recorded, self.low, self.high, is_share=self.is_share)
-        found = score(self.found, is_share=self.is_share)
+        measured = score(self.measured, is_share=self.is_share)
         kind = "" if self.is_share else "expected return (no share) "
         tasks = "" if self.num_different is None else f", {self.num_different} tasks with another score"
         verdict = "agrees" if self.agrees else "does NOT agree"
-        return f"{self.row}: {kind}{packed} in the pack, {found} played again{tasks}: it {verdict}"
+        return f"{self.row}: {kind}{packed} in the pack, {measured} played again{tasks}: it {verdict}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """``folder`` takes the runs that are played, ``given`` has paths for what the pack does not hold."""
+    """``folder`` takes the runs that are played, ``local_paths`` has paths for what the pack does not hold."""
 
     pack: Path
     verified: Verified
     folder: Path
-    given: Mapping[str, Path]
+    local_paths: Mapping[str, Path]
     progress: ProgressKind
 
     def play(self, row: str) -> Replayed:
@@ -80,26 +80,30 @@ class Replay:
         if row in exact:
             return self._toy(exact[row])
         if row not in self.verified.manifest.runs:
-            raise PackError(f"no row {row!r}: there are {_listed([*self.verified.manifest.runs, *exact])}")
+            raise PackError(
+                f"no row {row!r}: there are {_format_names([*self.verified.manifest.runs, *exact])}"
+            )
         return self._training(row)
 
     def _training(self, name: str) -> Replayed:
         recorded = self._last_evaluation(self.pack / "runs" / name, name)
-        played = self._last_evaluation(self.run(name, depth=0), name)
-        if (played["label"], played["panel_hash"]) != (recorded["label"], recorded["panel_hash"]):
+        replayed = self._last_evaluation(self.run(name, depth=0), name)
+        if (replayed["label"], replayed["panel_hash"]) != (recorded["label"], recorded["panel_hash"]):
             raise PackError(
-                f"{name}: the last evaluation is another one here: {played['label']!r} "
-                f"on {played['panel_hash'][:12]}"
+                f"{name}: the last evaluation is another one here: {replayed['label']!r} "
+                f"on {replayed['panel_hash'][:12]}"
             )
-        scores, again = recorded.get("task_scores") or {}, played["task_scores"]
+        scores, replayed_scores = recorded.get("task_scores") or {}, replayed["task_scores"]
         packed = recorded["metric"]["score"]
         return Replayed(
             row=name,
             recorded=packed["value"],
             low=packed["ci_low"],
             high=packed["ci_high"],
-            found=played["metric"]["score"]["value"],
-            num_different=sum(scores.get(key) != again.get(key) for key in {*scores, *again})
+            measured=replayed["metric"]["score"]["value"],
+            num_different=sum(
+                scores.get(key) != replayed_scores.get(key) for key in {*scores, *replayed_scores}
+            )
             if scores
             else None,
         )
@@ -114,7 +118,7 @@ class Replay:
         if target.exists():
             return target
         recipe = {**read_recipe(self.pack, name), "trackers": []}
-        if start := start_of(recipe):
+        if start := packed_start(recipe):
             recipe["model"] = {**recipe["model"], "initial_checkpoint": str(self._start(*start, depth=depth))}
         if last_step == 0:  # only what it has before its steps is asked for, and no score of that
             shortened = {"num_tasks": 1, "panel": "none", "at_start": True, "every": 0}
@@ -123,7 +127,7 @@ class Replay:
                 "evaluation": {**recipe.get("evaluation", {}), **shortened},
             }
         inputs = self.verified.manifest.runs[name].inputs
-        settings = validate(RunSettings, local(recipe, self.given, inputs))
+        settings = validate(RunSettings, local(recipe, self.local_paths, inputs))
         opened = (RunDirectory.create(target, settings), settings)
         if settings.evaluation.num_trials:
             adapt(opened, progress=self.progress)
@@ -147,10 +151,10 @@ class Replay:
                 f"{name} was played by `outrider eval --tasks`, which a pack cannot "
                 "repeat: its model is not in a recipe"
             )
-        found = RunDirectory(folder).finished_evaluations()
-        if not found:
+        evaluations = RunDirectory(folder).finished_evaluations()
+        if not evaluations:
             raise PackError(f"{name} has no evaluation")
-        return found[-1]
+        return evaluations[-1]
 
     def _toy(self, row: ExactResult) -> Replayed:
         """Play a toy by the source tree's own command: it is no part of the installed package."""
@@ -158,7 +162,7 @@ class Replay:
             raise PackError(
                 f"{row.name}: toys are played in a clone of Outrider's repository: run this there"
             )
-        asked = ["--toys", row.toy, "--methods", row.method, "--first-seed", str(row.seed), "--seeds", "1"]
+        toy_args = ["--toys", row.toy, "--methods", row.method, "--first-seed", str(row.seed), "--seeds", "1"]
         tokens = ["--policy-tokens", str(row.max_policy_tokens)] if row.max_policy_tokens else []
         command = [
             sys.executable,
@@ -167,24 +171,24 @@ class Replay:
             "toys",
             "--out",
             str(self.folder),
-            *asked,
+            *toy_args,
             *tokens,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
             raise PackError(
-                f"{row.name} could not be played: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}"[
+                f"{row.name} could not be played: {(process.stderr.strip().splitlines() or ['no reason'])[-1]}"[
                     :300
                 ]
             )
-        place = self.folder / "toys" / row.toy / f"{row.method}-{row.seed}.json"
-        played = exact_result(place.read_bytes(), row.name)
-        if played.settings != row.settings:
+        path = self.folder / "toys" / row.toy / f"{row.method}-{row.seed}.json"
+        result = parse_exact_result(path.read_bytes(), row.name)
+        if result.settings != row.settings:
             raise PackError(f"{row.name}: the toy's settings here are not those of the pack")
         group = next(
-            one
-            for one in self.verified.tables["exact"]
-            if (one["toy"], one["method"]) == (row.toy, row.method)
+            entry
+            for entry in self.verified.tables["exact"]
+            if (entry["toy"], entry["method"]) == (row.toy, row.method)
         )
         seeds = [
             value
@@ -193,7 +197,7 @@ class Replay:
         ]
         low, high = min(seeds), max(seeds)  # one seed may lie beside the interval of their interquartile mean
         return Replayed(
-            row=row.name, recorded=row.expected_return, low=low, high=high, found=played.expected_return,
+            row=row.name, recorded=row.expected_return, low=low, high=high, measured=result.expected_return,
             num_different=None, is_share=False,
         )  # fmt: skip
 
@@ -214,19 +218,19 @@ def replay_row(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty")
     rows = [row] if row is not None else cheapest_first(pack, verified)
-    replay = Replay(pack=pack, verified=verified, folder=folder, given=given, progress=progress)
+    replay = Replay(pack=pack, verified=verified, folder=folder, local_paths=given, progress=progress)
     unplayable = []
-    for one in rows:
+    for name in rows:
         try:
-            found = replay.play(one)
+            result = replay.play(name)
         except OutriderError as error:  # data, a model or a tool that this machine does not have
             if row is not None:
                 raise
             unplayable.append(str(error))
             continue
-        if not found.agrees:
-            raise PackError(found.sentence)
-        return found.sentence
+        if not result.agrees:
+            raise PackError(result.sentence)
+        return result.sentence
     raise PackError(
         "no row can be played here: "
         f"{unplayable[0] if unplayable else 'the pack has none'} (--no-replay leaves it out)"
@@ -236,22 +240,22 @@ def replay_row(
 def cheapest_first(pack: Path, verified: Verified) -> list[str]:
     """Rows by what they cost: toys by their policy tokens, then trainings by their seconds."""
     exact = sorted(
-        _exact_rows(pack, verified.manifest).values(), key=lambda one: (one.num_policy_tokens, one.name)
+        _exact_rows(pack, verified.manifest).values(), key=lambda item: (item.num_policy_tokens, item.name)
     )
-    seconds = {one["run"]: one.get("seconds", 0.0) for one in verified.tables["costs"]}
-    starts = {name: start_of(read_recipe(pack, name)) for name in seconds}
-    scored = {one["run"] for one in verified.tables["evaluations"]}
+    seconds = {item["run"]: item.get("seconds", 0.0) for item in verified.tables["costs"]}
+    starts = {name: packed_start(read_recipe(pack, name)) for name in seconds}
+    scored = {item["run"] for item in verified.tables["evaluations"]}
 
     def cost(name: str) -> tuple[float, str]:
         start = starts[name]
         return seconds[name] + (seconds.get(start[0], 0.0) if start else 0.0), name
 
-    return [*(one.name for one in exact), *sorted((name for name in seconds if name in scored), key=cost)]
+    return [*(item.name for item in exact), *sorted((name for name in seconds if name in scored), key=cost)]
 
 
 def _exact_rows(pack: Path, manifest: Manifest) -> dict[str, ExactResult]:
     return read_exact(pack / EXACT) if EXACT in manifest.files else {}
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}" or "none"

@@ -13,7 +13,7 @@ from typing import Any, Final
 from outrider.config import to_toml
 from outrider.errors import DataError, PackError
 from outrider.evals.pack.format import PackedRun
-from outrider.evals.pack.recipe import IN_PACK, portable
+from outrider.evals.pack.recipe import PACK_PREFIX, portable
 
 WEIGHTS: Final = "masters.safetensors"
 _STATE: Final = "state.json"
@@ -56,40 +56,40 @@ def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun
     )
 
 
-def checkpoints_of(pack: Path, folders: Mapping[str, Path]) -> None:
+def copy_checkpoints(pack: Path, folders: Mapping[str, Path]) -> None:
     """Weights of the newest checkpoint of each training, and of those that others of the pack start from."""
-    wanted: set[tuple[str, str]] = set()
+    checkpoints: set[tuple[str, str]] = set()
     for name, folder in folders.items():
         if newest := _checkpoints(folder)[-1:]:
-            wanted.add((name, newest[0].name))
+            checkpoints.add((name, newest[0].name))
         config = pack / "runs" / name / "config.toml"
-        if config.is_file() and (start := start_of(tomllib.loads(config.read_text(encoding="utf-8")))):
-            wanted.add(start)
-    for name, checkpoint in sorted(wanted):
+        if config.is_file() and (start := packed_start(tomllib.loads(config.read_text(encoding="utf-8")))):
+            checkpoints.add(start)
+    for name, checkpoint in sorted(checkpoints):
         _write_checkpoint(
             folders[name] / "checkpoints" / checkpoint, pack / "runs" / name / "checkpoints" / checkpoint
         )
 
 
-def start_of(recipe: Mapping[str, Any]) -> tuple[str, str] | None:
+def packed_start(recipe: Mapping[str, Any]) -> tuple[str, str] | None:
     """(run, checkpoint) of the pack that a training starts from; None for another start."""
-    found = re.fullmatch(
-        rf"{IN_PACK}([^/]+)/checkpoints/({_CHECKPOINT.pattern})",
+    match = re.fullmatch(
+        rf"{PACK_PREFIX}([^/]+)/checkpoints/({_CHECKPOINT.pattern})",
         str(recipe.get("model", {}).get("initial_checkpoint")),
     )
-    return None if found is None else (found[1], found[2])
+    return None if match is None else (match[1], match[2])
 
 
 def _write_checkpoint(source: Path, target: Path) -> None:
     """The weights, and of the state only what tells that they are whole."""
     try:
         state = json.loads((source / _STATE).read_text(encoding="utf-8"))
-        kept = {"step": state["step"], "checksums": {WEIGHTS: state["checksums"][WEIGHTS]}}
+        weights_state = {"step": state["step"], "checksums": {WEIGHTS: state["checksums"][WEIGHTS]}}
         target.mkdir(parents=True)
         shutil.copyfile(source / WEIGHTS, target / WEIGHTS)
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{source} is no checkpoint with weights ({type(error).__name__})") from error
-    (target / _STATE).write_text(json.dumps(kept, sort_keys=True) + "\n", encoding="utf-8")
+    (target / _STATE).write_text(json.dumps(weights_state, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _command(name: str, recipe: Mapping[str, Any]) -> str:
@@ -113,8 +113,8 @@ def _versions(folder: Path) -> dict[str, str]:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Ascending by step."""
-    found = [path for path in (folder / "checkpoints").glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    paths = [path for path in (folder / "checkpoints").glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _whole_lines(file: Path) -> str:
@@ -130,5 +130,5 @@ def _require_portable(source: Path, target: Path) -> None:
     private = {str(source.resolve().parent), str(Path.home()), str(Path.cwd())}
     for file in sorted(target.iterdir()):
         text = file.read_text(encoding="utf-8")
-        if found := [one for one in sorted(private) if len(one) > 4 and f"{one}/" in text]:
-            raise PackError(f"{source / file.name} holds a path of this machine: {found[0]}")
+        if leaks := [folder for folder in sorted(private) if len(folder) > 4 and f"{folder}/" in text]:
+            raise PackError(f"{source / file.name} holds a path of this machine: {leaks[0]}")

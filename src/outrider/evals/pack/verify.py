@@ -12,7 +12,7 @@ from rich.text import Text
 from outrider.errors import PackError
 from outrider.evals.pack.difference import first_difference
 from outrider.evals.pack.format import CHECKSUM, TABLES, Manifest, read_bytes, read_json, read_manifest
-from outrider.evals.pack.panels import PanelCheck, check_panels
+from outrider.evals.pack.panels import EvalTasksCheck, check_eval_tasks
 from outrider.evals.pack.tables import make_tables
 from outrider.printing import one_line
 
@@ -23,22 +23,22 @@ class Verified:
 
     manifest: Manifest
     tables: Mapping[str, Any]
-    panels: tuple[PanelCheck, ...]
+    eval_tasks: tuple[EvalTasksCheck, ...]
     sha256: str
 
 
-def verify(pack: Path, *, given: Mapping[str, Path]) -> Verified:
-    """Check files, tables and panels, in this order. ``given`` are paths for what recipes name and the pack
+def verify(pack: Path, *, local_paths: Mapping[str, Path]) -> Verified:
+    """Check files, tables and panels, in this order. ``local_paths`` are paths for what recipes name and the pack
     does not hold.
 
     Raises PackError, in one line that names the file, for the first thing that does not hold.
     """
     manifest, tables = verified_tables(pack)
-    panels = tuple(check_panels(pack, manifest, given))
+    eval_tasks = tuple(check_eval_tasks(pack, manifest, local_paths))
     return Verified(
         manifest=manifest,
         tables=tables,
-        panels=panels,
+        eval_tasks=eval_tasks,
         sha256=read_bytes(pack / CHECKSUM).decode().split()[0],
     )
 
@@ -51,12 +51,12 @@ def verified_tables(pack: Path) -> tuple[Manifest, dict[str, Any]]:
     if TABLES not in manifest.files:
         raise PackError(f"{TABLES} is missing")
     tables = make_tables(pack, manifest)
-    if said := first_difference(read_json(pack / TABLES), tables):
-        raise PackError(f"{TABLES}: {said}")
+    if difference := first_difference(read_json(pack / TABLES), tables):
+        raise PackError(f"{TABLES}: {difference}")
     return manifest, tables
 
 
-def show(pack: Path, verified: Verified, console: Console) -> None:
+def print_checks(pack: Path, verified: Verified, console: Console) -> None:
     """Prints what was checked, and every panel that could not be made again."""
     tables = verified.tables
     table = Table(
@@ -67,9 +67,9 @@ def show(pack: Path, verified: Verified, console: Console) -> None:
     table.add_row("files", f"{len(verified.manifest.files)} unchanged, none missing, none added")
     counts = {"evaluations": "evaluations", "panels": "scores of task sets", "exact": "rows of exact returns",
               "comparisons": "comparisons", "costs": "runs' costs"}  # fmt: skip
-    told = ", ".join(f"{len(tables[key])} {name}" for key, name in counts.items() if tables[key])
-    table.add_row("tables", f"computed again from the results, the same: {told or 'nothing in them'}")
-    for panel in verified.panels:
-        state = "made again, the same" if panel.rebuilt else f"not made again: {panel.reason}"
-        table.add_row(f"panel {panel.panel_hash[:12]}", Text(one_line(f"{panel.num_tasks} tasks; {state}")))
+    table_counts = ", ".join(f"{len(tables[key])} {name}" for key, name in counts.items() if tables[key])
+    table.add_row("tables", f"computed again from the results, the same: {table_counts or 'nothing in them'}")
+    for check in verified.eval_tasks:
+        state = "made again, the same" if check.rebuilt else f"not made again: {check.reason}"
+        table.add_row(f"panel {check.panel_hash[:12]}", Text(one_line(f"{check.num_tasks} tasks; {state}")))
     console.print(table)

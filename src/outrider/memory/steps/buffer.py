@@ -80,7 +80,7 @@ class StepTraceBuffer:
                 self._store.require(revision)
             self._view = self._load()
             if self._writable:
-                self._store.forget_lost_batch()
+                self._store.clear_lost_batch()
         except BaseException:
             self._store.close()
             raise
@@ -141,8 +141,8 @@ class StepTraceBuffer:
         training.
 
         Per task the ``keep_best`` best of the old and the new trajectories remain (see
-        :func:`~outrider.memory.steps.history.keep_best`); ``min_reward`` drops offered ones below it.
-        ``questions`` gives the question of a task key (:func:`~outrider.memory.steps.history.question_of` the
+        :func:`~outrider.memory.steps.history.select_best`); ``min_reward`` drops offered ones below it.
+        ``questions`` gives the question of a task key (:func:`~outrider.memory.steps.history.prompt_question` the
         prompt otherwise) and must be the one that queries use. ``count_tokens`` counts the tokens of a step
         and, where ``Trajectory.num_tokens`` is 0, breaks ties. A batch holds whole tasks and at least
         ``batch_steps`` steps, and is one transaction and one revision.
@@ -162,7 +162,7 @@ class StepTraceBuffer:
                 selection = select(
                     task,
                     self._store,
-                    num_kept=keep_best,
+                    num_best=keep_best,
                     min_reward=min_reward,
                     questions=questions,
                     count_tokens=count_tokens,
@@ -354,11 +354,11 @@ def _mask(view: _View, step_filter: StepFilter) -> Mask:
         mask &= view.rows["reward"] >= step_filter.min_reward
     if step_filter.exclude:
         # Rows are in order of step id.
-        wanted = np.array(sorted(step_filter.exclude), np.int64)
+        excluded = np.array(sorted(step_filter.exclude), np.int64)
         step_ids = view.rows["step_id"]
-        positions = np.searchsorted(step_ids, wanted)
+        positions = np.searchsorted(step_ids, excluded)
         positions = positions[positions < len(step_ids)]
-        mask[positions[np.isin(step_ids[positions], wanted)]] = False
+        mask[positions[np.isin(step_ids[positions], excluded)]] = False
     return mask
 
 
@@ -368,5 +368,5 @@ def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
         return (float("nan"),) * len(_QUANTILES)
     largest = max(map(abs, values))
     scale = 0.25 if largest > sys.float_info.max / 4 else 1.0
-    found = np.quantile([value * scale for value in values], _QUANTILES)
-    return tuple(float(one) / scale for one in found)
+    quantiles = np.quantile([value * scale for value in values], _QUANTILES)
+    return tuple(float(quantile) / scale for quantile in quantiles)

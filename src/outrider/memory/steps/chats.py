@@ -57,7 +57,7 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
         reader.add(item)
     messages = reader.messages
     system = record.get("system") or record.get("instructions")
-    if system and not any(one.role == "system" for one in messages):
+    if system and not any(message.role == "system" for message in messages):
         messages.insert(
             0, Message(role="system", content=_joined(reader.parts(system, "system").texts, "\n"))
         )
@@ -67,8 +67,8 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
 def turn_text(message: Message) -> str:
     """The assistant's message as the policy would write it: thinking, words, calls."""
     calls = CALL_FORMATS["hermes"].write(message.tool_calls) if message.tool_calls else ""
-    said = "\n".join(part for part in (message.content, calls) if part)
-    return f"<think>\n{message.reasoning}\n</think>\n\n{said}" if message.reasoning else said
+    text = "\n".join(part for part in (message.content, calls) if part)
+    return f"<think>\n{message.reasoning}\n</think>\n\n{text}" if message.reasoning else text
 
 
 def _items(record: Mapping[str, Any]) -> list[Any]:
@@ -76,7 +76,7 @@ def _items(record: Mapping[str, Any]) -> list[Any]:
     key = next((key for key in _CHATS if record.get(key) is not None), None)
     if key is not None:
         items = _listed(record[key], key)
-        if "completion" in record and not any(_role(one) == "assistant" for one in items):
+        if "completion" in record and not any(_role(item) == "assistant" for item in items):
             items = [*items, *_as_messages(record["completion"], "assistant", "completion")]
         return items
     if record.get("prompt") is not None and record.get("completion") is not None:
@@ -92,17 +92,17 @@ def _items(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _listed(value: Any, key: str) -> list[Any]:
-    found = _decoded(value)
-    if not isinstance(found, list):
+    items = _decoded(value)
+    if not isinstance(items, list):
         raise ValueError(f"{key!r} must be a list")
-    return found
+    return items
 
 
 def _as_messages(value: Any, role: Role, key: str) -> list[Any]:
     """A column that is a text or a list of messages, as messages."""
-    found = _decoded(value)
-    if isinstance(found, list):
-        return found
+    messages = _decoded(value)
+    if isinstance(messages, list):
+        return messages
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text or a list of messages, not {type(value).__name__}")
     return [{"role": role, "content": value}]
@@ -119,27 +119,29 @@ def _decoded(value: Any) -> Any:
 
 
 def _role(item: Any) -> Role | None:
-    named = (item.get("role") or item.get("from")) if isinstance(item, Mapping) else None
-    return _ROLES.get(named.strip().lower()) if isinstance(named, str) else None
+    name = (item.get("role") or item.get("from")) if isinstance(item, Mapping) else None
+    return _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
 
 
 def _question(record: Mapping[str, Any], messages: Sequence[Message]) -> str:
     key = next((key for key in QUESTIONS if record.get(key) is not None), None)
     if key is not None and (key != "prompt" or isinstance(_decoded(record[key]), str)):
-        found = record[key]
-        if not isinstance(found, str):
-            raise ValueError(f"{key!r} must be text, not {type(found).__name__}")
-        if not found.strip():
+        question = record[key]
+        if not isinstance(question, str):
+            raise ValueError(f"{key!r} must be text, not {type(question).__name__}")
+        if not question.strip():
             raise ValueError(f"{key!r} is empty")
-        return found
-    first = next((n for n, one in enumerate(messages) if one.role == "assistant"), len(messages))
-    asked = [one.content for one in messages[:first] if one.role == "user" and one.content.strip()]
-    if not asked:
+        return question
+    first = next((n for n, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    user_texts = [
+        message.content for message in messages[:first] if message.role == "user" and message.content.strip()
+    ]
+    if not user_texts:
         raise ValueError(
             f"no column 'question' (or {', '.join(QUESTIONS[1:])}), and no user message in front of the "
             f"assistant's; {_columns(record)}"
         )
-    return asked[-1]
+    return user_texts[-1]
 
 
 def _columns(record: Mapping[str, Any]) -> str:
@@ -167,177 +169,181 @@ class _Reader:
 
     def add(self, item: Any) -> None:
         """One message, or one item of Responses."""
-        place = f"message {self._number}"
+        location = f"message {self._number}"
         if not isinstance(item, Mapping):
-            raise ValueError(f"{place} must be an object")
+            raise ValueError(f"{location} must be an object")
         kind = item.get("type")
         if "role" in item or "from" in item or not isinstance(kind, str):
-            self._add_message(item, place)
+            self._add_message(item, location)
         else:
-            self._add_item(kind, item, place)
+            self._add_item(kind, item, location)
         self._number += 1
 
-    def _add_message(self, item: Mapping[str, Any], place: str) -> None:
-        named = item.get("role") or item.get("from")
+    def _add_message(self, item: Mapping[str, Any], location: str) -> None:
+        role_name = item.get("role") or item.get("from")
         role = _role(item)
         if role is None:
-            raise ValueError(f"{place} has unknown role {named!r}")
-        self._count_dropped(item, role, place)
+            raise ValueError(f"{location} has unknown role {role_name!r}")
+        self._count_dropped(item, role, location)
         content = item["content"] if item.get("content") is not None else item.get("value")
         if role == "assistant":
-            said = self._assistant(item, content, is_call=named in _CALLERS, place=place)
-            self._say(said, joins=item.get("type") == "message")
+            turn = self._assistant(item, content, is_call=role_name in _CALLERS, location=location)
+            self._append_turn(turn, joins=item.get("type") == "message")
             return
         self._joins = False
         if role == "tool":
-            text = self._result(content, place)
+            text = self._result(content, location)
             name = item.get("name")
-            made = Message(role="tool", content=text, tool_name=name if isinstance(name, str) else "")
-            self.messages.append(made)
+            message = Message(role="tool", content=text, tool_name=name if isinstance(name, str) else "")
+            self.messages.append(message)
             return
         if content is None:
-            raise ValueError(f"{place}: 'content' must be text, not NoneType")
-        parts = self.parts(content, place)
+            raise ValueError(f"{location}: 'content' must be text, not NoneType")
+        parts = self.parts(content, location)
         if parts.thoughts or parts.calls:
-            raise ValueError(f"{place} of the role {named!r} holds thinking or calls")
+            raise ValueError(f"{location} of the role {role_name!r} holds thinking or calls")
         self.messages += parts.results
         if parts.texts or not parts.results:
             self.messages.append(Message(role=role, content=_joined(parts.texts, "\n")))
 
-    def _add_item(self, kind: str, item: Mapping[str, Any], place: str) -> None:
+    def _add_item(self, kind: str, item: Mapping[str, Any], location: str) -> None:
         match kind:
             case "reasoning":
-                thoughts = _thought(item.get("content"), place) or _thought(item.get("summary"), place)
+                thoughts = _thought(item.get("content"), location) or _thought(item.get("summary"), location)
                 if thoughts:
-                    self._say(Message(role="assistant", content="", reasoning=thoughts), joins=True)
+                    self._append_turn(Message(role="assistant", content="", reasoning=thoughts), joins=True)
                 else:
                     self._dropped["thinking that is encrypted"] += 1
             case "function_call" | "custom_tool_call" | "mcp_call":
-                call = _call(item, 0, place)
-                self._say(Message(role="assistant", content="", tool_calls=(call,)), joins=True)
+                call = _call(item, 0, location)
+                self._append_turn(Message(role="assistant", content="", tool_calls=(call,)), joins=True)
                 if kind == "mcp_call" and item.get("output") is not None:
                     self._joins = False
-                    self.messages.append(Message(role="tool", content=self._result(item["output"], place)))
+                    self.messages.append(Message(role="tool", content=self._result(item["output"], location)))
             case "function_call_output" | "custom_tool_call_output":
                 self._joins = False
-                self.messages.append(Message(role="tool", content=self._result(item.get("output"), place)))
+                self.messages.append(Message(role="tool", content=self._result(item.get("output"), location)))
             case _:
                 raise ValueError(
-                    f"{place} is an item of the type {kind!r}, which no environment here can play"
+                    f"{location} is an item of the type {kind!r}, which no environment here can play"
                 )
 
-    def _assistant(self, item: Mapping[str, Any], content: Any, *, is_call: bool, place: str) -> Message:
+    def _assistant(self, item: Mapping[str, Any], content: Any, *, is_call: bool, location: str) -> Message:
         if is_call:
-            calls = _calls(content, place)
+            calls = _calls(content, location)
             return Message(role="assistant", content="", tool_calls=calls)
-        parts = self.parts(content, place) if content is not None else _Parts([], [], [], [])
+        parts = self.parts(content, location) if content is not None else _Parts([], [], [], [])
         if parts.results:
-            raise ValueError(f"{place} of the assistant holds a tool's result")
+            raise ValueError(f"{location} of the assistant holds a tool's result")
         text = "".join(parts.texts)
         refusal = item.get("refusal")
         if isinstance(refusal, str) and refusal.strip():
-            text = "\n".join(one for one in (text, refusal) if one)
-        calls = (*parts.calls, *_calls(item.get("tool_calls"), place))
+            text = "\n".join(part for part in (text, refusal) if part)
+        calls = (*parts.calls, *_calls(item.get("tool_calls"), location))
         if item.get("function_call"):
-            calls = (*calls, *_calls(item["function_call"], place))
-        reasoning = self._thoughts(item, parts, text, place)
+            calls = (*calls, *_calls(item["function_call"], location))
+        reasoning = self._thoughts(item, parts, text, location)
         if not (text.strip() or calls or reasoning):
             if content is None:
-                raise ValueError(f"{place}: 'content' must be text, not NoneType")
-            raise ValueError(f"{place} of the assistant is empty")
+                raise ValueError(f"{location}: 'content' must be text, not NoneType")
+            raise ValueError(f"{location} of the assistant is empty")
         numbered = tuple(replace(call, call_id=call_id(number)) for number, call in enumerate(calls))
         return Message(role="assistant", content=text, reasoning=reasoning, tool_calls=numbered)
 
-    def _thoughts(self, item: Mapping[str, Any], parts: _Parts, text: str, place: str) -> str:
+    def _thoughts(self, item: Mapping[str, Any], parts: _Parts, text: str, location: str) -> str:
         """The thinking, which servers write under several names: one of them, as they repeat it."""
-        written = [found for key in (*_THOUGHTS, *_DETAILS) if (found := _thought(item.get(key), place))]
-        found = next(iter(written), "") or "\n".join(parts.thoughts).strip()
-        if not found and any(item.get(key) for key in (*_THOUGHTS, *_DETAILS)):
+        written = [
+            thinking for key in (*_THOUGHTS, *_DETAILS) if (thinking := _thought(item.get(key), location))
+        ]
+        thinking = next(iter(written), "") or "\n".join(parts.thoughts).strip()
+        if not thinking and any(item.get(key) for key in (*_THOUGHTS, *_DETAILS)):
             self._dropped["thinking that is encrypted"] += 1
-        if found and "<think>" in text:
-            if found not in text:
+        if thinking and "<think>" in text:
+            if thinking not in text:
                 self._dropped["thinking beside <think> in the text"] += 1
             return ""
-        return found
+        return thinking
 
-    def _say(self, said: Message, *, joins: bool) -> None:
+    def _append_turn(self, turn: Message, *, joins: bool) -> None:
         """Thinking, words and calls of one turn of Responses are items of their own."""
         last = self.messages[-1] if joins and self._joins else None
         self._joins = joins
-        if last is None or last.role != "assistant" or _begins(said, last):
-            self.messages.append(said)
+        if last is None or last.role != "assistant" or _begins(turn, last):
+            self.messages.append(turn)
             return
-        calls = (*last.tool_calls, *said.tool_calls)
+        calls = (*last.tool_calls, *turn.tool_calls)
         self.messages[-1] = Message(
             role="assistant",
-            content=last.content + said.content,
-            reasoning="\n".join(one for one in (last.reasoning, said.reasoning) if one),
+            content=last.content + turn.content,
+            reasoning="\n".join(text for text in (last.reasoning, turn.reasoning) if text),
             tool_calls=tuple(replace(call, call_id=call_id(number)) for number, call in enumerate(calls)),
         )
 
-    def parts(self, content: Any, place: str) -> _Parts:
+    def parts(self, content: Any, location: str) -> _Parts:
         """Content as text or as parts, of OpenAI's or Anthropic's kinds."""
-        found = _Parts([], [], [], [])
+        parts = _Parts([], [], [], [])
         if isinstance(content, str):
-            found.texts.append(content)
-            return found
+            parts.texts.append(content)
+            return parts
         for part in (
             [content] if isinstance(content, Mapping) else content if isinstance(content, list) else ()
         ):
-            self._part(part, found, place)
+            self._part(part, parts, location)
         if not isinstance(content, list | Mapping):
-            raise ValueError(f"{place}: 'content' must be text, not {type(content).__name__}")
-        return found
+            raise ValueError(f"{location}: 'content' must be text, not {type(content).__name__}")
+        return parts
 
-    def _part(self, part: Any, found: _Parts, place: str) -> None:
+    def _part(self, part: Any, parts: _Parts, location: str) -> None:
         if isinstance(part, str):
-            found.texts.append(part)
+            parts.texts.append(part)
             return
         if not isinstance(part, Mapping):
-            raise ValueError(f"{place}: a part of 'content' must be an object, not {type(part).__name__}")
+            raise ValueError(f"{location}: a part of 'content' must be an object, not {type(part).__name__}")
         kind = part.get("type")
         if kind in _TEXTS or (kind is None and isinstance(part.get("text"), str)):
             text = part.get("refusal" if kind == "refusal" else "text")
             if not isinstance(text, str):
-                raise ValueError(f"{place}: a part of the type {kind!r} has no text")
-            found.texts.append(text)
+                raise ValueError(f"{location}: a part of the type {kind!r} has no text")
+            parts.texts.append(text)
         elif kind in ("thinking", "reasoning", "reasoning_text", "summary_text"):
-            if thoughts := _thought(part, place):
-                found.thoughts.append(thoughts)
+            if thoughts := _thought(part, location):
+                parts.thoughts.append(thoughts)
             else:
                 self._dropped["thinking that is encrypted"] += 1
         elif kind == "redacted_thinking":
             self._dropped["thinking that is encrypted"] += 1
         elif kind in ("tool_use", "tool_call", "function_call", "tool-call"):
-            found.calls.append(_call(part, len(found.calls), place))
+            parts.calls.append(_call(part, len(parts.calls), location))
         elif kind in ("tool_result", "function_call_output"):
             output = part.get("content") if kind == "tool_result" else part.get("output")
-            found.results.append(Message(role="tool", content=self._result(output, place)))
-        elif isinstance(kind, str) and any(kind.removeprefix("input_").startswith(one) for one in _MEDIA):
-            raise ValueError(f"{place} holds a part of the type {kind!r}: Outrider trains on text")
+            parts.results.append(Message(role="tool", content=self._result(output, location)))
+        elif isinstance(kind, str) and any(
+            kind.removeprefix("input_").startswith(prefix) for prefix in _MEDIA
+        ):
+            raise ValueError(f"{location} holds a part of the type {kind!r}: Outrider trains on text")
         else:
-            raise ValueError(f"{place} holds a part of the unknown type {kind!r}")
+            raise ValueError(f"{location} holds a part of the unknown type {kind!r}")
 
-    def _result(self, content: Any, place: str) -> str:
+    def _result(self, content: Any, location: str) -> str:
         """What a tool returned: text, parts of text, or JSON."""
         if content is None:
             return ""
         if isinstance(content, str):
             return content
         is_parts = isinstance(content, list) and all(
-            isinstance(one, str) or (isinstance(one, Mapping) and isinstance(one.get("type"), str))
-            for one in content
+            isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("type"), str))
+            for part in content
         )
         if is_parts or (isinstance(content, Mapping) and content.get("type") in _TEXTS):
-            return _joined(self.parts(content, place).texts, "\n")
+            return _joined(self.parts(content, location).texts, "\n")
         if isinstance(content, list | Mapping):
             return json.dumps(content, ensure_ascii=False, default=str)
-        raise ValueError(f"{place}: 'content' must be text, not {type(content).__name__}")
+        raise ValueError(f"{location}: 'content' must be text, not {type(content).__name__}")
 
-    def _count_dropped(self, item: Mapping[str, Any], role: Role, place: str) -> None:
+    def _count_dropped(self, item: Mapping[str, Any], role: Role, location: str) -> None:
         for key, value in item.items():
             if key in _MEDIA and value:
-                raise ValueError(f"{place} holds {key!r}: Outrider trains on text")
+                raise ValueError(f"{location} holds {key!r}: Outrider trains on text")
             if value is None or value == [] or value == {} or value == "":
                 continue
             is_thought = key in _THOUGHTS or key in _DETAILS
@@ -347,11 +353,11 @@ class _Reader:
             self._dropped[f"{key!r} of messages of the role {role}"] += 1
 
 
-def _begins(said: Message, last: Message) -> bool:
+def _begins(turn: Message, last: Message) -> bool:
     """Whether an item belongs to another turn than the one before it."""
-    if said.reasoning:
+    if turn.reasoning:
         return bool(last.content or last.tool_calls)
-    return bool(said.content and last.tool_calls)
+    return bool(turn.content and last.tool_calls)
 
 
 def _joined(texts: Sequence[str], separator: str) -> str:
@@ -363,50 +369,52 @@ def _joined(texts: Sequence[str], separator: str) -> str:
     return whole
 
 
-def _thought(value: Any, place: str) -> str:
+def _thought(value: Any, location: str) -> str:
     """The text of thinking, which may be a text, a part or a list of parts; empty if it is encrypted."""
     if value is None:
         return ""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, list):
-        return "\n".join(found for one in value if (found := _thought(one, place)))
+        return "\n".join(text for part in value if (text := _thought(part, location)))
     if isinstance(value, Mapping):
         keys = ("thinking", "text", "reasoning", "content", "summary")
-        return next((found for key in keys if (found := _thought(value.get(key), place))), "")
-    raise ValueError(f"{place}: thinking must be text, not {type(value).__name__}")
+        return next((text for key in keys if (text := _thought(value.get(key), location))), "")
+    raise ValueError(f"{location}: thinking must be text, not {type(value).__name__}")
 
 
-def _calls(value: Any, place: str) -> tuple[ToolCall, ...]:
-    found = _decoded(value)
-    if isinstance(found, Mapping):
-        found = [found]
-    if not found:
+def _calls(value: Any, location: str) -> tuple[ToolCall, ...]:
+    calls = _decoded(value)
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not calls:
         return ()
-    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-        raise ValueError(f"{place}: 'tool_calls' must be a list of function calls")
-    return tuple(_call(one, number, place) for number, one in enumerate(found))
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f"{location}: 'tool_calls' must be a list of function calls")
+    return tuple(_call(call, number, location) for number, call in enumerate(calls))
 
 
-def _call(value: Mapping[str, Any], number: int, place: str) -> ToolCall:
+def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
     """One call: OpenAI's, Anthropic's, LangChain's or a bare one."""
     inside = next(
-        (one for key in ("function", "custom") if isinstance(one := value.get(key), Mapping)), value
+        (nested for key in ("function", "custom") if isinstance(nested := value.get(key), Mapping)), value
     )
     name = inside.get("name") or inside.get("toolName")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{place}: 'tool_calls' must be a list of function calls, each with a name")
+        raise ValueError(f"{location}: 'tool_calls' must be a list of function calls, each with a name")
     keys = ("arguments", "args", "parameters", "input")
     key = next((key for key in keys if inside.get(key) is not None), None)
     is_text = value.get("type") in ("custom", "custom_tool_call")
     if is_text and isinstance(inside.get("input"), str):
         return ToolCall(name=name, arguments={"input": inside["input"]}, call_id=call_id(number))
-    found: Any = None if key is None else inside[key]
-    while isinstance(found, str):  # JSON text, which some writers encode again
+    arguments: Any = None if key is None else inside[key]
+    while isinstance(arguments, str):  # JSON text, which some writers encode again
         try:
-            found = json.loads(found) if found.strip() else None
+            arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place}: the arguments of {name} are not JSON: {error}") from error
-    if not isinstance(found, Mapping | None):
-        raise ValueError(f"{place}: the arguments of {name} must be an object, not {type(found).__name__}")
-    return ToolCall(name=name, arguments=dict(found or {}), call_id=call_id(number))
+            raise ValueError(f"{location}: the arguments of {name} are not JSON: {error}") from error
+    if not isinstance(arguments, Mapping | None):
+        raise ValueError(
+            f"{location}: the arguments of {name} must be an object, not {type(arguments).__name__}"
+        )
+    return ToolCall(name=name, arguments=dict(arguments or {}), call_id=call_id(number))

@@ -50,10 +50,10 @@ def vector_checksum(
 
 def mark_removed(db: sqlite3.Connection, file_format: int, rows: Iterable[int], revision: int) -> None:
     """Set the revision that removed these trajectories, inside a transaction."""
-    for wanted in rows:
+    for trajectory_row in rows:
         query = f"SELECT {TRAJECTORY_COLUMNS} FROM trajectories WHERE trajectory_row = ?"
         row, added, _, reward, _, num_tokens, first, num_steps, *texts = db.execute(
-            query, (wanted,)
+            query, (trajectory_row,)
         ).fetchone()
         crc = trajectory_checksum(
             file_format, reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first,
@@ -64,7 +64,7 @@ def mark_removed(db: sqlite3.Connection, file_format: int, rows: Iterable[int], 
         )
 
 
-def seal_counters(db: sqlite3.Connection, file_format: int) -> None:
+def write_counters_checksum(db: sqlite3.Connection, file_format: int) -> None:
     """Inside the transaction that changed them."""
     if file_format > 1:
         db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_COUNTERS_CHECKSUM, _counters(db)))
@@ -74,10 +74,10 @@ def counters_are_whole(db: sqlite3.Connection, file_format: int) -> bool:
     """Whether they are what was written; format 1 cannot tell."""
     if file_format == 1:
         return True
-    found = db.execute("SELECT value FROM meta WHERE key = ?", (_COUNTERS_CHECKSUM,)).fetchone()
-    return found is not None and found[0] == _counters(db)
+    entry = db.execute("SELECT value FROM meta WHERE key = ?", (_COUNTERS_CHECKSUM,)).fetchone()
+    return entry is not None and entry[0] == _counters(db)
 
 
 def _counters(db: sqlite3.Connection) -> int:
-    found = dict(db.execute("SELECT key, value FROM meta"))
-    return checksum(*(str(found.get(name)) for name in COUNTERS))
+    entries = dict(db.execute("SELECT key, value FROM meta"))
+    return checksum(*(str(entries.get(name)) for name in COUNTERS))

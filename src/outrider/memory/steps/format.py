@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import BufferCorrupt, ConfigError, DataError
-from outrider.memory.steps.checksums import COUNTERS, seal_counters
+from outrider.memory.steps.checksums import COUNTERS, write_counters_checksum
 from outrider.memory.steps.database import Database
 from outrider.memory.steps.history import HISTORY_FORMAT
 
@@ -40,10 +40,10 @@ CREATE TABLE vectors (step_id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, ve
 def meta(database: Database, key: str) -> str | int:
     """An entry of the metadata. Raises BufferCorrupt when it is missing."""
     with database.guard() as db:
-        found = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    if found is None:
+        entry = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    if entry is None:
         raise BufferCorrupt(f"{database.path}: metadata entry {key!r} is missing")
-    value: str | int = found[0]
+    value: str | int = entry[0]
     return value
 
 
@@ -66,20 +66,20 @@ def check_schema(path: Path, db: sqlite3.Connection) -> None:
     """
     if db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
         raise DataError(f"{path}: not a step-trace buffer")
-    found = {
-        name: (kind, _one_spelling(sql))
+    objects = {
+        name: (kind, _normalize_sql(sql))
         # a catalogue of another shape is damage, which SQLite reports itself
         for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_master")
         if name not in _STATISTICS or kind != "table"
     }
     expected = _expected_schema()
-    for name, (kind, _) in sorted(found.items(), key=lambda item: (item[1][0] in _STORED, str(item[0]))):
-        if found[name] != expected.get(name):
+    for name, (kind, _) in sorted(objects.items(), key=lambda item: (item[1][0] in _STORED, str(item[0]))):
+        if objects[name] != expected.get(name):
             raise BufferCorrupt(
                 f"{path}: refused: the {kind} {str(name)[:80]!r} is not one that Outrider writes into a "
                 "step-trace buffer"
             )
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - objects.keys()):
         raise BufferCorrupt(f"{path}: damaged: {missing[0]} is missing")
 
 
@@ -88,10 +88,10 @@ def _expected_schema() -> dict[str, tuple[str, str]]:
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         db.executescript(_SCHEMA)
         rows = db.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
-    return {name: (kind, _one_spelling(sql)) for kind, name, sql in rows}
+    return {name: (kind, _normalize_sql(sql)) for kind, name, sql in rows}
 
 
-def _one_spelling(sql: object) -> str:
+def _normalize_sql(sql: object) -> str:
     return " ".join(str(sql).split())
 
 
@@ -139,4 +139,4 @@ def create_tables(database: Database, *, embedder: str, dim: int) -> None:
         for statement in _SCHEMA.split(";"):
             db.execute(statement)
         db.executemany("INSERT INTO meta VALUES (?, ?)", (entries | counters).items())
-        seal_counters(db, FORMAT_VERSION)
+        write_counters_checksum(db, FORMAT_VERSION)

@@ -27,12 +27,12 @@ def history_text(question: str, steps: Sequence[Step]) -> str:
     return replace_surrogates("\n".join(stripped for part in parts if (stripped := part.strip())))
 
 
-def question_of(prompt: Sequence[Message]) -> str:
+def prompt_question(prompt: Sequence[Message]) -> str:
     """The question in a prompt, for trajectories of unknown tasks: all user messages, or every message if
     there is none.
     """
-    asked = [message.content for message in prompt if message.role == "user"]
-    return "\n".join(asked or [message.content for message in prompt])
+    user_texts = [message.content for message in prompt if message.role == "user"]
+    return "\n".join(user_texts or [message.content for message in prompt])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +46,12 @@ class Candidate:
     order: int
 
 
-def keep_best(candidates: Sequence[Candidate], num_kept: int | None) -> set[int]:
-    """The ``order`` of the ``num_kept`` best (None: all): higher reward, then fewer tokens, then earlier.
+def select_best(candidates: Sequence[Candidate], num_best: int | None) -> set[int]:
+    """The ``order`` of the ``num_best`` best (None: all): higher reward, then fewer tokens, then earlier.
 
     Those of unknown length come first among equals: they may be short, and nothing that is known to be long
     displaces them. The ranking is a total order, so filtering in portions keeps the same trajectories as
     filtering everything at once.
     """
     ranked = sorted(candidates, key=lambda c: (-c.reward, c.num_tokens, c.order))
-    return {candidate.order for candidate in ranked[:num_kept]}
+    return {candidate.order for candidate in ranked[:num_best]}

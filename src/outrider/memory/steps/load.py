@@ -87,10 +87,10 @@ def load_all(database: Database, *, dim: int) -> Loaded:
 def _check_spans(path: Path, rows: NDArray[np.void], spans: dict[int, tuple[int, int]]) -> None:
     """A trajectory's numbers of steps are followed later without a look at the steps themselves."""
     owners, first_rows, counts = np.unique(rows["trajectory"], return_index=True, return_counts=True)
-    found = zip(rows["step_id"][first_rows].tolist(), counts.tolist(), strict=True)
-    steps_of = dict(zip(owners.tolist(), found, strict=True))
+    first_and_count = zip(rows["step_id"][first_rows].tolist(), counts.tolist(), strict=True)
+    trajectory_steps = dict(zip(owners.tolist(), first_and_count, strict=True))
     for row, (first, num_steps) in spans.items():
-        if steps_of.get(row, (first, 0)) != (first, num_steps):
+        if trajectory_steps.get(row, (first, 0)) != (first, num_steps):
             raise BufferCorrupt(f"{path}: trajectory {row} does not have the steps that were written")
 
 

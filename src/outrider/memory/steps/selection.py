@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outrider.errors import DataError
 from outrider.memory.embedder import replace_surrogates
-from outrider.memory.steps.history import Candidate, TokenCounter, history_text, keep_best, question_of
+from outrider.memory.steps.history import Candidate, TokenCounter, history_text, prompt_question, select_best
 from outrider.memory.steps.records import BuildReport
 from outrider.memory.steps.store import NewTrajectory, StepStore
 from outrider.types import Step, Trajectory
@@ -66,8 +66,8 @@ def check_trajectories(
     Raises :class:`~outrider.errors.DataError` for a reward that is not finite, a negative token count, a key
     or id that is not valid text, and an id that belongs to two tasks.
     """
-    by_task: dict[str, list[Trajectory]] = {}
-    task_of: dict[str, str] = {}
+    task_trajectories: dict[str, list[Trajectory]] = {}
+    task_keys: dict[str, str] = {}
     num_duplicate = 0
     for trajectory in trajectories:
         name = f"trajectory {trajectory.trajectory_id!r}"
@@ -81,23 +81,23 @@ def check_trajectories(
         owners = [
             stored.task_key for stored in store.live_trajectories(trajectory_id=trajectory.trajectory_id)
         ]
-        first = task_of.get(trajectory.trajectory_id)
+        first = task_keys.get(trajectory.trajectory_id)
         for owner in [*owners, first or trajectory.task_key]:
             if owner != trajectory.task_key:
                 raise DataError(f"{name}: belongs to task {owner!r} and to task {trajectory.task_key!r}")
         if first is not None:
             num_duplicate += 1
             continue
-        task_of[trajectory.trajectory_id] = trajectory.task_key
-        by_task.setdefault(trajectory.task_key, []).append(trajectory)
-    return by_task, num_duplicate
+        task_keys[trajectory.trajectory_id] = trajectory.task_key
+        task_trajectories.setdefault(trajectory.task_key, []).append(trajectory)
+    return task_trajectories, num_duplicate
 
 
 def select(
     offered: Sequence[Trajectory],
     store: StepStore,
     *,
-    num_kept: int | None,
+    num_best: int | None,
     min_reward: float | None,
     questions: Mapping[str, str] | None,
     count_tokens: TokenCounter | None,
@@ -118,12 +118,12 @@ def select(
         Candidate(reward=p.item.reward, num_tokens=p.item.num_tokens, order=order)
         for order, p in enumerate(prepared, start=len(stored))
     ]
-    kept = keep_best(candidates, num_kept)
-    entering = [p for order, p in enumerate(prepared, start=len(stored)) if order in kept]
+    retained = select_best(candidates, num_best)
+    entering = [p for order, p in enumerate(prepared, start=len(stored)) if order in retained]
     return Selection(
         added=tuple(p.item for p in entering),
         histories=tuple(p.histories for p in entering),
-        removed=tuple(t.row for order, t in enumerate(stored) if order not in kept),
+        removed=tuple(t.row for order, t in enumerate(stored) if order not in retained),
         num_present=len(offered) - len(fresh),
         num_empty=len(fresh) - len(filled),
         num_below_min_reward=len(filled) - len(good),
@@ -135,8 +135,8 @@ def select(
 def _prepare(
     trajectory: Trajectory, questions: Mapping[str, str] | None, count_tokens: TokenCounter | None
 ) -> _Prepared:
-    given = None if questions is None else questions.get(trajectory.task_key)
-    question = question_of(trajectory.prompt) if given is None else given
+    known_question = None if questions is None else questions.get(trajectory.task_key)
+    question = prompt_question(trajectory.prompt) if known_question is None else known_question
     before = [question, *(text for step in trajectory.steps for text in (step.text, step.observation))]
     after = [replace_surrogates(text) for text in before]
     steps = tuple(

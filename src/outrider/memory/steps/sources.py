@@ -171,8 +171,8 @@ class _Row:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
@@ -184,7 +184,7 @@ def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
             yield from _json_records(path)
         elif suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as table:
-                yield from _rows_of(table.iter_batches(batch_size=256))
+                yield from _iter_rows(table.iter_batches(batch_size=256))
         elif suffix == ".csv":
             yield from _csv_records(path)
         else:
@@ -195,7 +195,7 @@ def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _rows_of(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[int, Callable[[], object]]]:
+def _iter_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[int, Callable[[], object]]]:
     number = 0
     for batch in batches:
         for index in range(batch.num_rows):
@@ -211,7 +211,7 @@ def _json_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
         if begin[:1] == b"[":
             yield from _array(file.read().removeprefix(_BOM))
             return
-        if path.suffix.lower() == ".json" and (whole := _one_object(file.read().removeprefix(_BOM))):
+        if path.suffix.lower() == ".json" and (whole := _single_object(file.read().removeprefix(_BOM))):
             yield 1, _Value(whole)
             return
         file.seek(0)
@@ -224,7 +224,7 @@ def _json_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
 
 def _array(data: bytes) -> Iterator[tuple[int, Callable[[], object]]]:
     try:
-        found = _parsed(data)
+        records = _parsed(data)
     except (ValueError, RecursionError) as error:
         problem = str(error)
 
@@ -233,18 +233,18 @@ def _array(data: bytes) -> Iterator[tuple[int, Callable[[], object]]]:
 
         yield 1, fails
         return
-    assert isinstance(found, list)  # of what begins with a bracket
-    for number, one in enumerate(found, start=1):
-        yield number, _Value(one)
+    assert isinstance(records, list)  # of what begins with a bracket
+    for number, record in enumerate(records, start=1):
+        yield number, _Value(record)
 
 
-def _one_object(data: bytes) -> dict[str, object] | None:
+def _single_object(data: bytes) -> dict[str, object] | None:
     """The object that is the whole file, where it is no file of lines."""
     try:
-        found = _parsed(data)
+        value = _parsed(data)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
@@ -259,7 +259,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
                     f"{', '.join(SUFFIXES)}; a CSV file begins with the names of its columns"
                 )
             for number, row in enumerate(reader, start=1):
-                cells = {key: one for key, one in row.items() if isinstance(key, str) and one}
+                cells = {key: cell for key, cell in row.items() if isinstance(key, str) and cell}
                 yield number, _Value(cells)
     except csv.Error as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
@@ -270,7 +270,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
 def _saved_dataset(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
     """A folder of ``Dataset.save_to_disk``."""
     if (path / "dataset_dict.json").is_file():
-        splits = sorted(one.name for one in path.iterdir() if (one / "state.json").is_file())
+        splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
         raise DataError(f"{path} holds the splits {', '.join(splits)}: name the folder of one of them")
     if not (path / "state.json").is_file():
         raise DataError(f"{path} is a folder that datasets has not saved: name a file")
@@ -283,7 +283,7 @@ def _saved_dataset(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
         batches = (batch for part in table.iter(256) for batch in part.to_batches())
     except Exception as error:  # the library raises many kinds
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
-    yield from _rows_of(batches)
+    yield from _iter_rows(batches)
 
 
 def _trajectory(
@@ -332,17 +332,17 @@ def _reward(record: Mapping[str, Any]) -> float:
     if isinstance(value, str):
         word = value.strip().lower()
         try:
-            found = _WORDS[word] if word in _WORDS else float(word)
+            reward = _WORDS[word] if word in _WORDS else float(word)
         except ValueError:
-            found = math.nan
+            reward = math.nan
     else:
         is_number = isinstance(value, int | float | Decimal)
         if is_number and not math.isfinite(value):  # an int may be too large for that
             is_number = False
-        found = float(value) if is_number else math.nan
-    if not math.isfinite(found):
+        reward = float(value) if is_number else math.nan
+    if not math.isfinite(reward):
         raise ValueError(f"'reward' must be a finite number, not {value!r}")
-    return found
+    return reward
 
 
 def _count(value: Any) -> int:
@@ -377,7 +377,7 @@ def _split(
         raise ValueError("no message of the assistant")
     if any(message.role == "system" for message in messages[starts[0] :]):
         raise ValueError("a system message after the first message of the assistant")
-    texts = [turn_text(one) if one.role == "assistant" else one.content for one in messages]
+    texts = [turn_text(message) if message.role == "assistant" else message.content for message in messages]
     steps = []
     for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
         text = texts[start]
@@ -386,7 +386,7 @@ def _split(
         )
         steps.append(Step(text=text, observation="\n".join(texts[start + 1 : end]), is_terminal=is_terminal))
     roles_and_texts: list[tuple[str, str]] = [
-        (one.role, text) for one, text in zip(messages, texts, strict=True)
+        (message.role, text) for message, text in zip(messages, texts, strict=True)
     ]
     return tuple(messages[: starts[0]]), tuple(steps), roles_and_texts
 

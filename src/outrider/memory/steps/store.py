@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from outrider.errors import BufferCorrupt, CheckpointError, DataError
 from outrider.memory.lock import writer_is_alive, writer_lock
-from outrider.memory.steps.checksums import mark_removed, seal_counters, trajectory_checksum, vector_checksum
+from outrider.memory.steps.checksums import (
+    mark_removed,
+    trajectory_checksum,
+    vector_checksum,
+    write_counters_checksum,
+)
 from outrider.memory.steps.database import Database, checksum
 from outrider.memory.steps.format import check_file, create_tables, is_blank, meta
 from outrider.memory.steps.history import history_text
@@ -110,10 +115,10 @@ class StepStore:
         query = f"""SELECT trajectory_row, trajectory_id, task_key, reward, num_tokens FROM trajectories
                     WHERE {column} = ? AND removed = {NEVER} ORDER BY trajectory_row"""
         with self._database.guard() as db:
-            found = db.execute(query, (value,)).fetchall()
+            rows = db.execute(query, (value,)).fetchall()
         return [
             StoredTrajectory(row=r, trajectory_id=i, task_key=k, reward=w, num_tokens=n)
-            for r, i, k, w, n in found
+            for r, i, k, w, n in rows
         ]
 
     def announce_batch(self) -> None:
@@ -121,7 +126,7 @@ class StepStore:
         with self._database.guard() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('open_batch', 1)")
 
-    def forget_lost_batch(self) -> None:
+    def clear_lost_batch(self) -> None:
         """Take away the mark of a batch that died, once it has been reported and the file has been read
         without fault.
         """
@@ -151,7 +156,7 @@ class StepStore:
             self._set_meta("revision", revision)
             self._set_meta("num_trajectories", self._meta("num_trajectories") + len(added))
             self._set_meta("num_steps", self._meta("num_steps") + len(rows))
-            seal_counters(db, self._format)
+            write_counters_checksum(db, self._format)
             # In the batch's own transaction: a marker that is still there means that the batch is not.
             db.execute("DELETE FROM meta WHERE key = 'open_batch'")
         return np.array(rows, ROW_DTYPE)
@@ -199,8 +204,8 @@ class StepStore:
         query = """SELECT first_step_id, num_steps FROM trajectories
                    WHERE trajectory_id = ? AND added <= ? AND removed > ?"""
         with self._database.guard() as db:
-            found = db.execute(query, (trajectory_id, revision, revision)).fetchone()
-        return range(found[0], found[0] + found[1]) if found else range(0)
+            row = db.execute(query, (trajectory_id, revision, revision)).fetchone()
+        return range(row[0], row[0] + row[1]) if row else range(0)
 
     def trajectory_facts(self, revision: int) -> list[tuple[str, str, float, int, int]]:
         """Task, agent, reward, steps and step tokens of every trajectory in the buffer at a revision."""
@@ -208,10 +213,10 @@ class StepStore:
                    WHERE s.step_id >= t.first_step_id AND s.step_id < t.first_step_id + t.num_steps)
                    FROM trajectories t WHERE t.added <= ? AND t.removed > ? ORDER BY t.trajectory_row"""
         with damage(self.path), self._database.guard() as db:
-            found = db.execute(query, (revision, revision)).fetchall()
+            rows = db.execute(query, (revision, revision)).fetchall()
             return [
                 (task, agent, float(reward), int(num), int(tokens))
-                for task, agent, reward, num, tokens in found
+                for task, agent, reward, num, tokens in rows
             ]
 
     def digest(self, revision: int) -> str:
@@ -223,11 +228,11 @@ class StepStore:
                    FROM steps s JOIN vectors v ON v.step_id = s.step_id
                    JOIN trajectories t ON t.trajectory_row = s.trajectory_row
                    WHERE t.added <= ? AND t.removed > ? ORDER BY s.step_id"""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         with self._database.guard() as db:
             for row in db.execute(query, (revision, revision)):
-                found.update(repr(row).encode("utf-8", "surrogatepass"))
-        return found.hexdigest()
+                hasher.update(repr(row).encode("utf-8", "surrogatepass"))
+        return hasher.hexdigest()
 
     def _insert(
         self,
@@ -243,9 +248,9 @@ class StepStore:
             first_step_id=first_step_id, num_steps=len(item.steps), added=revision, removed=NEVER,
         )  # fmt: skip
         values = (item.trajectory_id, item.task_key, item.agent, item.question, item.reward, item.num_tokens)
-        where = (first_step_id, len(item.steps), revision, NEVER, crc)
+        placement = (first_step_id, len(item.steps), revision, NEVER, crc)
         self._database.db.execute(
-            "INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", (row, *values, *where)
+            "INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", (row, *values, *placement)
         )
         steps, vectors = [], []
         for step_id, (step, num_tokens, vector) in enumerate(
@@ -278,16 +283,16 @@ class StepStore:
                 f"UPDATE meta SET value = (SELECT count(*) FROM {table}) WHERE key = 'num_{table}'"
             )
         self._set_meta("generation", self.generation + 1)
-        seal_counters(self._database.db, self._format)
+        write_counters_checksum(self._database.db, self._format)
 
     def _record(self, step_id: int) -> StepRecord:
         query = """SELECT t.trajectory_id, t.task_key, t.agent, t.question, t.reward, t.first_step_id
                    FROM steps s JOIN trajectories t ON t.trajectory_row = s.trajectory_row
                    WHERE s.step_id = ?"""
-        found = self._database.db.execute(query, (step_id,)).fetchone()
-        if found is None:
+        trajectory = self._database.db.execute(query, (step_id,)).fetchone()
+        if trajectory is None:
             raise DataError(f"{self.path}: step {step_id} is not in the buffer")
-        trajectory_id, task_key, agent, question, reward, first = found
+        trajectory_id, task_key, agent, question, reward, first = trajectory
         query = """SELECT checksum, num_tokens, text, observation, is_terminal FROM steps
                    WHERE step_id BETWEEN ? AND ? ORDER BY step_id"""
         until = self._database.db.execute(query, (first, step_id)).fetchall()

@@ -11,7 +11,7 @@ from outrider.types import ToolCall, ToolSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundCalls:
+class ParsedCalls:
     """Calls of a turn in the order written, the words beside them, and what was wrong with the others."""
 
     content: str
@@ -28,7 +28,7 @@ class CallFormat(Protocol):
         """Texts that a tokenizer may have as special tokens, and that reading needs."""
         ...
 
-    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
         """The calls in a turn's words. Never raises for what was written."""
         ...
 
@@ -51,11 +51,11 @@ class LimitedForm(CallFormat, Protocol):
 
 
 def read_between_words(
-    text: str, opening: re.Pattern[str], call_at: Callable[[re.Match[str], int], tuple[ToolCall | str, int]]
-) -> FoundCalls:
+    text: str, opening: re.Pattern[str], read_call: Callable[[re.Match[str], int], tuple[ToolCall | str, int]]
+) -> ParsedCalls:
     """Calls among words, for the forms whose calls have tags of their own.
 
-    ``call_at`` is given where one opens and how many calls are in front of it. It says which call that is, or
+    ``read_call`` is given where one opens and how many calls are in front of it. It says which call that is, or
     what is wrong with it, and where the reading goes on.
     """
     words: list[str] = []
@@ -64,15 +64,15 @@ def read_between_words(
     position = 0
     while (start := opening.search(text, position)) is not None:
         words.append(text[position : start.start()])
-        found, position = call_at(start, len(calls))
-        if isinstance(found, str):
-            problems.append(found)
+        call, position = read_call(start, len(calls))
+        if isinstance(call, str):
+            problems.append(call)
         else:
-            calls.append(found)
+            calls.append(call)
     if not position:
-        return FoundCalls(content=text)
+        return ParsedCalls(content=text)
     words.append(text[position:])
-    return FoundCalls(content="".join(words).strip(), calls=tuple(calls), problems=tuple(problems))
+    return ParsedCalls(content="".join(words).strip(), calls=tuple(calls), problems=tuple(problems))
 
 
 def call_id(number: int) -> str:
@@ -91,10 +91,10 @@ def decode_json(text: str, start: int) -> tuple[Any, int] | str:
         return "it is too large"
 
 
-def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
+def parse_call(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
     """A call of an object with ``name`` and its arguments under one of ``keys``, or what is wrong with it.
 
-    Of the arguments, see :func:`call_of_arguments`.
+    Of the arguments, see :func:`call_from_arguments`.
     """
     if not isinstance(value, Mapping):
         return "a call must be a JSON object"
@@ -102,42 +102,44 @@ def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
     if not isinstance(name, str) or not name:
         return 'a call needs a "name"'
     key = next((key for key in keys if key in value), None)
-    if key is None and (others := [one for one, inside in value.items() if isinstance(inside, Mapping)]):
+    if key is None and (others := [other for other, inside in value.items() if isinstance(inside, Mapping)]):
         return f'{name} has its arguments under "{others[0]}", not under "{keys[0]}"'
-    return call_of_arguments(name, None if key is None else value[key], call_id(number), key=key or "")
+    return call_from_arguments(name, None if key is None else value[key], call_id(number), key=key or "")
 
 
-def call_of_arguments(name: str, arguments: Any, number: str, *, key: str = "arguments") -> ToolCall:
+def call_from_arguments(name: str, arguments: Any, number: str, *, key: str = "arguments") -> ToolCall:
     """A call with these arguments: an object, text that holds one, or null for none. What is neither is kept
     as text (``ToolCall.raw``), as chat servers pass it on; no tool takes it.
     """
-    found, problem = arguments, ""
-    if isinstance(found, str):
-        decoded = decode_json(found, 0) if found.strip() else (None, len(found))
+    value, problem = arguments, ""
+    if isinstance(value, str):
+        decoded = decode_json(value, 0) if value.strip() else (None, len(value))
         if isinstance(decoded, str):
             problem = f'"{key}" of {name} are not JSON: {decoded}.'
-        elif found[decoded[1] :].strip():
+        elif value[decoded[1] :].strip():
             problem = f'"{key}" of {name} are not JSON: something stands behind them.'
         else:
-            found = decoded[0]
-    if not isinstance(found, Mapping | None):
+            value = decoded[0]
+    if not isinstance(value, Mapping | None):
         raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         problem = problem or f'"{key}" of {name} must be a JSON object.'
         return ToolCall(name=name, call_id=number, raw=raw, problem=problem)
-    return ToolCall(name=name, arguments=dict(found or {}), call_id=number)
+    return ToolCall(name=name, arguments=dict(value or {}), call_id=number)
 
 
-def name_that_is_none(
+def find_invalid_name(
     tool: ToolSchema, *, tools: Callable[[str], object], arguments: Callable[[str], object]
 ) -> str:
     """In words, the first name of a tool or of its arguments that is none to a form; empty where all are."""
     if not tools(name := str(tool.get("name"))):
         return f"a tool named {name!r}"
-    wrong = next((one for one in Arguments.of(tool).properties if not arguments(one)), None)
+    wrong = next(
+        (argument for argument in Arguments.from_schema(tool).properties if not arguments(argument)), None
+    )
     return "" if wrong is None else f"the argument {wrong!r} of {name}"
 
 
-def listed(tools: Sequence[ToolSchema]) -> str:
+def list_schemas(tools: Sequence[ToolSchema]) -> str:
     """The schemas, one a line."""
     return "\n".join(
         json.dumps({"type": "function", "function": dict(tool)}, ensure_ascii=False) for tool in tools

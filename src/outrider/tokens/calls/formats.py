@@ -26,30 +26,30 @@ CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
 }
 
 
-def form_named(name: str) -> CallFormat:
+def get_call_format(name: str) -> CallFormat:
     """The form of this name. Raises ConfigError for one that nobody has, or that is no form of calls."""
     if name in CALL_FORMATS:
         return CALL_FORMATS[name]
-    made: object = resolve("call_formats", name)()
-    if not isinstance(made, CallFormat):
+    call_format: object = resolve("call_formats", name)()
+    if not isinstance(call_format, CallFormat):
         raise ConfigError(
             f"{name} is no form of calls: it has to have markers, read, write and describe "
             "(outrider.tokens.calls.CallFormat)"
         )
-    return made
+    return call_format
 
 
-def unwritable_in(name: str, tools: Sequence[ToolSchema]) -> str:
+def describe_unwritable(name: str, tools: Sequence[ToolSchema]) -> str:
     """Which of the tools a form cannot call, and the built-in forms that can call all; empty where it can
     itself.
     """
-    told = next((told for tool in tools if (told := _unwritable(form_named(name), tool))), "")
-    if not told:
+    problem = next((problem for tool in tools if (problem := _unwritable(get_call_format(name), tool))), "")
+    if not problem:
         return ""
     others = [
         other for other, form in CALL_FORMATS.items() if not any(_unwritable(form, tool) for tool in tools)
     ]
-    return f"calls in the form {name} cannot write {told}: {', '.join(others)} can"
+    return f"calls in the form {name} cannot write {problem}: {', '.join(others)} can"
 
 
 def _unwritable(form: CallFormat, tool: ToolSchema) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from outrider.tokens.calls.format import FoundCalls, call_of, decode_json, listed
+from outrider.tokens.calls.format import ParsedCalls, decode_json, list_schemas, parse_call
 from outrider.types import ToolCall, ToolSchema
 
 _TAG = "<|python_tag|>"
@@ -16,10 +16,10 @@ _BETWEEN = re.compile(rf"(?:[\s;,]|{re.escape(_TAG)})*")
 _KEYS = ("parameters", "arguments")
 _CALL_KEYS = frozenset({"name", "type", "id", *_KEYS})
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
-_BEGUN = re.compile(
+_CALL_START = re.compile(
     r'(?:\[\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*(?:,\s*"([^"\\]*)"?)?'
 )
-_NAMED = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:parameters|arguments)"')
+_NAMED_CALL = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:parameters|arguments)"')
 
 
 class Llama3Json:
@@ -32,42 +32,42 @@ class Llama3Json:
 
     markers = (_TAG,)
 
-    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         start = _start(text, tools)
         if start is None:
-            return FoundCalls(content=text)
-        words, said = text[:start].strip().removesuffix(_TAG).rstrip(), text[start:].strip()
+            return ParsedCalls(content=text)
+        words, body = text[:start].strip().removesuffix(_TAG).rstrip(), text[start:].strip()
         calls: list[ToolCall] = []
 
-        def found(*problems: str) -> FoundCalls:
-            return FoundCalls(content=words, calls=tuple(calls), problems=problems)
+        def result(*problems: str) -> ParsedCalls:
+            return ParsedCalls(content=words, calls=tuple(calls), problems=problems)
 
         position = 0
-        while position < len(said):
-            decoded = decode_json(said, position)
+        while position < len(body):
+            decoded = decode_json(body, position)
             if isinstance(decoded, str):
                 is_behind_words = bool(calls and words) and _TAG not in text
-                return found() if is_behind_words else found(f"The call is not JSON: {decoded}.")
+                return result() if is_behind_words else result(f"The call is not JSON: {decoded}.")
             value, position = decoded
-            for one in value if isinstance(value, list) else [value]:
-                call = call_of(one, len(calls), keys=_KEYS)
+            for item in value if isinstance(value, list) else [value]:
+                call = parse_call(item, len(calls), keys=_KEYS)
                 if isinstance(call, str):
-                    return found(f"The call: {call}.")
+                    return result(f"The call: {call}.")
                 calls.append(call)
-            between = _BETWEEN.match(said, position)
+            between = _BETWEEN.match(body, position)
             position = between.end() if between else position
-        return found()
+        return result()
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
-        said = ({"name": call.name, "parameters": call.raw or dict(call.arguments)} for call in calls)
-        return "; ".join(json.dumps(one, ensure_ascii=False) for one in said)
+        payloads = ({"name": call.name, "parameters": call.raw or dict(call.arguments)} for call in calls)
+        return "; ".join(json.dumps(payload, ensure_ascii=False) for payload in payloads)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         return (
-            f"You may call these functions:\n{listed(tools)}\n"
+            f"You may call these functions:\n{list_schemas(tools)}\n"
             "To call one, reply with this JSON object alone:\n"
             '{"name": <function name>, "parameters": <object of arguments>}'
         )
@@ -85,7 +85,7 @@ def _start(text: str, tools: Sequence[ToolSchema]) -> int | None:
         return None
     if _TAG in text:
         return text.index(_TAG) + len(_TAG)
-    return next((named.start() for named in _NAMED.finditer(text) if named[1] in names), None)
+    return next((match.start() for match in _NAMED_CALL.finditer(text) if match[1] in names), None)
 
 
 def _is_json(text: str) -> bool:
@@ -97,12 +97,12 @@ def _is_json(text: str) -> bool:
 def _begins_with_call(text: str, start: int, names: Set[str]) -> bool:
     decoded = decode_json(text, start)
     if isinstance(decoded, str):  # a call that is cut off, or no JSON at all
-        begun = _BEGUN.match(text, start)
-        if begun is None:
+        match = _CALL_START.match(text, start)
+        if match is None:
             return False
-        return begun[1] in names or (_NAME.fullmatch(begun[1]) is not None and begun[2] in _KEYS)
+        return match[1] in names or (_NAME.fullmatch(match[1]) is not None and match[2] in _KEYS)
     value = decoded[0]
-    return any(_is_call(one, names) for one in (value if isinstance(value, list) else [value]))
+    return any(_is_call(item, names) for item in (value if isinstance(value, list) else [value]))
 
 
 def _is_call(value: Any, names: Set[str]) -> bool:
@@ -116,10 +116,10 @@ def _is_call(value: Any, names: Set[str]) -> bool:
     name, is_bare = value["name"], not set(value) - _CALL_KEYS
     key = next((key for key in _KEYS if key in value), None)
     if isinstance(name, str) and name in names:
-        return is_bare or key is not None or any(isinstance(one, Mapping) for one in value.values())
+        return is_bare or key is not None or any(isinstance(item, Mapping) for item in value.values())
     if not isinstance(name, str):
         return is_bare
     if not is_bare or key is None or _NAME.fullmatch(name) is None:
         return False
-    call = call_of(value, 0, keys=_KEYS)
+    call = parse_call(value, 0, keys=_KEYS)
     return not isinstance(call, str) and not call.raw

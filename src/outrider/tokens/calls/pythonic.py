@@ -9,7 +9,7 @@ import keyword
 import re
 from collections.abc import Sequence
 
-from outrider.tokens.calls.format import FoundCalls, call_id, listed, name_that_is_none
+from outrider.tokens.calls.format import ParsedCalls, call_id, find_invalid_name, list_schemas
 from outrider.types import Json, ToolCall, ToolSchema
 
 _OPEN, _CLOSE, _TAG = "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>"
@@ -28,40 +28,40 @@ class Pythonic:
 
     markers = (_OPEN, _CLOSE, _TAG)
 
-    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         words, blocks = _blocks(text)
         if not blocks:
             # a tool's name may be none to Python: that is a call which cannot be read, and no words
-            if not (_begins_with_one_of(tools, words) or _is_list_of_calls(words, tools)):
-                return FoundCalls(content=text)
+            if not (_begins_with_tool_call(tools, words) or _is_list_of_calls(words, tools)):
+                return ParsedCalls(content=text)
             blocks, words = [words], ""
         calls: list[ToolCall] = []
         problems: list[str] = []
         for block in blocks:
-            found = _calls(block.strip(), len(calls))
-            if isinstance(found, str):
-                problems.append(f"The call cannot be read: {found}.")
+            result = _calls(block.strip(), len(calls))
+            if isinstance(result, str):
+                problems.append(f"The call cannot be read: {result}.")
             else:
-                calls.extend(found)
-        return FoundCalls(content=words, calls=tuple(calls), problems=tuple(problems))
+                calls.extend(result)
+        return ParsedCalls(content=words, calls=tuple(calls), problems=tuple(problems))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
-        said = (
+        parts = (
             f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
             for call in calls
         )
-        return f"[{', '.join(said)}]"
+        return f"[{', '.join(parts)}]"
 
     def unwritable(self, tool: ToolSchema) -> str:
         """See :class:`outrider.tokens.calls.format.LimitedForm`."""
-        return name_that_is_none(tool, tools=_is_tool_name, arguments=_is_name)
+        return find_invalid_name(tool, tools=_is_tool_name, arguments=_is_name)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         return (
-            f"You may call these functions:\n{listed(tools)}\n"
+            f"You may call these functions:\n{list_schemas(tools)}\n"
             "To call one or more, reply with this list alone:\n"
             "[function_name(parameter=value), other_function(parameter=value)]"
         )
@@ -76,9 +76,9 @@ def _is_tool_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and all(map(_is_name, name.split(".")))
 
 
-def _begins_with_one_of(tools: Sequence[ToolSchema], text: str) -> bool:
-    said = text.removeprefix("[").lstrip()
-    return text.startswith("[") and any(said.startswith(f"{tool.get('name')}(") for tool in tools)
+def _begins_with_tool_call(tools: Sequence[ToolSchema], text: str) -> bool:
+    body = text.removeprefix("[").lstrip()
+    return text.startswith("[") and any(body.startswith(f"{tool.get('name')}(") for tool in tools)
 
 
 def _is_list_of_calls(text: str, tools: Sequence[ToolSchema]) -> bool:
@@ -93,12 +93,12 @@ def _is_list_of_calls(text: str, tools: Sequence[ToolSchema]) -> bool:
         tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List):
             return False
-        calls = [one for one in tree.elts if isinstance(one, ast.Call)]
-        if any(ast.unparse(one.func) in names for one in calls):
+        calls = [node for node in tree.elts if isinstance(node, ast.Call)]
+        if any(ast.unparse(node.func) in names for node in calls):
             return True
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return len(calls) == len(tree.elts) and all(one.keywords and not one.args for one in calls)
+    return len(calls) == len(tree.elts) and all(node.keywords and not node.args for node in calls)
 
 
 def _blocks(text: str) -> tuple[str, list[str]]:
@@ -108,25 +108,25 @@ def _blocks(text: str) -> tuple[str, list[str]]:
     position = 0
     while (opened := _OPENING.search(text, position)) is not None:
         words.append(text[position : opened.start()])
-        end = len(text) if opened[0] == _TAG else _end_of(text, opened.end())
+        end = len(text) if opened[0] == _TAG else _find_end(text, opened.end())
         blocks.append(text[opened.end() : end])
         position = min(len(text), end + len(_CLOSE))
     return "".join([*words, text[position:]]).strip(), blocks
 
 
-def _end_of(text: str, start: int) -> int:
+def _find_end(text: str, start: int) -> int:
     """Where a block ends: at the first tag outside of a string, else at the first one, else nowhere."""
     pieces = _PIECE.finditer(text, start)
     outside = next((piece.start() for piece in pieces if piece[0] == _CLOSE), -1)
-    found = outside if outside >= 0 else text.find(_CLOSE, start)
-    return found if found >= 0 else len(text)
+    end = outside if outside >= 0 else text.find(_CLOSE, start)
+    return end if end >= 0 else len(text)
 
 
 def _calls(text: str, first: int) -> list[ToolCall] | str:
     try:
         tree = ast.parse(text, mode="eval").body
         written = tree.elts if isinstance(tree, ast.List) else [tree]
-        return [_call(one, first + number) for number, one in enumerate(written)]
+        return [_call(node, first + number) for number, node in enumerate(written)]
     except _Unreadable as error:
         return str(error)
     except SyntaxError as error:
@@ -145,9 +145,9 @@ def _call(node: ast.expr, number: int) -> ToolCall:
     name = ast.unparse(node.func)
     if not _NAME.fullmatch(name):
         raise _Unreadable("a call needs a name")
-    if node.args or any(one.arg is None for one in node.keywords):
+    if node.args or any(argument.arg is None for argument in node.keywords):
         raise _Unreadable(f"every argument of {name} needs its name")
-    arguments = {str(one.arg): _value(one.value) for one in node.keywords}
+    arguments = {str(argument.arg): _value(argument.value) for argument in node.keywords}
     return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
 
 
@@ -155,7 +155,7 @@ def _value(node: ast.expr) -> Json:
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(one) for one in node.elts]
+        return [_value(element) for element in node.elts]
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _value(key) for key in node.keys]
         if not all(isinstance(key, str) for key in keys):

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 
-from outrider.tokens.calls.format import FoundCalls, call_id, listed, name_that_is_none, read_between_words
+from outrider.tokens.calls.format import (
+    ParsedCalls,
+    call_id,
+    find_invalid_name,
+    list_schemas,
+    read_between_words,
+)
 from outrider.tokens.calls.schemas import TYPES, Accepted, Arguments
 from outrider.types import Json, ToolCall, ToolSchema
 
@@ -27,7 +33,7 @@ class Qwen3Coder:
 
     markers = (_OPEN, _CLOSE)
 
-    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         return read_between_words(text, _START, partial(_block, tools=tools))
 
@@ -37,13 +43,13 @@ class Qwen3Coder:
 
     def unwritable(self, tool: ToolSchema) -> str:
         """See :class:`outrider.tokens.calls.format.LimitedForm`."""
-        return name_that_is_none(tool, tools=_NAME.fullmatch, arguments=_NAME.fullmatch)
+        return find_invalid_name(tool, tools=_NAME.fullmatch, arguments=_NAME.fullmatch)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         example = _written(ToolCall(name="NAME", arguments={"PARAMETER": "value"}))
         return (
-            f"You may call these functions:\n<tools>\n{listed(tools)}\n</tools>\n"
+            f"You may call these functions:\n<tools>\n{list_schemas(tools)}\n</tools>\n"
             f"To call one, write:\n{example}"
         )
 
@@ -54,15 +60,15 @@ def _block(opened: re.Match[str], number: int, *, tools: Sequence[ToolSchema]) -
     end = _END.search(text, opened.end())
     if end is None:
         return f"{_OPEN}: a call is not closed.", len(text)
-    found = _call(opened[1], text[opened.end() : end.start()], number, tools)
-    return (f"{_OPEN}: {found}." if isinstance(found, str) else found), end.end()
+    call = _call(opened[1], text[opened.end() : end.start()], number, tools)
+    return (f"{_OPEN}: {call}." if isinstance(call, str) else call), end.end()
 
 
 def _parameters(inside: str) -> tuple[list[tuple[str, str]], str]:
     """Keys with their texts, and what stands beside them. Without a closing tag there are no more: a search
     from every opening one would take the square of their number.
     """
-    found: list[tuple[str, str]] = []
+    parameters: list[tuple[str, str]] = []
     left: list[str] = []
     position = 0
     while (opened := _PARAMETER.search(inside, position)) is not None:
@@ -70,23 +76,23 @@ def _parameters(inside: str) -> tuple[list[tuple[str, str]], str]:
         if end < 0:
             break
         left.append(inside[position : opened.start()])
-        found.append((opened[1], inside[opened.end() : end]))
+        parameters.append((opened[1], inside[opened.end() : end]))
         position = end + len(_PARAMETER_END)
-    return found, "".join([*left, inside[position:]])
+    return parameters, "".join([*left, inside[position:]])
 
 
 def _call(name: str | None, inside: str, number: int, tools: Sequence[ToolSchema]) -> ToolCall | str:
     if not name:
         return "a call needs <function=NAME>"
-    found, left = _parameters(inside)
+    parameters, left = _parameters(inside)
     if left.strip():
         return f"{name} holds something else than <parameter=KEY>value</parameter>"
     tool = next((tool for tool in tools if tool.get("name") == name), None)
-    known, is_known = Arguments.of(tool or {}), tool is not None
+    known, is_known = Arguments.from_schema(tool or {}), tool is not None
     arguments: dict[str, Json] = {}
-    for key, text in found:
+    for key, text in parameters:
         # An argument that a schema neither declares nor leaves open stays text, as in Qwen's reader.
-        accepted = _ANY if is_known and known.takes_any(key) else known.accepted(key)
+        accepted = _ANY if is_known and known.accepts_any(key) else known.accepted(key)
         arguments[key] = _value(text.removeprefix("\n").removesuffix("\n"), accepted)
     return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
 
@@ -131,9 +137,9 @@ def _literal(text: str) -> Json:
 
 
 def _written(call: ToolCall) -> str:
-    said = (
+    parts = (
         f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n"
         "</parameter>\n"
         for key, value in call.arguments.items()
     )
-    return f"{_OPEN}\n<function={call.name}>\n{''.join(said)}</function>\n{_CLOSE}"
+    return f"{_OPEN}\n<function={call.name}>\n{''.join(parts)}</function>\n{_CLOSE}"

@@ -25,13 +25,17 @@ def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSch
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
         return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
-    found = call_format.read(rest, tools)
-    wrong = {number: told for number, call in enumerate(found.calls) if (told := fault_of(call, tools))}
+    parsed = call_format.read(rest, tools)
+    wrong = {
+        number: problem
+        for number, call in enumerate(parsed.calls)
+        if (problem := find_call_error(call, tools))
+    }
     return ParsedTurn(
-        content=found.content,
+        content=parsed.content,
         reasoning=reasoning,
-        tool_calls=tuple(call for number, call in enumerate(found.calls) if number not in wrong),
-        problems=(*problems, *found.problems, *wrong.values()),
+        tool_calls=tuple(call for number, call in enumerate(parsed.calls) if number not in wrong),
+        problems=(*problems, *parsed.problems, *wrong.values()),
     )
 
 
@@ -42,46 +46,46 @@ def read_turn_unchecked(text: str, call_format: CallFormat | None, tools: Sequen
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
         return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
-    found = call_format.read(rest, tools)
+    parsed = call_format.read(rest, tools)
     if (
-        found.problems
+        parsed.problems
         and rest.count(_OPEN) > rest.count(_CLOSE)
         and {_OPEN, _CLOSE} <= {*call_format.markers}
     ):
         closed = call_format.read(rest + _CLOSE, tools)
         if closed.calls and not closed.problems:
             last = replace(closed.calls[-1], problem=f"{_OPEN} is not closed.")
-            found = replace(closed, calls=(*closed.calls[:-1], last))
-    calls = [passed_on(call) for call in found.calls]
+            parsed = replace(closed, calls=(*closed.calls[:-1], last))
+    calls = [sanitize_call(call) for call in parsed.calls]
     return ParsedTurn(
-        content=found.content,
+        content=parsed.content,
         reasoning=reasoning,
         tool_calls=tuple(call for call in calls if not isinstance(call, str)),
-        problems=(*problems, *found.problems, *(call for call in calls if isinstance(call, str))),
+        problems=(*problems, *parsed.problems, *(call for call in calls if isinstance(call, str))),
     )
 
 
-def passed_on(call: ToolCall) -> ToolCall | str:
+def sanitize_call(call: ToolCall) -> ToolCall | str:
     """A call as a request can hold it: numbers that JSON lacks as text, question marks for halves of
     surrogate pairs. Words for arguments that are nested too deep.
     """
-    told = _unusable(call.arguments)
-    if not told and is_text(call.name) and is_text(call.raw):
+    problem = _find_unusable(call.arguments)
+    if not problem and is_text(call.name) and is_text(call.raw):
         return call
     try:
-        if told == _TOO_DEEP:
+        if problem == _TOO_DEEP:
             raise RecursionError
         name, raw, text = (
-            one.encode("utf-8", "replace").decode() for one in (call.name, call.raw, call.arguments_text)
+            value.encode("utf-8", "replace").decode() for value in (call.name, call.raw, call.arguments_text)
         )
-        if told == _NOT_FINITE:
+        if problem == _NOT_FINITE:
             return replace(call, name=name, arguments={}, raw=text)
-        return passed_on(replace(call, name=name, arguments={} if raw else json.loads(text), raw=raw))
+        return sanitize_call(replace(call, name=name, arguments={} if raw else json.loads(text), raw=raw))
     except RecursionError:
         return f"The arguments of {call.name} hold {_TOO_DEEP}."
 
 
-def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
+def find_call_error(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
     """Why no tool takes the call, in words for the policy; empty where one does.
 
     Checked are the names of tool and arguments, what is required, the types at the top level, and that
@@ -92,28 +96,28 @@ def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
     if schema is None:
         names = ", ".join(str(tool.get("name")) for tool in tools)
         return f"There is no tool {call.name!r}. Tools: {names}."
-    if told := _unusable(call.arguments):
-        return f"The arguments of {call.name} hold {told}."
+    if problem := _find_unusable(call.arguments):
+        return f"The arguments of {call.name} hold {problem}."
     if call.raw:
         return call.problem or f"The arguments of {call.name} must be a JSON object."
-    taken = Arguments.of(schema)
-    if missing := [name for name in taken.required if name not in call.arguments]:
+    spec = Arguments.from_schema(schema)
+    if missing := [name for name in spec.required if name not in call.arguments]:
         return f"{call.name} needs the argument {missing[0]!r}."
-    if taken.is_closed and (unknown := [name for name in call.arguments if name not in taken.properties]):
-        known = ", ".join(taken.properties) or "none"
+    if spec.is_closed and (unknown := [name for name in call.arguments if name not in spec.properties]):
+        known = ", ".join(spec.properties) or "none"
         return f"{call.name} has no argument {unknown[0]!r}. Arguments: {known}."
     for name, value in call.arguments.items():
-        accepted = taken.accepted(name)
+        accepted = spec.accepted(name)
         if accepted is not None and not accepted.fits(value):
-            return f"The argument {name!r} of {call.name} must be {accepted.told()}."
+            return f"The argument {name!r} of {call.name} must be {accepted.describe()}."
     return ""
 
 
-def _unusable(arguments: Mapping[str, Any]) -> str:
+def _find_unusable(arguments: Mapping[str, Any]) -> str:
     """What of the arguments no tool and no tokenizer can be given; empty where there is nothing."""
-    waiting: list[tuple[Any, int]] = [(arguments, 0)]  # no recursion: how deep it goes, the policy decides
-    while waiting:
-        value, depth = waiting.pop()
+    queue: list[tuple[Any, int]] = [(arguments, 0)]  # no recursion: how deep it goes, the policy decides
+    while queue:
+        value, depth = queue.pop()
         if depth > _MAX_DEPTH:
             return _TOO_DEEP
         if isinstance(value, str) and not is_text(value):
@@ -122,5 +126,5 @@ def _unusable(arguments: Mapping[str, Any]) -> str:
             return _NOT_FINITE
         inner = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
         if isinstance(value, Mapping | list):
-            waiting += [(one, depth + 1) for one in inner]
+            queue += [(item, depth + 1) for item in inner]
     return ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.tokens.calls.format import CallFormat, FoundCalls
+from outrider.tokens.calls.format import CallFormat, ParsedCalls
 from outrider.tokens.calls.formats import CALL_FORMATS
 from outrider.tokens.parsed import split_thinking
 from outrider.types import ToolSchema
@@ -10,7 +10,7 @@ from outrider.types import ToolSchema
 _MARKS = (("", ""), ("<|tool_call_start|>", "<|tool_call_end|>"))
 
 
-def in_form(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> str:
+def convert_calls(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> str:
     """A turn whose calls are written as Hermes writes them, as imported chats are, in ``form``.
 
     A turn that ``form`` reads itself stays as it is, and so does one that it cannot write: reading it then
@@ -29,14 +29,14 @@ def in_form(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> str:
     calls = form.write(written.calls)
     for before, behind in _MARKS:  # some forms take words beside calls only if the calls have their tags
         parts = (written.content, before + calls + behind)
-        said = "\n".join(part for part in parts if part)
-        if _is_same(form.read(said, tools), written):
-            return head + said
+        candidate = "\n".join(part for part in parts if part)
+        if _is_same(form.read(candidate, tools), written):
+            return head + candidate
     return text
 
 
-def _is_same(found: FoundCalls, written: FoundCalls) -> bool:
-    def said(one: FoundCalls) -> tuple[object, ...]:
-        return one.content, [(call.name, dict(call.arguments)) for call in one.calls], one.problems
+def _is_same(parsed: ParsedCalls, written: ParsedCalls) -> bool:
+    def key(result: ParsedCalls) -> tuple[object, ...]:
+        return result.content, [(call.name, dict(call.arguments)) for call in result.calls], result.problems
 
-    return said(found) == said(written)
+    return key(parsed) == key(written)

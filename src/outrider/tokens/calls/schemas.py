@@ -38,12 +38,14 @@ class Accepted:
         is_bool = isinstance(value, bool)
         return any(
             isinstance(value, TYPES[name]) and (name == "boolean" or not is_bool) for name in self.types
-        ) or any(value == one and is_bool == isinstance(one, bool) for one in self.choices)
+        ) or any(value == choice and is_bool == isinstance(choice, bool) for choice in self.choices)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """In words, behind "must be"."""
-        named = ", ".join(one if isinstance(one, str) else json.dumps(one) for one in self.choices)
-        parts = [f"one of {named}"] if self.choices else []
+        names = ", ".join(
+            choice if isinstance(choice, str) else json.dumps(choice) for choice in self.choices
+        )
+        parts = [f"one of {names}"] if self.choices else []
         return " or ".join([*parts, *([f"of type {' or '.join(self.types)}"] if self.types else [])])
 
 
@@ -64,10 +66,10 @@ class Arguments:
     alternatives: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
-    def of(cls, tool: ToolSchema) -> Self:
+    def from_schema(cls, tool: ToolSchema) -> Self:
         """Those of a tool's schema."""
-        found = tool.get("parameters")
-        root: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        parameters = tool.get("parameters")
+        root: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else {}
         whole = _collect(root, root, _Budget(), frozenset(), depth=0)
         return cls(
             properties=whole.properties,
@@ -79,13 +81,13 @@ class Arguments:
 
     def accepted(self, name: str) -> Accepted | None:
         """What the argument takes; None where the schema does not say."""
-        return accepted_by(self.schema(name), self.root)
+        return accepted_values(self.schema(name), self.root)
 
     def schema(self, name: str) -> Any:
         """That of one argument, which may be any JSON."""
         return self.properties.get(name, self.root.get("additionalProperties"))
 
-    def takes_any(self, name: str) -> bool:
+    def accepts_any(self, name: str) -> bool:
         """Whether the schema says of an argument that any JSON is taken."""
         if name in self.properties:
             return self.accepted(name) is None
@@ -128,41 +130,41 @@ class _Collected:
 def _collect(
     schema: Any, root: Mapping[str, Any], budget: _Budget, seen: frozenset[str], *, depth: int
 ) -> _Collected:
-    found = _Collected()
+    collected = _Collected()
     if not isinstance(schema, Mapping):
-        return found
+        return collected
     budget.left -= 1
     if depth > _MAX_NESTED or budget.left < 0:
-        found.is_open = True
-        return found
+        collected.is_open = True
+        return collected
     properties, required, rest = (
         schema.get(key) for key in ("properties", "required", "additionalProperties")
     )
     if isinstance(properties, Mapping):
-        found.properties |= properties
-        found.is_declared = True
+        collected.properties |= properties
+        collected.is_declared = True
     if isinstance(required, list | tuple):
-        found.required |= dict.fromkeys(one for one in required if isinstance(one, str))
-    found.is_open = rest not in (None, False) or bool(schema.get("patternProperties"))
+        collected.required |= dict.fromkeys(item for item in required if isinstance(item, str))
+    collected.is_open = rest not in (None, False) or bool(schema.get("patternProperties"))
 
     def inside(part: Any, *, seen: frozenset[str] = seen) -> _Collected:
         return _collect(part, root, budget, seen, depth=depth + 1)
 
-    if isinstance(place := schema.get("$ref"), str) and place not in seen:
-        target = _at(place, root)
-        found.is_open |= not isinstance(target, Mapping)
-        found.add(inside(target, seen=seen | {place}), needs=True)
-    for part in _list_of(schema, "allOf"):
-        found.add(inside(part), needs=True)
+    if isinstance(ref := schema.get("$ref"), str) and ref not in seen:
+        target = _resolve_ref(ref, root)
+        collected.is_open |= not isinstance(target, Mapping)
+        collected.add(inside(target, seen=seen | {ref}), needs=True)
+    for part in _get_list(schema, "allOf"):
+        collected.add(inside(part), needs=True)
     for key in ("anyOf", "oneOf"):
-        if branches := [inside(one) for one in _list_of(schema, key) if one is not False]:
-            found.add(_union(branches), needs=True)
+        if branches := [inside(item) for item in _get_list(schema, key) if item is not False]:
+            collected.add(_union(branches), needs=True)
     for key in ("then", "else"):
-        found.add(inside(schema.get(key)), needs=False)
+        collected.add(inside(schema.get(key)), needs=False)
     dependent = schema.get("dependentSchemas")
     for part in dependent.values() if isinstance(dependent, Mapping) else ():
-        found.add(inside(part), needs=False)
-    return found
+        collected.add(inside(part), needs=False)
+    return collected
 
 
 def _union(branches: Sequence[_Collected]) -> _Collected:
@@ -175,20 +177,22 @@ def _union(branches: Sequence[_Collected]) -> _Collected:
                 known.append(schema)
     needed = [tuple(branch.required) for branch in branches]
     return _Collected(
-        properties={name: one[0] if len(one) == 1 else {"anyOf": one} for name, one in schemas.items()},
-        required={name: None for name in needed[0] if all(name in one for one in needed)},
+        properties={
+            name: entry[0] if len(entry) == 1 else {"anyOf": entry} for name, entry in schemas.items()
+        },
+        required={name: None for name in needed[0] if all(name in entry for entry in needed)},
         is_declared=any(branch.is_declared for branch in branches),
         is_open=any(branch.is_open for branch in branches),
         alternatives=tuple(dict.fromkeys(needed)) if len(set(needed)) > 1 else (),
     )
 
 
-def _list_of(schema: Mapping[str, Any], key: str) -> list[Any]:
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
+def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
-def accepted_by(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
+def accepted_values(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
     """What a schema takes; None where it does not say. ``root`` holds the definitions that it refers to.
 
     Followed are ``anyOf``, ``oneOf``, an ``allOf`` of one, and references into ``root``; ``nullable`` is
@@ -197,25 +201,25 @@ def accepted_by(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
     types: list[str] = []
     choices: list[Any] = []
     last: list[str] = []
-    waiting, seen = deque([schema]), set[str]()  # no recursion: how deep it goes, a stranger decides
-    while waiting:
-        one = waiting.popleft()
-        if not isinstance(one, Mapping):
+    queue, seen = deque([schema]), set[str]()  # no recursion: how deep it goes, a stranger decides
+    while queue:
+        node = queue.popleft()
+        if not isinstance(node, Mapping):
             return None
-        if one.get("nullable") is True:
+        if node.get("nullable") is True:
             last = ["null"]
-        if isinstance(enum := one.get("enum"), list) and enum:
+        if isinstance(enum := node.get("enum"), list) and enum:
             choices += enum
-        elif "const" in one:
-            choices.append(one["const"])
-        elif (named := _types(one.get("type"))) is not None:
-            types += named
-        elif isinstance(place := one.get("$ref"), str):
-            if place not in seen:
-                seen.add(place)
-                waiting.append(_at(place, root))
-        elif (inner := _alternatives(one)) is not None:
-            waiting += inner
+        elif "const" in node:
+            choices.append(node["const"])
+        elif (names := _types(node.get("type"))) is not None:
+            types += names
+        elif isinstance(ref := node.get("$ref"), str):
+            if ref not in seen:
+                seen.add(ref)
+                queue.append(_resolve_ref(ref, root))
+        elif (inner := _alternatives(node)) is not None:
+            queue += inner
         else:
             return None
     if not types and not choices:  # it refers to itself only
@@ -223,7 +227,7 @@ def accepted_by(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
     return Accepted(types=tuple(dict.fromkeys(types + last)), choices=tuple(choices))
 
 
-def flaw_of(parameters: Any) -> str:
+def find_schema_flaw(parameters: Any) -> str:
     """Why a tool's arguments cannot be told to a model, in words; empty where they can.
 
     A template goes through names, and some through types; a schema deeper inside is shown as it is.
@@ -233,48 +237,48 @@ def flaw_of(parameters: Any) -> str:
     if not isinstance(properties := parameters.get("properties", {}), Mapping):
         return "its properties are no object"
     required = parameters.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+    if not isinstance(required, list) or not all(isinstance(schema, str) for schema in required):
         return "required is no list of names"
-    for name, one in properties.items():
-        if not isinstance(one, Mapping | bool):
+    for name, schema in properties.items():
+        if not isinstance(schema, Mapping | bool):
             return f"the schema of {name!r} is no object"
-        kind = one.get("type", []) if isinstance(one, Mapping) else []
-        if not isinstance(kind, str) and not _is_of_names(kind):
+        kind = schema.get("type", []) if isinstance(schema, Mapping) else []
+        if not isinstance(kind, str) and not _is_name_list(kind):
             return f"the type of {name!r} is no name"
     return ""
 
 
-def _is_of_names(kind: Any) -> bool:
-    return isinstance(kind, list) and all(isinstance(one, str) for one in kind)
+def _is_name_list(kind: Any) -> bool:
+    return isinstance(kind, list) and all(isinstance(item, str) for item in kind)
 
 
 def _types(kind: Any) -> list[str] | None:
-    named = [kind] if isinstance(kind, str) else kind
-    is_known = _is_of_names(named) and named and all(one in TYPES for one in named)
-    return list(named) if is_known else None
+    names = [kind] if isinstance(kind, str) else kind
+    is_known = _is_name_list(names) and names and all(name in TYPES for name in names)
+    return list(names) if is_known else None
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[Any] | None:
     for key in ("anyOf", "oneOf", "allOf"):
-        found = schema.get(key)
-        if isinstance(found, list) and found and (key != "allOf" or len(found) == 1):
-            return list(found)
+        branches = schema.get(key)
+        if isinstance(branches, list) and branches and (key != "allOf" or len(branches) == 1):
+            return list(branches)
     return None
 
 
-def _at(place: str, root: Mapping[str, Any]) -> Any:
+def _resolve_ref(ref: str, root: Mapping[str, Any]) -> Any:
     """What a reference such as ``#/$defs/Unit`` stands for; None where there is nothing."""
-    if not place.startswith("#"):
+    if not ref.startswith("#"):
         return None
-    found: Any = root
-    for part in _parts(place):
-        if isinstance(found, list) and part.isdecimal() and int(part[:9]) < len(found):
-            found = found[int(part[:9])]
+    node: Any = root
+    for part in _parts(ref):
+        if isinstance(node, list) and part.isdecimal() and int(part[:9]) < len(node):
+            node = node[int(part[:9])]
         else:
-            found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+            node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
-def _parts(place: str) -> Iterator[str]:
-    for part in place.removeprefix("#").split("/")[1:]:
+def _parts(ref: str) -> Iterator[str]:
+    for part in ref.removeprefix("#").split("/")[1:]:
         yield unquote(part).replace("~1", "/").replace("~0", "~")

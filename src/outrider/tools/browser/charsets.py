@@ -59,19 +59,19 @@ _HEAD_BYTES: Final = 4096  # browsers read 1024 at first, and later begin anew a
 _COMMENT: Final = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
 _META: Final = re.compile(rb"<meta[\s/]([^>]*)", re.IGNORECASE)
 _ATTRIBUTE: Final = re.compile(rb"""([a-z-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
-_IN_CONTENT: Final = re.compile(rb"""charset\s*=\s*["']?([^\s"';]+)""", re.IGNORECASE)
+_CONTENT_CHARSET: Final = re.compile(rb"""charset\s*=\s*["']?([^\s"';]+)""", re.IGNORECASE)
 _XML: Final = re.compile(rb"""\s*<\?xml\s[^>]*?encoding\s*=\s*["']([^"']+)["']""", re.IGNORECASE)
 _EUC_JP: Final = re.compile("\x8f[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]|[\xa1-\xfe]{2}|[\x80-\xff]")
 
 
-def decoded(content: bytes, charset: str | None) -> str:
+def decode_page(content: bytes, charset: str | None) -> str:
     """Decode a page: by its byte order mark, else the server's ``charset``, else the page's own declaration.
 
     Without any of them it is UTF-8 if it can be, else windows-1252. What cannot be read becomes U+FFFD.
     """
-    for mark, marked in _MARKS:
+    for mark, encoding in _MARKS:
         if content.startswith(mark):
-            return _decode(content[len(mark) :], marked)
+            return _decode(content[len(mark) :], encoding)
     if codec := _codec(charset or ""):
         return _decode(content, codec)
     if codec := _codec(_declared(content[:_HEAD_BYTES])):
@@ -104,13 +104,13 @@ def _declared(head: bytes) -> str:
     if xml := _XML.match(head):
         return xml[1].decode("latin-1")
     for meta in _META.finditer(head):
-        found: dict[bytes, bytes] = {
+        attributes: dict[bytes, bytes] = {
             name.lower(): double or single or bare
             for name, double, single, bare in _ATTRIBUTE.findall(meta[1])
         }
-        label = found.get(b"charset")
-        if label is None and found.get(b"http-equiv", b"").strip().lower() == b"content-type":
-            inside = _IN_CONTENT.search(found.get(b"content", b""))
+        label = attributes.get(b"charset")
+        if label is None and attributes.get(b"http-equiv", b"").strip().lower() == b"content-type":
+            inside = _CONTENT_CHARSET.search(attributes.get(b"content", b""))
             label = inside[1] if inside else None
         if label is not None and _codec(label.decode("latin-1")):
             return label.decode("latin-1")

@@ -17,7 +17,7 @@ Resolve: TypeAlias = Callable[[str, int], Sequence[str]]
 """Numeric addresses of a host and port. Raises Refused for a name that nobody has, ToolFault without an
 answer.
 """
-FoundT = TypeVar("FoundT")
+ResultT = TypeVar("ResultT")
 _PORTS: Final = {"http": 80, "https": 443}
 _MAX_URL: Final = 2000
 # IPv6 addresses that stand for an IPv4 address, which is their last four bytes
@@ -42,28 +42,28 @@ def read_url(text: str, settings: FetchSettings) -> httpx2.URL:
         raise Refused("Only http and https addresses can be opened.")
     if url.userinfo:
         raise Refused("An address with a user name cannot be opened.")
-    if not _is_listed(host_of(url), port, url.scheme, settings.allowed_hosts):
+    if not _is_listed(url_host(url), port, url.scheme, settings.allowed_hosts):
         raise Refused(f"This host cannot be opened, only {', '.join(settings.allowed_hosts[:10])}.")
     return url
 
 
-def host_of(url: httpx2.URL) -> str:
+def url_host(url: httpx2.URL) -> str:
     """The host as it is sent, without brackets or a last dot."""
     return url.raw_host.decode("ascii").lower().strip("[]").removesuffix(".")
 
 
-def address_of(url: httpx2.URL, settings: FetchSettings, resolve: Resolve) -> str:
+def resolve_address(url: httpx2.URL, settings: FetchSettings, resolve: Resolve) -> str:
     """The number that is connected to, so that no second look-up can give another one.
 
     Raises Refused where any number of the host is not public and the host is not among the private ones.
     """
-    host, port = host_of(url), _port(url)
-    found = resolve(host, port)
-    if not found:
+    host, port = url_host(url), _port(url)
+    addresses = resolve(host, port)
+    if not addresses:
         raise ToolFault(f"browser: {host} has no address")
-    if not _is_listed(host, port, url.scheme, settings.private_hosts) and not all(map(is_public, found)):
+    if not _is_listed(host, port, url.scheme, settings.private_hosts) and not all(map(is_public, addresses)):
         raise Refused("This host cannot be opened: it stands for a private address.")
-    return found[0]
+    return addresses[0]
 
 
 def is_public(address: str) -> bool:
@@ -79,32 +79,32 @@ def is_public(address: str) -> bool:
     return number.is_global and not number.is_multicast
 
 
-def within(limit_s: float, call: Callable[[], FoundT]) -> FoundT:
+def call_with_timeout(limit_s: float, call: Callable[[], ResultT]) -> ResultT:
     """What the call gives or raises; raises TimeoutError after ``limit_s`` seconds.
 
     For the system's resolver, which takes no limit: it goes on in a thread that keeps no process alive.
     """
-    found: Future[FoundT] = Future()
+    future: Future[ResultT] = Future()
 
     def run() -> None:
         try:
-            found.set_result(call())
+            future.set_result(call())
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="outrider-look-up", daemon=True).start()
-    return found.result(timeout=limit_s)
+    return future.result(timeout=limit_s)
 
 
 def look_up(host: str, port: int) -> list[str]:
     """By the system's resolver, in its order."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         if isinstance(error, UnicodeError) or error.errno in _NO_SUCH:
             raise Refused("There is no such host.") from error
         raise ToolFault(f"browser: {host}: {error.strerror}") from error
-    return [str(one[4][0]) for one in found]
+    return [str(info[4][0]) for info in infos]
 
 
 def _port(url: httpx2.URL) -> int:

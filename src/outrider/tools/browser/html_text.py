@@ -32,37 +32,37 @@ def without_controls(text: str) -> str:
 def title_and_text(page: str) -> tuple[str, str]:
     """Title and visible text: a line for each block, blanks between cells of a row."""
     scan = _Scan(page)
-    while scan.take():
+    while scan.read_next():
         pass
-    lines = (" ".join(_unescaped(line).split()) for line in "".join(scan.parts).split("\n"))
-    return " ".join(_unescaped(scan.title).split()), "\n".join(line for line in lines if line)
+    lines = (" ".join(_unescape(line).split()) for line in "".join(scan.parts).split("\n"))
+    return " ".join(_unescape(scan.title).split()), "\n".join(line for line in lines if line)
 
 
 class _Scan:
     """Where the pass is. Whatever is looked for and not there ends it or is not looked for again."""
 
     def __init__(self, page: str) -> None:
-        self._page, self._at = page, 0
+        self._page, self._position = page, 0
         self._knows_quotes = True
         self.parts: list[str] = []
         self.title = ""
 
-    def take(self) -> bool:
+    def read_next(self) -> bool:
         """Read up to and with the next tag; False at the end."""
-        tag = _OPENS.search(self._page, self._at)
-        self.parts.append(self._page[self._at : tag.start() if tag else None].replace("\n", " "))
+        tag = _OPENS.search(self._page, self._position)
+        self.parts.append(self._page[self._position : tag.start() if tag else None].replace("\n", " "))
         if tag is None:
             return False
         if tag[0] == "<!--":
             end = self._page.find("-->", tag.start() + 2)
-            self._at = end + 3
+            self._position = end + 3
             return end >= 0
         if not self._close(tag.end()):
             return False
         name = (tag[2] or "").lower()
         if name == "title" and not tag[1]:
-            return self._take_title()
-        is_closed = self._page[self._at - 2] == "/" and name not in _RAW
+            return self._read_title()
+        is_closed = self._page[self._position - 2] == "/" and name not in _RAW
         if name in _HIDDEN and not tag[1] and not is_closed:
             return self._skip(name)
         if name and name not in _INLINE:
@@ -72,27 +72,27 @@ class _Scan:
     def _close(self, start: int) -> bool:
         """Go behind the tag's ``>``, which does not count within quotes while these are closed."""
         if self._knows_quotes:
-            if found := _ENDS.match(self._page, start):
-                self._at = found.end()
+            if match := _ENDS.match(self._page, start):
+                self._position = match.end()
                 return True
             self._knows_quotes = False
-        self._at = self._page.find(">", start) + 1
-        return self._at > 0
+        self._position = self._page.find(">", start) + 1
+        return self._position > 0
 
     def _skip(self, name: str) -> bool:
-        end = re.compile(f"</{name}", re.IGNORECASE).search(self._page, self._at)
+        end = re.compile(f"</{name}", re.IGNORECASE).search(self._page, self._position)
         return end is not None and self._close(end.end())
 
-    def _take_title(self) -> bool:
+    def _read_title(self) -> bool:
         """Up to its closing tag, or to any where it has none."""
-        end = self._page.find("<", self._at)
-        said = self._page[self._at : end if end >= 0 else None]
-        self.title = self.title or said.strip()
-        self._at = end
+        end = self._page.find("<", self._position)
+        text = self._page[self._position : end if end >= 0 else None]
+        self.title = self.title or text.strip()
+        self._position = end
         return end >= 0
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     try:
         return without_controls(html.unescape(text))
     except ValueError:  # a number of thousands of digits

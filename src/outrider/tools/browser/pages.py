@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outrider.errors import DataError
 from outrider.records import Row, read_rows
-from outrider.tools.search import title_of
+from outrider.tools.search import row_title
 
 _SCHEME = re.compile(r"https?://(?:www\.)?")
 
@@ -34,25 +34,25 @@ class PageCollection:
     def __init__(self, rows: Iterable[Row]) -> None:
         texts: dict[str, list[str]] = {}
         titles: dict[str, str] = {}
-        self._by_url: dict[str, list[str]] = {}
-        self._by_title: dict[str, list[str]] = {}
-        self._by_id: dict[str, list[str]] = {}
+        self._url_index: dict[str, list[str]] = {}
+        self._title_index: dict[str, list[str]] = {}
+        self._id_index: dict[str, list[str]] = {}
         for row in rows:
-            title = title_of(row.values.get("title"))
+            title = row_title(row.values.get("title"))
             url, number = row.values.get("url"), row.values.get("id")
             if isinstance(url, str) and url.strip():
                 address = url
-                _note(self._by_url, url, address)
+                _add_name(self._url_index, url, address)
             elif title or number is not None:
                 address = title or f"[{number}]"
             else:
-                raise DataError(f"{row.place}: a page needs a title, a url or an id to be named by")
+                raise DataError(f"{row.location}: a page needs a title, a url or an id to be named by")
             texts.setdefault(address, []).append(row.text("text"))
             titles.setdefault(address, title)
             if title:
-                _note(self._by_title, title, address)
+                _add_name(self._title_index, title, address)
             if number is not None:
-                _note(self._by_id, str(number), address)
+                _add_name(self._id_index, str(number), address)
         self._texts, self._titles = texts, titles
 
     @classmethod
@@ -66,7 +66,7 @@ class PageCollection:
     def find(self, name: str) -> Page | None:
         """The page of a url, title or id; None without one. Raises Refused where several have the title."""
         key = _key(name)
-        for table in (self._by_url, self._by_title, self._by_id):
+        for table in (self._url_index, self._title_index, self._id_index):
             addresses = table.get(key, [])
             if len(addresses) > 1:
                 raise Refused(f"Several pages are called that: {', '.join(addresses[:5])}")
@@ -78,7 +78,7 @@ class PageCollection:
         return None
 
 
-def _note(table: dict[str, list[str]], name: str, address: str) -> None:
+def _add_name(table: dict[str, list[str]], name: str, address: str) -> None:
     known = table.setdefault(_key(name), [])
     if address not in known:
         known.append(address)

@@ -41,8 +41,8 @@ def make_reader(settings: Reader, max_chars: int) -> PageReader:
     """The reader that the settings choose. Raises ToolUnavailable where its server does not answer."""
     if isinstance(settings, EndpointReader):
         try:
-            found = ChatEndpoint(settings.endpoint).discovered()
-            return ModelReader(settings, ChatEndpoint(found), max_chars)
+            endpoint = ChatEndpoint(settings.endpoint).discovered()
+            return ModelReader(settings, ChatEndpoint(endpoint), max_chars)
         except (EngineFault, ModelError, ConfigError) as error:
             raise ToolUnavailable(f"browser: the reader's endpoint: {error}") from error
     if isinstance(settings, PassageReader):
@@ -71,18 +71,18 @@ class Bm25Reader:
 
     def read(self, page: Page, question: str) -> str:
         """The beginning, and a line that says so, where no passage has a word of the question."""
-        texts = list(passages_of(page.text, self._passage_chars))
+        texts = list(split_passages(page.text, self._passage_chars))
         if not any(terms(text) for text in texts):
             return cut(page.text, self._max_chars)
         passages = [Passage(passage_id=str(i), title="", text=text) for i, text in enumerate(texts)]
-        found = SearchTool(passages, SearchConfig(top_k=100)).run(question).passages
+        hits = SearchTool(passages, SearchConfig(top_k=100)).run(question).passages
         chosen: set[int] = set()
-        for index in (int(passage.passage_id) for passage in found):
-            if len(_joined(texts, chosen | {index})) <= self._max_chars:
+        for index in (int(passage.passage_id) for passage in hits):
+            if len(_join(texts, chosen | {index})) <= self._max_chars:
                 chosen.add(index)
         if not chosen:
             return cut(f"{NO_MATCH}\n{page.text}", self._max_chars)
-        return _joined(texts, chosen)
+        return _join(texts, chosen)
 
 
 class ModelReader:
@@ -100,19 +100,19 @@ class ModelReader:
         text = page.text
         while True:
             try:
-                reply = self._ask(page, text, question)
+                reply = self._complete(page, text, question)
                 break
             except (EngineFault, ModelError) as error:
                 is_too_long = isinstance(error.__cause__, Refusal) and error.__cause__.is_too_long
                 if not is_too_long or len(text) < 2 * _LEAST:
                     raise ToolFault(f"browser: the reader's endpoint: {error}") from error
                 text = text[: len(text) // 2]
-        said = without_controls(without_thoughts(reply.text)).strip()
-        return cut(said + (MARK if reply.truncated else ""), self._max_chars) if said else NOTHING_READ
+        answer = without_controls(without_thoughts(reply.text)).strip()
+        return cut(answer + (MARK if reply.truncated else ""), self._max_chars) if answer else NOTHING_READ
 
-    def _ask(self, page: Page, text: str, question: str) -> ChatReply:
-        asked = f"Looked for: {question}\n\nPage: {page.title} ({page.address})\n\n{text}"
-        messages = (Message(role="system", content=INSTRUCTIONS), Message(role="user", content=asked))
+    def _complete(self, page: Page, text: str, question: str) -> ChatReply:
+        prompt = f"Looked for: {question}\n\nPage: {page.title} ({page.address})\n\n{text}"
+        messages = (Message(role="system", content=INSTRUCTIONS), Message(role="user", content=prompt))
         return self._endpoint.complete(
             messages, max_tokens=self._settings.max_tokens, temperature=self._settings.temperature
         )
@@ -123,7 +123,7 @@ def cut(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else text[: max_chars - len(MARK)] + MARK
 
 
-def passages_of(text: str, size: int) -> Iterator[str]:
+def split_passages(text: str, size: int) -> Iterator[str]:
     """The text in pieces of at most ``size`` characters that end with sentences; a longer one is cut."""
     piece = ""
     for sentence in _SENTENCE_END.split(text):
@@ -149,7 +149,7 @@ def _first(text: str, size: int) -> tuple[str, str]:
     return (text[:end], text[end + 1 :]) if end > 0 else (text[:size], text[size:])
 
 
-def _joined(texts: list[str], chosen: set[int]) -> str:
+def _join(texts: list[str], chosen: set[int]) -> str:
     """Passages in the page's order; neighbours run on."""
     lines: list[str] = []
     last = -1

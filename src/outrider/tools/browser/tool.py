@@ -10,7 +10,7 @@ from outrider.tools.browser.fetch import Fetcher
 from outrider.tools.browser.pages import Page, PageCollection, Refused
 from outrider.tools.browser.readers import Beginning, PageReader, cut, make_reader
 from outrider.tools.browser.settings import BrowserSettings
-from outrider.tools.once import Once
+from outrider.tools.once import SingleFlightCache
 
 UNKNOWN: Final = "There is no such page. Name one as a search result does: its title, address or id."
 EMPTY: Final = "The page is empty."
@@ -45,7 +45,7 @@ class Browser:
         self._reader = reader
         self._beginning = Beginning(settings.max_chars)
         self._fetcher = fetcher
-        self._readings: Once[str] = Once(settings.cache_readings)
+        self._readings: SingleFlightCache[str] = SingleFlightCache(settings.cache_readings)
 
     @classmethod
     def build(cls, settings: BrowserSettings, context: ToolContext) -> "Browser":
@@ -71,20 +71,20 @@ class Browser:
             page, question = self._open(text)
         except Refused as refusal:
             return ToolOutput(text=str(refusal), failed=True)
-        read = cut(page.text.strip(), self.settings.max_page_chars)
-        if not read:
+        content = cut(page.text.strip(), self.settings.max_page_chars)
+        if not content:
             return ToolOutput(text=EMPTY, failed=True)
-        shown = Page(address=page.address, title=" ".join(page.title.split())[:200], text=read)
-        key = hashlib.sha256(json.dumps([shown.title, read, question]).encode()).digest()
-        return ToolOutput(text=self._readings.get(key, lambda: self._read(shown, question)))
+        trimmed_page = Page(address=page.address, title=" ".join(page.title.split())[:200], text=content)
+        key = hashlib.sha256(json.dumps([trimmed_page.title, content, question]).encode()).digest()
+        return ToolOutput(text=self._readings.get(key, lambda: self._read(trimmed_page, question)))
 
     def close(self) -> None:
         """Nothing to release."""
 
     def _read(self, page: Page, question: str) -> str:
         reader = self._reader if question else self._beginning
-        said = f"{page.title}\n{reader.read(page, question)}".strip()
-        return said.encode("utf-8", "replace").decode("utf-8")  # half of a pair of surrogates is no text
+        text = f"{page.title}\n{reader.read(page, question)}".strip()
+        return text.encode("utf-8", "replace").decode("utf-8")  # half of a pair of surrogates is no text
 
     def _open(self, text: str) -> tuple[Page, str]:
         """The page and what is looked for on it. The longest name that is a page's wins, because titles may
@@ -92,14 +92,14 @@ class Browser:
         """
         parts = text.split("|")
         for num in range(min(len(parts), _MAX_BARS), 0, -1):
-            page = self._kept("|".join(parts[:num]).strip())
+            page = self._find_page("|".join(parts[:num]).strip())
             if page is not None:
                 return page, " ".join("|".join(parts[num:]).split())
         if self._fetcher is None or "://" not in parts[0]:
             raise Refused(UNKNOWN)
         return self._fetcher.page(parts[0].strip()), " ".join("|".join(parts[1:]).split())
 
-    def _kept(self, name: str) -> Page | None:
+    def _find_page(self, name: str) -> Page | None:
         """The collection's page of a name, also in the brackets in which a search shows an id."""
         if self._pages is None or not name:
             return None

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Final
 
 from outrider.errors import ToolUnavailable
 from outrider.tools.mcp.listing import Listing
-from outrider.tools.once import Once
+from outrider.tools.once import SingleFlightCache
 
 if TYPE_CHECKING:
     from outrider.tools.mcp.settings import McpConfig
 
-_KEPT: Final = 64  # servers
-_asked: Once[Listing] = Once(_KEPT)
+_CACHE_SIZE: Final = 64  # servers
+_listings: SingleFlightCache[Listing] = SingleFlightCache(_CACHE_SIZE)
 
 
-def ask(settings: "McpConfig") -> Listing:
+def get_listing(settings: "McpConfig") -> Listing:
     """What a server says of itself; what was started for that is ended.
 
     Raises ToolUnavailable where it cannot be asked or has no such tool, ConfigError where two of its tools
@@ -23,9 +23,9 @@ def ask(settings: "McpConfig") -> Listing:
     if importlib.util.find_spec("mcp") is None:
         raise ToolUnavailable("the package mcp is not installed: pip install 'outrider[mcp]'")
 
-    def ask_now() -> Listing:
-        from outrider.tools.mcp.servers import asked_once  # needs the package
+    def request_listing() -> Listing:
+        from outrider.tools.mcp.servers import fetch_listing  # needs the package
 
-        return asked_once(settings)
+        return fetch_listing(settings)
 
-    return _asked.get(settings.model_dump_json(), ask_now)
+    return _listings.get(settings.model_dump_json(), request_listing)

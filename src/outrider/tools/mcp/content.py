@@ -18,10 +18,10 @@ from mcp_types import (
 from outrider.tools.base import ToolOutput
 
 
-def output_of(result: CallToolResult, max_chars: int) -> ToolOutput:
+def to_tool_output(result: CallToolResult, max_chars: int) -> ToolOutput:
     """Texts in order, a line apart; structured content where there is no text."""
     parts = list(_parts(result.content))
-    if not any(isinstance(one, TextContent) for one in result.content) and result.structured_content:
+    if not any(isinstance(block, TextContent) for block in result.content) and result.structured_content:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
     text = cut("\n".join(parts), max_chars)
     is_error = bool(result.is_error)

@@ -14,9 +14,9 @@ from outrider import __version__
 from outrider.errors import OutriderError, ToolFault, ToolUnavailable
 from outrider.tools.base import ToolOutput
 from outrider.tools.mcp import LOOK_S
-from outrider.tools.mcp.content import cut, output_of
+from outrider.tools.mcp.content import cut, to_tool_output
 from outrider.tools.mcp.http import http_server
-from outrider.tools.mcp.listing import Listing, taken
+from outrider.tools.mcp.listing import Listing, select_tools
 from outrider.tools.mcp.stdio import ServerProcess
 from outrider.types import Json
 
@@ -36,7 +36,7 @@ class Link:
     def __init__(self, settings: "McpConfig") -> None:
         self._settings = settings
         self._process = None if settings.url is not None else _process(settings)
-        self._over = asyncio.Event()
+        self._closing = asyncio.Event()
         self._opened: asyncio.Future[tuple[Client, Listing]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._live())
 
@@ -54,7 +54,7 @@ class Link:
             if isinstance(error, TimeoutError):
                 raise link._fault(f"it has not started within {settings.start_timeout_s:g} s") from error
             if isinstance(error, Exception):
-                raise link._fault(f"it cannot be reached: {_told(error)}") from error
+                raise link._fault(f"it cannot be reached: {_describe_error(error)}") from error
             raise
         return link, listing
 
@@ -72,17 +72,17 @@ class Link:
                 text = cut(error.message, self._settings.max_chars)
                 return ToolOutput(text=text or "The call failed.", failed=True)
             if error.code != CONNECTION_CLOSED:
-                raise self._fault(f"{name} was not answered: {_told(error)}") from error
+                raise self._fault(f"{name} was not answered: {_describe_error(error)}") from error
             if self._process is not None:
-                await self._process.ended()
+                await self._process.wait_for_exit()
             raise self._fault(f"{name} was not answered: it hung up") from error
         except Exception as error:  # a result that does not fit its own schema, a broken connection
-            raise self._fault(f"{name} was not answered: {_told(error)}") from error
+            raise self._fault(f"{name} was not answered: {_describe_error(error)}") from error
         if not isinstance(result, CallToolResult):
             raise self._fault(f"{name} answered with what is no result")
-        return output_of(result, self._settings.max_chars)
+        return to_tool_output(result, self._settings.max_chars)
 
-    async def is_there(self) -> bool:
+    async def is_alive(self) -> bool:
         """Whether the server still answers."""
         client, _ = self._opened.result()
         try:
@@ -96,7 +96,7 @@ class Link:
         """End the session and the process; ``gently`` lets it end by itself. May be called twice."""
         if self._process is not None:
             self._process.is_ending_gently = gently
-        self._over.set()
+        self._closing.set()
         if not gently:
             self._task.cancel()
         for _ in range(_MAX_CANCELS):  # a server over HTTP is told of the end, and may not answer to that
@@ -111,7 +111,7 @@ class Link:
             async with _client(self._settings, self._process) as client:
                 listing = await _listing(self._settings, client)
                 self._opened.set_result((client, listing))
-                await self._over.wait()
+                await self._closing.wait()
         except BaseException as error:
             if not self._opened.done():
                 self._opened.set_exception(_first(error))
@@ -120,9 +120,9 @@ class Link:
                 raise
 
     def _fault(self, reason: str) -> ToolFault:
-        more = self._process.told() if self._process is not None else ""
-        told = self._settings.without_keys(f"{reason} ({more})" if more else reason)
-        return ToolFault(f"MCP server {self._settings.name}: {told}")
+        details = self._process.describe_failure() if self._process is not None else ""
+        text = self._settings.without_keys(f"{reason} ({details})" if details else reason)
+        return ToolFault(f"MCP server {self._settings.name}: {text}")
 
 
 @asynccontextmanager
@@ -163,7 +163,7 @@ async def _listing(settings: "McpConfig", client: Client) -> Listing:
     else:
         raise ToolUnavailable(f"MCP server {settings.name}: its list of tools does not end")
     about = client.server_info
-    return taken(
+    return select_tools(
         settings,
         server="" if about is None else about.name,
         version="" if about is None else about.version,
@@ -178,7 +178,7 @@ def _first(error: BaseException) -> BaseException:
     return ToolFault("it was ended") if isinstance(error, asyncio.CancelledError) else error
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     with contextlib.suppress(Exception):
         words = " ".join(str(_first(error)).split())
         return words[:300] or type(error).__name__

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ConfigError, ToolUnavailable
 from outrider.plugins.origin import Origin
-from outrider.tokens.calls import flaw_of
+from outrider.tokens.calls import find_schema_flaw
 from outrider.tokens.calls.schemas import Arguments
 from outrider.tools.described import usage_line
 from outrider.types import ToolSchema
@@ -50,27 +50,27 @@ class Listing:
     tools: Mapping[str, ListedTool]
 
 
-def taken(settings: "McpConfig", *, server: str, version: str, tools: Mapping[str, Any]) -> Listing:
+def select_tools(settings: "McpConfig", *, server: str, version: str, tools: Mapping[str, Any]) -> Listing:
     """What a run takes of all ``tools`` (the client's own objects, by name)."""
-    wanted = settings.only or tuple(tools)
-    if missing := [name for name in wanted if name not in tools]:
+    names = settings.only or tuple(tools)
+    if missing := [name for name in names if name not in tools]:
         raise ToolUnavailable(
             f"MCP server {settings.name} has no tool {missing[0]!r}: it has {', '.join(tools) or 'none'}"
         )
-    if not wanted:
+    if not names:
         raise ToolUnavailable(f"MCP server {settings.name} has no tool")
-    listed = [ListedTool(listed_name=name, schema=_schema(settings, name, tools[name])) for name in wanted]
-    by_tag = {one.name: one for one in listed}
-    if len(by_tag) < len(listed):
-        twice = next(one for one in listed if by_tag[one.name] is not one)
+    listed = [ListedTool(listed_name=name, schema=_schema(settings, name, tools[name])) for name in names]
+    tools_by_tag = {tool.name: tool for tool in listed}
+    if len(tools_by_tag) < len(listed):
+        duplicate = next(tool for tool in listed if tools_by_tag[tool.name] is not tool)
         raise ConfigError(
-            f"MCP server {settings.name}: {twice.listed_name!r} and {by_tag[twice.name].listed_name!r} are "
-            f"both the tag {twice.name!r}: choose one of them with only"
+            f"MCP server {settings.name}: {duplicate.listed_name!r} and {tools_by_tag[duplicate.name].listed_name!r} are "
+            f"both the tag {duplicate.name!r}: choose one of them with only"
         )
-    return Listing(server=server, version=version, tools=by_tag)
+    return Listing(server=server, version=version, tools=tools_by_tag)
 
 
-def tag_of(settings: "McpConfig", name: str) -> str:
+def tool_tag(settings: "McpConfig", name: str) -> str:
     """The tag of a server's tool: lower case, and ``_`` for what a tag cannot have."""
     return settings.prefix + re.sub(r"[^a-z0-9_]", "_", name.lower())
 
@@ -78,14 +78,16 @@ def tag_of(settings: "McpConfig", name: str) -> str:
 def _schema(settings: "McpConfig", name: str, tool: Any) -> ToolSchema:
     """What is told of a tool. Raises ConfigError for arguments of which no template can tell."""
     # a server may write null for what is not there; of $schema a policy has no use
-    parameters = {key: one for key, one in tool.input_schema.items() if one is not None and key != "$schema"}
-    if flaw := flaw_of(parameters):
+    parameters = {
+        key: value for key, value in tool.input_schema.items() if value is not None and key != "$schema"
+    }
+    if flaw := find_schema_flaw(parameters):
         raise ConfigError(
             f"MCP server {settings.name}: the schema of {name!r} cannot be told to a model: {flaw}: "
             "leave the tool out with only"
         )
     parameters.setdefault("type", "object")
-    declared = Arguments.of({"parameters": parameters})
+    declared = Arguments.from_schema({"parameters": parameters})
     properties, required = declared.properties, list(declared.required)
     if "$ref" in parameters and properties:  # they are listed below
         del parameters["$ref"]
@@ -94,30 +96,34 @@ def _schema(settings: "McpConfig", name: str, tool: Any) -> ToolSchema:
     if required and required != parameters.get("required"):
         parameters["required"] = required
     # Templates list the properties at the top. A schema may also be true or false: anything, nothing.
-    parameters["properties"] = {key: one if isinstance(one, dict) else {} for key, one in properties.items()}
+    parameters["properties"] = {
+        key: value if isinstance(value, dict) else {} for key, value in properties.items()
+    }
     description = tool.description or tool.title or f"The tool {tool.name}."
-    told = " ".join(description.split())
-    return {"name": tag_of(settings, name), "description": told, "parameters": parameters}
+    text = " ".join(description.split())
+    return {"name": tool_tag(settings, name), "description": text, "parameters": parameters}
 
 
 def origins(settings: "McpConfig", listing: Listing) -> dict[str, Origin]:
     """For a run's record: the server and its list in words, its script and each tool as digests."""
-    place = settings.url or settings.script or settings.command or ""
+    target = settings.url or settings.script or settings.command or ""
     label = f"{listing.server} {listing.version}".strip()
-    found = {
+    records = {
         settings.name: Origin(
-            target=place, package=f"MCP server {listing.server}", version=listing.version, digest=label
+            target=target, package=f"MCP server {listing.server}", version=listing.version, digest=label
         ),
-        f"{settings.name}.tools": Origin(target=place, digest=", ".join(listing.tools)),
+        f"{settings.name}.tools": Origin(target=target, digest=", ".join(listing.tools)),
     }
     if settings.script is not None:
-        path, named = settings.script_path().absolute(), PurePath(settings.script)
-        num_up = 0 if named.is_absolute() else len(named.parts) - 1
-        found[f"{settings.name}.script"] = Origin(
+        path, script = settings.script_path().absolute(), PurePath(settings.script)
+        num_up = 0 if script.is_absolute() else len(script.parts) - 1
+        records[f"{settings.name}.script"] = Origin(
             target=settings.script,
             file=str(path),
             folder=str(path.parents[num_up]),
             digest=hashlib.sha256(path.read_bytes()).hexdigest(),
         )
     tools = listing.tools.items()
-    return found | {f"{settings.name}.{tag}": Origin(target=place, digest=one.digest()) for tag, one in tools}
+    return records | {
+        f"{settings.name}.{tag}": Origin(target=target, digest=tool.digest()) for tag, tool in tools
+    }

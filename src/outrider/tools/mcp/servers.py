@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 _LONGEST_WAIT_S: Final = 60.0
 
 
-def asked_once(settings: "McpConfig") -> Listing:
+def fetch_listing(settings: "McpConfig") -> Listing:
     """What a server says of itself. It is ended behind that. Raises ToolUnavailable or ConfigError."""
 
-    async def ask() -> Listing:
+    async def open_and_close() -> Listing:
         link, listing = await Link.open(settings)
         await link.close(gently=True)
         return listing
 
     try:
         with start_blocking_portal(name=f"mcp-{settings.name}-list") as portal:
-            return portal.call(ask)
+            return portal.call(open_and_close)
     except ToolFault as fault:  # there is no rollout yet that it could be a fault of
         raise ToolUnavailable(str(fault)) from fault
 
@@ -58,7 +58,7 @@ class _Server:
                 try:
                     output = await link.call(name, arguments)
                 except ToolFault as fault:
-                    raise ToolFault(f"{fault}{await self._looked_after(link)}") from fault
+                    raise ToolFault(f"{fault}{await self._check_after_fault(link)}") from fault
                 self._num_lost = 0
                 return output
         finally:
@@ -103,12 +103,12 @@ class _Server:
         doubled = 2.0 ** max(0, self._num_lost - 1) - 1.0
         return min(self._settings.restart_wait_s * doubled, _LONGEST_WAIT_S)
 
-    async def _looked_after(self, link: Link) -> str:
+    async def _check_after_fault(self, link: Link) -> str:
         """After a fault: a server that does not answer any more is ended. What is to be said of that."""
         async with self._changing:
             if self._link is not link:
                 return ""  # another call's fault has ended it
-            if await link.is_there():
+            if await link.is_alive():
                 return ""
             self._link = None
             self._num_lost += 1
@@ -147,7 +147,7 @@ class Servers:
         atexit.unregister(self.close)
 
     async def _call(self, name: str, arguments: Mapping[str, Json]) -> ToolOutput:
-        server = min(self._servers, key=lambda one: one.num_calls)
+        server = min(self._servers, key=lambda candidate: candidate.num_calls)
         return await server.call(name, arguments)
 
     async def _close(self) -> None:

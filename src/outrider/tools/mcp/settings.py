@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import Field, model_validator
 
 from outrider.errors import ToolUnavailable
-from outrider.plugins.imports import searched
+from outrider.plugins.imports import search_folders
 from outrider.tools.base import ToolSettings
 from outrider.tools.mcp import LOOK_S
 
@@ -78,7 +78,7 @@ class McpConfig(ToolSettings):
     """Bytes of a message of the server; a longer one ends the server."""
 
     @model_validator(mode="after")
-    def _possible(self) -> "McpConfig":
+    def _validate(self) -> "McpConfig":
         if [self.command, self.script, self.url].count(None) != 2:
             raise ValueError("set exactly one of command, script and url")
         if self.url is not None and (self.args or self.env or self.cwd is not None):
@@ -103,29 +103,31 @@ class McpConfig(ToolSettings):
 
     def origins(self) -> "Mapping[str, Origin]":
         """The server, its script, its list of tools and every tool."""
-        from outrider.tools.mcp.asking import ask
+        from outrider.tools.mcp.asking import get_listing
         from outrider.tools.mcp.listing import origins
 
-        return origins(self, ask(self))
+        return origins(self, get_listing(self))
 
     def program(self) -> list[str]:
         """What is started. Raises ToolUnavailable where it is not there."""
         if self.script is not None:
             return [sys.executable, str(self.script_path()), *self.args]
         assert self.command is not None
-        if (found := shutil.which(self.command)) is None:
+        if (executable := shutil.which(self.command)) is None:
             raise ToolUnavailable(f"MCP server {self.name}: there is no program {self.command!r}")
-        return [found, *self.args]
+        return [executable, *self.args]
 
     def script_path(self) -> Path:
         """Where the script lies. Raises ToolUnavailable where it is in no folder that is searched."""
         assert self.script is not None
-        folders = [*searched(), Path.cwd()]
+        folders = [*search_folders(), Path.cwd()]
         for folder in folders:
-            if (found := folder / self.script).is_file():
-                return found
-        looked = ", ".join(dict.fromkeys(str(one) for one in folders))
-        raise ToolUnavailable(f"MCP server {self.name}: there is no file {self.script!r} in {looked}")
+            if (path := folder / self.script).is_file():
+                return path
+        searched_folders = ", ".join(dict.fromkeys(str(directory) for directory in folders))
+        raise ToolUnavailable(
+            f"MCP server {self.name}: there is no file {self.script!r} in {searched_folders}"
+        )
 
     def sent_headers(self) -> dict[str, str]:
         """``headers`` with their variables' values. Raises ToolUnavailable, without the value, for what no
@@ -144,8 +146,8 @@ class McpConfig(ToolSettings):
         """``text`` with ``$NAME`` in place of the values of variables that the recipe names: a server may
         repeat a key in its last words.
         """
-        named = [*self.env.values(), *self.headers.values()]
-        for name in (one.strip("${}") for value in named for one in _VARIABLE.findall(value)):
+        templates = [*self.env.values(), *self.headers.values()]
+        for name in (variable.strip("${}") for value in templates for variable in _VARIABLE.findall(value)):
             if len(key := os.environ.get(name, "").strip()) >= _SHORTEST_KEY:
                 text = text.replace(key, f"${name}")
         return text

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from outrider.tools.base import Tool, ToolContext, ToolGroup, ToolOutput
 from outrider.tools.functions import CalledByText
-from outrider.tools.mcp.asking import ask
-from outrider.tools.mcp.listing import ListedTool, tag_of
+from outrider.tools.mcp.asking import get_listing
+from outrider.tools.mcp.listing import ListedTool, tool_tag
 from outrider.tools.mcp.settings import McpConfig
 from outrider.types import Json
 
@@ -44,21 +44,21 @@ class McpServer(ToolGroup):
     @classmethod
     def lines(cls, settings: McpConfig) -> Mapping[str, str]:
         """See :class:`outrider.tools.base.ToolGroup`. Asks the server, once a process."""
-        return {tag: tool.usage for tag, tool in ask(settings).tools.items()}
+        return {tag: tool.usage for tag, tool in get_listing(settings).tools.items()}
 
     @classmethod
     def names(cls, settings: McpConfig) -> tuple[str, ...]:
         """See :class:`outrider.tools.base.ToolGroup`."""
-        return tuple(tag_of(settings, name) for name in settings.only) or super().names(settings)
+        return tuple(tool_tag(settings, name) for name in settings.only) or super().names(settings)
 
     @classmethod
     def build(cls, settings: McpConfig, context: ToolContext) -> "McpServer":
         """Ask the server, which is started again for the first call. Raises ToolUnavailable."""
-        listing = ask(settings)
+        listing = get_listing(settings)
         from outrider.tools.mcp.servers import Servers  # needs the package
 
         servers = Servers(settings, listing)
-        return cls([McpTool(one, servers.call, servers.close) for one in listing.tools.values()])
+        return cls([McpTool(tool, servers.call, servers.close) for tool in listing.tools.values()])
 
     @property
     def tools(self) -> Sequence[Tool]:

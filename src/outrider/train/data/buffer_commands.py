@@ -11,14 +11,14 @@ from rich.text import Text
 
 from outrider.config import validate
 from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
-from outrider.environments.base import EnvironmentFactory, TaskFamily
-from outrider.environments.families import make_family, split_tasks
+from outrider.environments.base import EnvironmentFactory, TaskSet
+from outrider.environments.families import make_task_set, split_tasks
 from outrider.errors import ConfigError, DataError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import sources
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.records import BuildReport
-from outrider.printing import say
+from outrider.printing import print_lines
 from outrider.rollout.collect import Collector
 from outrider.terminal import Terminal
 from outrider.train.data.collection_log import CollectionLog
@@ -42,34 +42,34 @@ def build_buffer(
     """
     if num_trajectories < 1:
         raise ConfigError("--num-trajectories must be at least 1")
-    agent = None if endpoint is None else _agent(endpoint, endpoint_model, settings.seed)
+    agent = None if endpoint is None else _connect_agent(endpoint, endpoint_model, settings.seed)
     embedder = load_embedder(settings.buffer.embedder)
-    family = make_family(settings.environment)
-    tasks = split_tasks(family, "train")[: settings.buffer.num_tasks]
-    factory = family.make()
+    task_set = make_task_set(settings.environment)
+    tasks = split_tasks(task_set, "train")[: settings.buffer.num_tasks]
+    factory = task_set.make()
     log = CollectionLog(out)
     try:
         with StepTraceBuffer(out, embedder, mode="write") as buffer:
             if buffer.report.lost_batch:
-                say("the last writer was killed inside a batch: that batch is added again")
+                print_lines("the last writer was killed inside a batch: that batch is added again")
             if agent is None:
-                _ask_experts(buffer, family, factory, tasks, settings)
+                _fill_with_experts(buffer, task_set, factory, tasks, settings)
             else:
                 collector = Collector(
                     endpoint=agent,
                     factory=factory,
                     limits=settings.limits,
-                    stop=family.stop,
+                    stop=task_set.stop,
                     run_seed=settings.seed,
                     num_concurrent=min(_MAX_CONCURRENT, settings.num_concurrent),
                     max_retries=settings.train.max_retries,
                 )
-                _ask_endpoint(buffer, collector, log, tasks, settings, num_trajectories)
+                _fill_with_endpoint(buffer, collector, log, tasks, settings, num_trajectories)
             if len(buffer) == 0:
                 raise DataError(f"{out}: no trajectory has entered the buffer")
-            say(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
+            print_lines(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
     finally:
-        family.close()
+        task_set.close()
         factory.close()
     return 0
 
@@ -89,7 +89,7 @@ def import_trajectories(
         buffer.check(imported.trajectories)  # all of them before the first is written
         reports = []
         began, done = time.monotonic(), 0
-        for portion in _whole_tasks(imported.trajectories, _PORTION):
+        for portion in _portions_by_task(imported.trajectories, _PORTION):
             reports.append(
                 buffer.add_trajectories(
                     portion, keep_best=keep_best, min_reward=min_reward, questions=imported.questions
@@ -97,7 +97,7 @@ def import_trajectories(
             )
             done += len(portion)
             left = (time.monotonic() - began) / done * (len(imported.trajectories) - done)
-            say(
+            print_lines(
                 f"import: {done} of {len(imported.trajectories)} trajectories, "
                 f"{len(buffer)} steps, about {left:.0f} s left"
             )
@@ -105,20 +105,20 @@ def import_trajectories(
         left_out = {f"left out: {name}": count for name, count in imported.dropped.items()}
         _print_counts(f"import of {file.name}", counts | left_out)
         _print_some("malformed", imported.problems)
-        say(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
+        print_lines(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
     return 0
 
 
-def _whole_tasks(trajectories: Sequence[Trajectory], size: int) -> Iterator[list[Trajectory]]:
+def _portions_by_task(trajectories: Sequence[Trajectory], size: int) -> Iterator[list[Trajectory]]:
     """Portions of about ``size``; a task's trajectories stay together, because only the best of them are
     kept.
     """
-    by_task: dict[str, list[Trajectory]] = {}
+    groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        by_task.setdefault(trajectory.task_key, []).append(trajectory)
+        groups.setdefault(trajectory.task_key, []).append(trajectory)
     portion: list[Trajectory] = []
-    for of_task in by_task.values():
-        portion += of_task
+    for group in groups.values():
+        portion += group
         if len(portion) >= size:
             yield portion
             portion = []
@@ -161,7 +161,7 @@ def print_hits(file: Path, *, embedder: str, history: str, k: int) -> int:
     with StepTraceBuffer(file, load_embedder(embedder), mode="read") as buffer:
         hits = buffer.query(history, k=k)
     if not hits:
-        say("no step to show: the buffer is empty, or all its steps end an episode")
+        print_lines("no step to show: the buffer is empty, or all its steps end an episode")
         return 0
     table = Table(
         *(
@@ -173,33 +173,37 @@ def print_hits(file: Path, *, embedder: str, history: str, k: int) -> int:
     )
     for hit in hits:
         record = hit.record
-        place = f"{record.task_key} #{record.step_index} ({record.trajectory_id})"
-        said = f"{record.text.strip()}\n{record.observation.strip()}".strip()
-        cells = (f"{hit.similarity:.4f}", place, record.agent, f"{record.reward:g}", said)
+        location = f"{record.task_key} #{record.step_index} ({record.trajectory_id})"
+        text = f"{record.text.strip()}\n{record.observation.strip()}".strip()
+        cells = (f"{hit.similarity:.4f}", location, record.agent, f"{record.reward:g}", text)
         table.add_row(*(Text(cell) for cell in cells))
     Terminal().print(table)
     return 0
 
 
-def _agent(endpoint: str, model: str, seed: int) -> ChatEndpoint:
+def _connect_agent(endpoint: str, model: str, seed: int) -> ChatEndpoint:
     """The endpoint, asked once what it serves: a wrong address or key shows before anything else is
     loaded.
     """
     settings = validate(EndpointSettings, {"base_url": endpoint, "model": model, "seed": seed})
-    found = ChatEndpoint(settings).discovered()
-    form = "continues one assistant message" if found.continues_messages else "gets results as user messages"
-    say(f"{found.base_url}: agent {found.model}, {form}")
-    return ChatEndpoint(found)
+    discovered = ChatEndpoint(settings).discovered()
+    form = (
+        "continues one assistant message"
+        if discovered.continues_messages
+        else "gets results as user messages"
+    )
+    print_lines(f"{discovered.base_url}: agent {discovered.model}, {form}")
+    return ChatEndpoint(discovered)
 
 
-def _ask_experts(
+def _fill_with_experts(
     buffer: StepTraceBuffer,
-    family: TaskFamily,
+    task_set: TaskSet,
     factory: EnvironmentFactory,
     tasks: Sequence[Task],
     settings: RunSettings,
 ) -> None:
-    filled = fill_buffer(buffer, family, factory, tasks, settings, say)
+    filled = fill_buffer(buffer, task_set, factory, tasks, settings, print_lines)
     names = ("present", "without_expert", "unsolved", "fault", "retries")
     counts = {
         f"num_tasks_{name}" if name != "retries" else "num_retries": filled.counts[name] for name in names
@@ -208,7 +212,7 @@ def _ask_experts(
     _print_some("fault", filled.faults)
 
 
-def _ask_endpoint(
+def _fill_with_endpoint(
     buffer: StepTraceBuffer,
     collector: Collector,
     log: CollectionLog,
@@ -233,13 +237,15 @@ def _ask_endpoint(
         log.add(report.collected)
         builds.append(build)
         counts["num_done_before"] += report.num_skipped
-        counts["num_successes"] += sum(one.success for one in report.collected)
-        counts["num_retries_of_environments"] += sum(one.num_retries for one in report.collected)
+        counts["num_successes"] += sum(rollout.success for rollout in report.collected)
+        counts["num_retries_of_environments"] += sum(rollout.num_retries for rollout in report.collected)
         counts.update({f"num_{outcome.value}": number for outcome, number in sorted(report.outcomes.items())})
         details += [
-            f"{one.trajectory_id}: {one.detail}" for one in report.collected if one.trajectory is None
+            f"{rollout.trajectory_id}: {rollout.detail}"
+            for rollout in report.collected
+            if rollout.trajectory is None
         ]
-        say(f"buffer: {start + len(portion)} of {len(tasks)} tasks played, {len(buffer)} steps")
+        print_lines(f"buffer: {start + len(portion)} of {len(tasks)} tasks played, {len(buffer)} steps")
     counts.update(
         {f"num_retries_{kind}": number for kind, number in sorted(collector.endpoint.retries.items())}
     )
@@ -249,9 +255,11 @@ def _ask_endpoint(
     _print_some("fault", details)
     limits = settings.limits
     if num := counts[f"num_{Outcome.TRUNCATED_TURNS.value}"]:
-        say(f"{num} trajectories were cut by rollout.max_turns = {limits.max_turns} or the environment")
+        print_lines(
+            f"{num} trajectories were cut by rollout.max_turns = {limits.max_turns} or the environment"
+        )
     if num := counts[f"num_{Outcome.TRUNCATED_TOKENS.value}"]:
-        say(
+        print_lines(
             f"{num} trajectories were cut by rollout.max_turn_tokens = {limits.max_turn_tokens}, "
             f"rollout.max_response_tokens = {limits.max_response_tokens} or the server's context"
         )
@@ -279,6 +287,6 @@ def _print_counts(title: str, values: Mapping[str, object]) -> None:
 
 def _print_some(kind: str, lines: Sequence[str]) -> None:
     for line in lines[:_SHOWN_FAULTS]:
-        say(f"{kind}: {line}")
+        print_lines(f"{kind}: {line}")
     if len(lines) > _SHOWN_FAULTS:
-        say(f"... and {len(lines) - _SHOWN_FAULTS} more of this kind")
+        print_lines(f"... and {len(lines) - _SHOWN_FAULTS} more of this kind")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.history import TokenCounter
-from outrider.rollout.expert import trajectory_of
+from outrider.rollout.expert import to_trajectory
 from outrider.trace import Trace
 from outrider.train.settings import BufferSettings
 
@@ -24,8 +24,8 @@ def evolve_buffer(
     """
     if not settings.evolve:
         return {"buffer/num_steps": float(len(buffer))}
-    found = [
-        trajectory_of(
+    trajectories = [
+        to_trajectory(
             trace,
             leaf.rollout,
             agent="self",
@@ -37,7 +37,7 @@ def evolve_buffer(
         if leaf.success
     ]
     report = buffer.add_trajectories(
-        [one for one in found if one is not None],
+        [trajectory for trajectory in trajectories if trajectory is not None],
         keep_best=settings.keep_best,
         min_reward=settings.min_reward,
         count_tokens=count_tokens,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.environments.base import EnvironmentFactory, TaskSet
 from outrider.errors import CheckpointError, DataError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
@@ -18,7 +18,7 @@ def open_buffer(
     settings: RunSettings,
     *,
     path: Path,
-    family: TaskFamily,
+    task_set: TaskSet,
     factory: EnvironmentFactory,
     train_tasks: Sequence[Task],
     resumed: bool,
@@ -35,32 +35,32 @@ def open_buffer(
     if not settings.algorithm.retrieves or not settings.train.num_steps:
         return None
     embedder = load_embedder(settings.buffer.embedder)
-    named = Path(settings.buffer.path) if settings.buffer.path else None
-    if named is not None and not settings.buffer.evolve:
-        return _require_steps(StepTraceBuffer(named, embedder, mode="read"), "")
+    source_path = Path(settings.buffer.path) if settings.buffer.path else None
+    if source_path is not None and not settings.buffer.evolve:
+        return _require_steps(StepTraceBuffer(source_path, embedder, mode="read"), "")
     if resumed and not path.exists():
         raise CheckpointError(f"{path} is missing: it holds the steps that this run retrieves; put it back")
-    if named is not None and not path.exists():
-        copy_database(named, path)
+    if source_path is not None and not path.exists():
+        copy_database(source_path, path)
     buffer = StepTraceBuffer(path, embedder, mode="write")
-    why = ""
+    reason = ""
     try:
         if buffer.report.lost_batch:
             note("the buffer's last writer was killed inside a batch: that batch is added again")
-        if named is None and not resumed:
+        if source_path is None and not resumed:
             tasks = train_tasks[: settings.buffer.num_tasks]
-            filled = fill_buffer(buffer, family, factory, tasks, settings, note, count_tokens=count_tokens)
-            family.close()
-            why = f": no trajectory of an expert entered it (of {len(tasks)} tasks: {filled.outcomes()})"
-        _require_steps(buffer, why)
+            filled = fill_buffer(buffer, task_set, factory, tasks, settings, note, count_tokens=count_tokens)
+            task_set.close()
+            reason = f": no trajectory of an expert entered it (of {len(tasks)} tasks: {filled.outcomes()})"
+        _require_steps(buffer, reason)
     except BaseException:
         buffer.close()
         raise
     return buffer
 
 
-def _require_steps(buffer: StepTraceBuffer, why: str) -> StepTraceBuffer:
+def _require_steps(buffer: StepTraceBuffer, reason: str) -> StepTraceBuffer:
     if len(buffer) == 0:
         buffer.close()
-        raise DataError(f"the step-trace buffer {buffer.path} is empty{why}")
+        raise DataError(f"the step-trace buffer {buffer.path} is empty{reason}")
     return buffer

@@ -34,13 +34,13 @@ class CollectionLog:
         lines = [
             json.dumps(
                 {
-                    "trajectory_id": one.trajectory_id,
-                    "outcome": one.outcome.value,
-                    "reward": one.trajectory.reward,
+                    "trajectory_id": rollout.trajectory_id,
+                    "outcome": rollout.outcome.value,
+                    "reward": rollout.trajectory.reward,
                 }
             )
-            for one in collected
-            if one.trajectory is not None
+            for rollout in collected
+            if rollout.trajectory is not None
         ]
         # on a line of its own whatever a kill left behind
         append(self.path, "".join(f"\n{line}\n" for line in lines).encode())

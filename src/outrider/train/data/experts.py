@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskFamily
+from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskSet
 from outrider.errors import DataError, EnvironmentFault, OutriderError, ToolFault
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.history import TokenCounter
 from outrider.memory.steps.records import BuildReport
 from outrider.memory.steps.sources import import_trajectories, question_key
-from outrider.rollout.blocking import timed
+from outrider.rollout.blocking import run_timed
 from outrider.rollout.faults import fault_line
 from outrider.rollout.scripted_play import play_texts
 from outrider.seeding import reset_seed
@@ -45,8 +45,8 @@ class FillReport:
 
     def outcomes(self) -> str:
         """The counts in words, for the person who has to find out why a buffer is empty."""
-        num_low = sum(one.num_below_min_reward for one in self.builds)
-        num_empty = sum(one.num_empty for one in self.builds)
+        num_low = sum(build.num_below_min_reward for build in self.builds)
+        num_empty = sum(build.num_empty for build in self.builds)
         counts = {
             "have no expert": self.counts["without_expert"],
             "have an expert who did not solve the task": self.counts["unsolved"],
@@ -54,11 +54,15 @@ class FillReport:
             "have a trajectory without a step": num_empty,
             "were lost to faults": self.counts["fault"],
         }
-        told = ", ".join(f"{num} {what}" for what, num in counts.items() if num) or "nothing was counted"
-        return told + (f"; {fault_line(self.faults)}" if self.faults else "")
+        text = (
+            ", ".join(f"{num} {outcome}" for outcome, num in counts.items() if num) or "nothing was counted"
+        )
+        return text + (f"; {fault_line(self.faults)}" if self.faults else "")
 
 
-def ask_expert(family: TaskFamily, task: Task, settings: RunSettings, *, seed: int) -> Sequence[Step] | None:
+def request_expert_path(
+    task_set: TaskSet, task: Task, settings: RunSettings, *, seed: int
+) -> Sequence[Step] | None:
     """The expert's path through the episode that ``reset(seed)`` starts. Blocks, so it is for code outside of
     an event loop.
 
@@ -66,21 +70,21 @@ def ask_expert(family: TaskFamily, task: Task, settings: RunSettings, *, seed: i
     mistake in the settings that only shows here (ConfigError, ToolUnavailable) stays what it is.
     """
     try:
-        return timed(family.expert, task, seed, timeout_s=settings.train.expert_timeout_s)
+        return run_timed(task_set.expert, task, seed, timeout_s=settings.train.expert_timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
-        family.close()  # the call may go on in its thread, and hold what the next one needs
+        task_set.close()  # the call may go on in its thread, and hold what the next one needs
         if isinstance(fault.__cause__, OutriderError):
             raise fault.__cause__ from fault
         raise
 
 
-def ask_experts(
-    family: TaskFamily,
+def request_expert_paths(
+    task_set: TaskSet,
     tasks: Sequence[Task],
     settings: RunSettings,
     *,
     training_step: int,
-    on_asked: Callable[[int], None] = lambda num_asked: None,
+    on_task_done: Callable[[int], None] = lambda num_done: None,
 ) -> tuple[dict[str, Sequence[Step] | None], list[str]]:
     """Task key -> steps (None: there is no expert) of every task, and why the others could not be asked, one
     reason per task.
@@ -95,18 +99,18 @@ def ask_experts(
         for _ in range(settings.train.max_retries + 1):
             try:
                 seed = reset_seed(settings.seed, training_step, task.key)
-                paths[task.key] = ask_expert(family, task, settings, seed=seed)
+                paths[task.key] = request_expert_path(task_set, task, settings, seed=seed)
                 break
             except (ToolFault, EnvironmentFault) as fault:
                 reasons[task.key] = f"the expert of {task.key}: {fault}"
-        on_asked(number)
+        on_task_done(number)
     if tasks:
-        family.close()
+        task_set.close()
     return paths, [reason for key, reason in reasons.items() if key not in paths]
 
 
 def play_expert(
-    family: TaskFamily, factory: EnvironmentFactory, task: Task, settings: RunSettings
+    task_set: TaskSet, factory: EnvironmentFactory, task: Task, settings: RunSettings
 ) -> ExpertPlay | None:
     """Play the expert's path in a fresh environment, both with the run's seed: the buffer is of no training
     step.
@@ -115,13 +119,13 @@ def play_expert(
 
     Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
     """
-    steps = ask_expert(family, task, settings, seed=settings.seed)
+    steps = request_expert_path(task_set, task, settings, seed=settings.seed)
     if not steps:
         return None
     texts = [step.text for step in steps]
     episode = play_texts(factory, task, texts, seed=settings.seed, timeout_s=settings.limits.step_timeout_s)
     trajectory = Trajectory(
-        trajectory_id=_name(task),
+        trajectory_id=_trajectory_id(task),
         task_key=task.key,
         agent="expert",
         prompt=episode.prompt,
@@ -133,7 +137,7 @@ def play_expert(
 
 def fill_buffer(
     buffer: StepTraceBuffer,
-    family: TaskFamily,
+    task_set: TaskSet,
     factory: EnvironmentFactory,
     tasks: Sequence[Task],
     settings: RunSettings,
@@ -150,9 +154,9 @@ def fill_buffer(
     questions = {task.key: task.question for task in tasks}
     for start in range(0, len(tasks), _PORTION):
         portion = tasks[start : start + _PORTION]
-        missing = [task for task in portion if not buffer.trajectory(_name(task))]
+        missing = [task for task in portion if not buffer.trajectory(_trajectory_id(task))]
         report.counts["present"] += len(portion) - len(missing)
-        plays = [_with_retries(family, factory, task, settings, report) for task in missing]
+        plays = [_play_with_retries(task_set, factory, task, settings, report) for task in missing]
         trajectories = [play.trajectory for play in plays if play is not None]
         report.counts["unsolved"] += sum(not play.success for play in plays if play is not None)
         if trajectories:
@@ -166,14 +170,14 @@ def fill_buffer(
                 )
             )
         note(f"buffer: experts of {start + len(portion)} of {len(tasks)} tasks asked, {len(buffer)} steps")
-    told = {name: count for name, count in report.counts.items() if count and name != "present"}
-    if told:
-        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in told.items())
+    outcomes = {name: count for name, count in report.counts.items() if count and name != "present"}
+    if outcomes:
+        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in outcomes.items())
         note(f"buffer: {counts}{'; ' if report.faults else ''}{fault_line(report.faults)}")
     return report
 
 
-def demonstrations_of(
+def read_demonstrations(
     file: str, tasks: Sequence[Task], environment: EnvironmentSettings | None = None
 ) -> dict[str, Sequence[Step] | None]:
     """Task key -> steps of its trajectory with the highest reward in a file, the first of equals.
@@ -184,59 +188,67 @@ def demonstrations_of(
     """
     imported = import_trajectories(file)
     keys = {task.key for task in tasks}
-    by_question: dict[str, list[str]] = {}  # several tasks may ask the same
+    keys_by_question: dict[str, list[str]] = {}  # several tasks may ask the same
     for task in tasks:
-        by_question.setdefault(question_key(task.question), []).append(task.key)
+        keys_by_question.setdefault(question_key(task.question), []).append(task.key)
     best: dict[str, Trajectory] = {}
-    for one in imported.trajectories:
-        for key in [one.task_key] if one.task_key in keys else by_question.get(one.task_key, [one.task_key]):
-            if key not in best or one.reward > best[key].reward:
-                best[key] = one
+    for trajectory in imported.trajectories:
+        for key in (
+            [trajectory.task_key]
+            if trajectory.task_key in keys
+            else keys_by_question.get(trajectory.task_key, [trajectory.task_key])
+        ):
+            if key not in best or trajectory.reward > best[key].reward:
+                best[key] = trajectory
     if not keys & best.keys():
         raise DataError(
             f"{file} holds no demonstration of a training task: the task keys "
             "and questions of its records are others"
         )
     if imported.dropped:
-        told = ", ".join(f"{name} ({count})" for name, count in imported.dropped.items())
-        _LOG.warning("%s: left out of the chats: %s", file, told)
+        dropped = ", ".join(f"{name} ({count})" for name, count in imported.dropped.items())
+        _LOG.warning("%s: left out of the chats: %s", file, dropped)
     if environment is not None:
         _check_calls(file, [best[key] for key in sorted(keys & best.keys())], environment)
-    return {key: one.steps for key, one in best.items()}
+    return {key: trajectory.steps for key, trajectory in best.items()}
 
 
-def _check_calls(file: str, shown: Sequence[Trajectory], environment: EnvironmentSettings) -> None:
+def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: EnvironmentSettings) -> None:
     """Whether the environment reads the calls of demonstrations. Raises DataError if it reads none of them,
     and logs which of them it cannot read.
     """
     names = environment.tool_names()
-    called = [{name for step in one.steps for name in _called(step.text)} for one in shown]
+    native_names = [
+        {name for step in item.steps for name in _native_call_names(step.text)} for item in demonstrations
+    ]
     if environment.call_format is None:
-        if num := sum(map(bool, called)):
-            told = (
-                f"{file}: {num} of {len(shown)} demonstrations call tools natively, and {_reads(environment)}"
-            )
-            if num == len(shown) and not environment.keeps_conversations:
-                raise DataError(told)
-            _LOG.warning(told)
+        if num := sum(map(bool, native_names)):
+            message = f"{file}: {num} of {len(demonstrations)} demonstrations call tools natively, and {_describe_action_format(environment)}"
+            if num == len(demonstrations) and not environment.keeps_conversations:
+                raise DataError(message)
+            _LOG.warning(message)
         return
-    tagged = [one for one in shown if any(f"</{name}>" in step.text for step in one.steps for name in names)]
-    if tagged and not any(called):
+    tagged = [
+        item
+        for item in demonstrations
+        if any(f"</{name}>" in step.text for step in item.steps for name in names)
+    ]
+    if tagged and not any(native_names):
         raise DataError(
-            f"{file}: {len(tagged)} of {len(shown)} demonstrations call tools between tags, and "
+            f"{file}: {len(tagged)} of {len(demonstrations)} demonstrations call tools between tags, and "
             f"environment.protocol = {environment.call_format} reads native calls: set "
             "environment.protocol=tags"
         )
-    unknown = Counter(name for one in called for name in one if names and name not in names)
+    unknown = Counter(name for item in native_names for name in item if names and name not in names)
     if unknown:
-        told = ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items()))
+        message = ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items()))
         _LOG.warning(
             "%s: demonstrations call tools that the environment lacks: %s; it has %s",
-            file, told, ", ".join(names),
+            file, message, ", ".join(names),
         )  # fmt: skip
 
 
-def _reads(environment: EnvironmentSettings) -> str:
+def _describe_action_format(environment: EnvironmentSettings) -> str:
     """What an environment without native calls reads, and what to do."""
     forms = ", ".join(CALL_FORMATS)
     if environment.keeps_conversations:
@@ -249,22 +261,22 @@ def _reads(environment: EnvironmentSettings) -> str:
     return f"environment.type = {environment.type} reads actions in text"
 
 
-def _called(text: str) -> list[str]:
+def _native_call_names(text: str) -> list[str]:
     """Names of the tools that a recorded turn calls natively."""
     _, rest, _ = split_thinking(text, CALL_FORMATS["hermes"])
     return [call.name for call in CALL_FORMATS["hermes"].read(rest, ()).calls]
 
 
-def _name(task: Task) -> str:
+def _trajectory_id(task: Task) -> str:
     return f"expert/{task.key}"
 
 
-def _with_retries(
-    family: TaskFamily, factory: EnvironmentFactory, task: Task, settings: RunSettings, report: FillReport
+def _play_with_retries(
+    task_set: TaskSet, factory: EnvironmentFactory, task: Task, settings: RunSettings, report: FillReport
 ) -> ExpertPlay | None:
     for attempt in range(settings.train.max_retries + 1):
         try:
-            play = play_expert(family, factory, task, settings)
+            play = play_expert(task_set, factory, task, settings)
         except (ToolFault, EnvironmentFault) as fault:
             report.counts["retries"] += attempt < settings.train.max_retries
             last = fault

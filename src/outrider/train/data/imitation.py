@@ -12,11 +12,11 @@ from outrider.memory.embedder import load_embedder
 from outrider.rollout.expert import ExpertSource, play_experts
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.hooks import Hook
-from outrider.rollout.outcome_reasons import cut_line, failure_reasons, num_cut, reasons_line, require_room
+from outrider.rollout.outcome_reasons import count_cut, cut_line, failure_reasons, reasons_line, require_room
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
-from outrider.train.data.experts import ask_experts
+from outrider.train.data.experts import request_expert_paths
 from outrider.train.data.sft import successful_paths
 from outrider.types import Step, Task
 from outrider.watch.step_files import EXPERTS_FILE
@@ -46,21 +46,21 @@ def expert_rollouts(
         tokenizer=parts.renderer.tokenizer,
         renderer=parts.renderer,
         limits=settings.limits,
-        stop=parts.family.stop,
+        stop=parts.task_set.stop,
         run_seed=settings.seed,
         context_length=parts.engine.context_length,
         retrieve_share=retrieve_share,
         max_concurrent=settings.num_concurrent,
         max_retries=settings.train.max_retries,
         training_step=training_step,
-        whereabouts=parts.whereabouts,
+        rollout_status=parts.rollout_status,
         hooks=hooks,
         mode=mode,
         on_finished=on_finished,
     )
 
 
-def with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertSource) -> list[Trace]:
+def replay_with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertSource) -> list[Trace]:
     """The expert rollouts, ``cold_start.tip_share`` of them played again with the tips of all; which ones,
     the run's seed decides.
 
@@ -78,14 +78,14 @@ def with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertSource) 
     tasks = [trace.task for trace in traces]
     # writes, and reads nothing
     expert_rollouts(parts, tasks, expert, training_step=_STEP, hooks=(hook,), mode=PLAIN)
-    drawn = stream(parts.settings.seed, "cold start tips").permutation(len(tasks))[
+    chosen = stream(parts.settings.seed, "cold start tips").permutation(len(tasks))[
         : round(share * len(tasks))
     ]
-    told = expert_rollouts(
-        parts, [tasks[i] for i in sorted(drawn)], expert, training_step=_STEP, hooks=(hook,), mode=TIPS_ON
+    replayed = expert_rollouts(
+        parts, [tasks[i] for i in sorted(chosen)], expert, training_step=_STEP, hooks=(hook,), mode=TIPS_ON
     )
-    by_key = {trace.task.key: trace for trace in told}
-    return [by_key.get(trace.task.key, trace) for trace in traces]
+    replayed_by_key = {trace.task.key: trace for trace in replayed}
+    return [replayed_by_key.get(trace.task.key, trace) for trace in traces]
 
 
 def imitate_experts(
@@ -95,17 +95,17 @@ def imitate_experts(
     note: Callable[[str], None],
     on_step: Callable[[int, dict[str, float]], None],
     on_done: Callable[[int], None] = lambda num_done: None,
-    on_played: Callable[[Sequence[Trace]], None] = lambda traces: None,
+    on_rollouts: Callable[[Sequence[Trace]], None] = lambda traces: None,
 ) -> None:
     """Fine-tune on the experts of the first ``cold_start.num_examples`` training tasks; the optimiser starts
     afresh after it.
 
-    ``stage(name, size)``, ``on_done(done)`` and ``on_step(done, metrics)`` feed the display, ``on_played``
+    ``stage(name, size)``, ``on_done(done)`` and ``on_step(done, metrics)`` feed the display, ``on_rollouts``
     gets the expert rollouts for the record. Raises DataError with the reasons when no expert solved its task,
     ConfigError when no prompt fits the context.
     """
     settings = parts.settings
-    tasks, steps, reasons = _experts(parts, stage=stage, on_done=on_done)  # before all rollouts
+    tasks, steps, reasons = _expert_paths(parts, stage=stage, on_done=on_done)  # before all rollouts
     known = [task for task in tasks if steps.get(task.key)]
     stage("cold start: expert rollouts", len(known))
     traces = expert_rollouts(
@@ -116,8 +116,8 @@ def imitate_experts(
         training_step=_STEP,
         on_finished=lambda done, total: on_done(done),
     )
-    traces = with_tips(parts, traces, lambda task: steps[task.key])
-    on_played(traces)
+    traces = replay_with_tips(parts, traces, lambda task: steps[task.key])
+    on_rollouts(traces)
     for line in require_room(traces, context_length=parts.engine.context_length):
         note(f"cold start: {line}")
     if lost := [*reasons, *lost_reasons(traces)]:
@@ -125,38 +125,40 @@ def imitate_experts(
             f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}"
         )
     limits, length = settings.limits, parts.engine.context_length
-    reasons_of = failure_reasons(traces, limits, context_length=length)
+    failure_counts = failure_reasons(traces, limits, context_length=length)
     if missing := len(tasks) - len(known) - len(reasons):
-        reasons_of["had no expert"] = missing
+        failure_counts["had no expert"] = missing
     if not any(leaf.success for trace in traces for leaf in trace.leaves.values()):
-        why = reasons_line(reasons_of | ({"lost to faults": len(lost)} if lost else {}))
+        reason_text = reasons_line(failure_counts | ({"lost to faults": len(lost)} if lost else {}))
         raise DataError(
             f"no expert rollout solved its task: there is nothing to imitate (of {len(tasks)} tasks: "
-            f"{why or 'none has an expert'}); the rollouts are in rollouts/{EXPERTS_FILE}"
+            f"{reason_text or 'none has an expert'}); the rollouts are in rollouts/{EXPERTS_FILE}"
         )
     paths = successful_paths(traces)
-    why = f"; the others: {reasons_line(reasons_of)}" if reasons_of else ""
-    note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task{why}")
-    cut = num_cut(traces, limits, context_length=length)
+    reason_text = f"; the others: {reasons_line(failure_counts)}" if failure_counts else ""
+    note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task{reason_text}")
+    cut = count_cut(traces, limits, context_length=length)
     if cut:
         note(f"cold start: limits cut {cut.total()} of {len(traces)} expert rollouts: {cut_line(cut)}")
-    values_of_all = {"sft/num_examples_cut": float(cut.total())} if cut else {}
+    extra_metrics = {"sft/num_examples_cut": float(cut.total())} if cut else {}
     stage(
         "cold start: fine-tuning",
         settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size),
     )
-    parts.learner.fit(paths, on_step=lambda done, _, values: on_step(done, values | values_of_all))
+    parts.learner.fit(paths, on_step=lambda done, _, values: on_step(done, values | extra_metrics))
     parts.engine.load(parts.engine.weight_version + 1)
 
 
-def _experts(
+def _expert_paths(
     parts: Components, *, stage: Callable[[str, int], None], on_done: Callable[[int], None]
 ) -> tuple[Sequence[Task], Mapping[str, Sequence[Step] | None], list[str]]:
     """The tasks of the cold start, the experts' steps by task key, and why experts could not be asked."""
-    size, given = parts.settings.cold_start.num_examples, parts.demonstrations
-    if given is not None:
-        return [task for task in parts.train_tasks if given.get(task.key)][:size], given, []
+    size, demonstrations = parts.settings.cold_start.num_examples, parts.demonstrations
+    if demonstrations is not None:
+        return [task for task in parts.train_tasks if demonstrations.get(task.key)][:size], demonstrations, []
     tasks = parts.train_tasks[:size]
     stage("cold start: experts asked", len(tasks))
-    steps, reasons = ask_experts(parts.family, tasks, parts.settings, training_step=_STEP, on_asked=on_done)
+    steps, reasons = request_expert_paths(
+        parts.task_set, tasks, parts.settings, training_step=_STEP, on_task_done=on_done
+    )
     return tasks, steps, reasons

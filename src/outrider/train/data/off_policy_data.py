@@ -7,62 +7,62 @@ from dataclasses import dataclass, field
 
 from outrider.algorithms.algorithm import ExpertPaths
 from outrider.rollout.faults import fault_line
-from outrider.rollout.outcome_reasons import cut_line, num_cut
+from outrider.rollout.outcome_reasons import count_cut, cut_line
 from outrider.trace import Trace
 from outrider.train.components import Components
-from outrider.train.data.experts import ask_experts
+from outrider.train.data.experts import request_expert_paths
 from outrider.train.data.imitation import expert_rollouts
 from outrider.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsOfStep:
+class StepExperts:
     """The experts of a training step, for an algorithm that plays them
     (:class:`~outrider.algorithms.algorithm.StepPlay`).
     """
 
     parts: Components
     step: int
-    played: list[Trace] = field(default_factory=list)
+    rollouts: list[Trace] = field(default_factory=list)
 
-    def ask_experts(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
+    def request_expert_paths(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
         """Steps by task key, and why experts could not be asked."""
-        return ask_experts(self.parts.family, tasks, self.parts.settings, training_step=self.step)
+        return request_expert_paths(self.parts.task_set, tasks, self.parts.settings, training_step=self.step)
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
         """One rollout per task, in the state that its group began in."""
         traces = expert_rollouts(self.parts, tasks, lambda task: paths[task.key], training_step=self.step)
-        self.played.extend(traces)
+        self.rollouts.extend(traces)
         return traces
 
 
-def mix_in(
+def add_off_policy_groups(
     parts: Components, traces: Sequence[Trace], *, step: int, note: Callable[[str], None]
 ) -> tuple[list[Trace], dict[str, float]]:
     """Groups with credit to train on beside ``traces``, and the metrics of what was mixed in.
 
     What joins ``traces`` themselves gets its credit later. ``note`` is told why rollouts were lost.
     """
-    experts = ExpertsOfStep(parts=parts, step=step)
+    experts = StepExperts(parts=parts, step=step)
     added = parts.algorithm.augment(traces, step=step, play=experts)
     if added.lost:
         note(
             f"step {step + 1}: {len(added.lost)} demonstrations were lost to faults: {fault_line(added.lost)}"
         )
-    cut = num_cut(experts.played, parts.settings.limits, context_length=parts.engine.context_length)
+    cut = count_cut(experts.rollouts, parts.settings.limits, context_length=parts.engine.context_length)
     if not cut:
         return added.groups, added.metrics
     note(
-        f"step {step + 1}: limits cut {cut.total()} of {len(experts.played)} demonstrations: {cut_line(cut)}"
+        f"step {step + 1}: limits cut {cut.total()} of {len(experts.rollouts)} demonstrations: {cut_line(cut)}"
     )
     return added.groups, added.metrics | {"rollout/num_demonstrations_cut": float(cut.total())}
 
 
-def interleaved(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace]:
+def interleave(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace]:
     """Both in their own order and evenly spread, so that every mini-batch holds its share of either."""
     placed = [
-        ((i + 0.5) / len(one), number, trace)
-        for number, one in enumerate((fresh, replayed))
-        for i, trace in enumerate(one)
+        ((i + 0.5) / len(source), number, trace)
+        for number, source in enumerate((fresh, replayed))
+        for i, trace in enumerate(source)
     ]
     return [trace for _, _, trace in sorted(placed, key=lambda entry: entry[:2])]

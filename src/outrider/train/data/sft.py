@@ -12,7 +12,7 @@ from outrider.trace import Trace
 from outrider.train.learning_settings import ColdStartSettings
 from outrider.train.update.pack import RolloutPath
 from outrider.train.update.policy import Policy
-from outrider.train.update.ranks import packed, passes
+from outrider.train.update.ranks import pack_for_rank, padded_micro_batches
 
 
 def successful_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
@@ -61,9 +61,9 @@ def cold_start(
     ]
     num_skipped = 0
     for number, batch in enumerate(batches):
-        num_taken = number - num_skipped
-        warm = min(1.0, (num_taken + 1) / max(1, settings.warmup_steps))
-        rate = settings.learning_rate * warm * (1.0 - 0.9 * num_taken / len(batches))
+        num_applied = number - num_skipped
+        warm = min(1.0, (num_applied + 1) / max(1, settings.warmup_steps))
+        rate = settings.learning_rate * warm * (1.0 - 0.9 * num_applied / len(batches))
         values = _step(policy, batch, rate, max_tokens)
         num_skipped += int(values["grad/num_skipped"])
         on_step(number + 1, len(batches), values)
@@ -76,14 +76,16 @@ def _step(
     num_tokens = sum(len(node.token_ids) for path in batch for node in path.nodes if node.credit is not None)
     total = 0.0
     ranks = policy.ranks
-    for micro in passes(packed(ranks.share(batch), ranks, max_tokens=max_tokens), ranks):
+    for micro in padded_micro_batches(pack_for_rank(ranks.share(batch), ranks, max_tokens=max_tokens), ranks):
         if micro is None:
-            policy.idle().backward()
+            policy.dummy_forward().backward()
             continue
         scores = policy.score(micro)
         micro = micro.like(scores.logprobs_T)
-        weights = torch.full_like(micro.credit_T, 1.0 / num_tokens)  # of the batch, not of the micro-batch
-        loss = weighted_loss(losses=-scores.logprobs_T * micro.credit_T, weights=weights)
+        weights = torch.full_like(
+            micro.advantages_T, 1.0 / num_tokens
+        )  # of the batch, not of the micro-batch
+        loss = weighted_loss(losses=-scores.logprobs_T * micro.advantages_T, weights=weights)
         loss.backward()
         total += float(loss.detach())
     total = sum(ranks.gather(total))

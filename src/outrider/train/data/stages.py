@@ -24,16 +24,16 @@ class Stage:
     tasks: Sequence[Task]
 
 
-def stage_at(step: int, *, settings: TrainSettings, tasks: Sequence[Task]) -> Stage | None:
+def find_stage(step: int, *, settings: TrainSettings, tasks: Sequence[Task]) -> Stage | None:
     """The stage of a training step, with its part of the training ``tasks``; None where a run has none."""
     if not settings.stages:
         return None
-    number = _number_at(step, settings.stages)
-    begin = _begins(settings.stages)[number]
-    return Stage(number=number, begin=begin, tasks=tasks_of(settings.stages[number], tasks))
+    number = _stage_number(step, settings.stages)
+    begin = _stage_starts(settings.stages)[number]
+    return Stage(number=number, begin=begin, tasks=stage_tasks(settings.stages[number], tasks))
 
 
-def tasks_of(stage: StageSettings, tasks: Sequence[Task]) -> list[Task]:
+def stage_tasks(stage: StageSettings, tasks: Sequence[Task]) -> list[Task]:
     """Those whose keys fit, in their order."""
     return [task for task in tasks if any(fnmatchcase(task.key, pattern) for pattern in stage.tasks)]
 
@@ -49,25 +49,25 @@ def require_tasks(settings: TrainSettings, tasks: Sequence[Task]) -> None:
                 )
 
 
-def groups_on(settings: TrainSettings, tasks: Sequence[Task]) -> list[tuple[int, int]]:
+def count_groups(settings: TrainSettings, tasks: Sequence[Task]) -> list[tuple[int, int]]:
     """Groups that a whole run plays and the tasks that they are drawn from: of all, or of the stages, where
     those of the same patterns count as one.
     """
     size = settings.tasks_per_step
     if not settings.stages:
         return [(settings.num_steps * size, len(tasks))]
-    begins = [*_begins(settings.stages), settings.num_steps]
-    found: dict[tuple[str, ...], tuple[int, int]] = {}
+    begins = [*_stage_starts(settings.stages), settings.num_steps]
+    counts: dict[tuple[str, ...], tuple[int, int]] = {}
     for stage, begin, end in zip(settings.stages, begins[:-1], begins[1:], strict=True):
-        num_tasks = len(tasks_of(stage, tasks))
-        before, _ = found.get(stage.tasks, (0, num_tasks))
-        found[stage.tasks] = before + max(0, end - begin) * min(size, num_tasks), num_tasks
-    return list(found.values())
+        num_tasks = len(stage_tasks(stage, tasks))
+        before, _ = counts.get(stage.tasks, (0, num_tasks))
+        counts[stage.tasks] = before + max(0, end - begin) * min(size, num_tasks), num_tasks
+    return list(counts.values())
 
 
 def stage_metrics(settings: TrainSettings, *, step: int) -> dict[str, float]:
     """The number of a training step's stage, from 1, under its declared name; empty where there is none."""
-    return {"stage/number": 1.0 + _number_at(step, settings.stages)} if settings.stages else {}
+    return {"stage/number": 1.0 + _stage_number(step, settings.stages)} if settings.stages else {}
 
 
 def stage_lines(settings: TrainSettings, tasks: Sequence[Task]) -> list[str]:
@@ -78,9 +78,9 @@ def stage_lines(settings: TrainSettings, tasks: Sequence[Task]) -> list[str]:
     if not settings.num_steps:
         return []
     size, lines = settings.tasks_per_step, list[str]()
-    begins = [*_begins(settings.stages), settings.num_steps]
+    begins = [*_stage_starts(settings.stages), settings.num_steps]
     for number, stage in enumerate(settings.stages):
-        num = len(tasks_of(stage, tasks))
+        num = len(stage_tasks(stage, tasks))
         few = f"; a step has {num} groups there, not {size}: no task comes twice" if num < size else ""
         lines.append(
             f"stage {number + 1} of {len(settings.stages)}: steps {begins[number] + 1} to "
@@ -89,9 +89,9 @@ def stage_lines(settings: TrainSettings, tasks: Sequence[Task]) -> list[str]:
     return lines
 
 
-def _number_at(step: int, stages: Sequence[StageSettings]) -> int:
-    return max(number for number, begin in enumerate(_begins(stages)) if begin <= step)
+def _stage_number(step: int, stages: Sequence[StageSettings]) -> int:
+    return max(number for number, begin in enumerate(_stage_starts(stages)) if begin <= step)
 
 
-def _begins(stages: Sequence[StageSettings]) -> list[int]:
+def _stage_starts(stages: Sequence[StageSettings]) -> list[int]:
     return [0, *accumulate(stage.num_steps or 0 for stage in stages[:-1])]

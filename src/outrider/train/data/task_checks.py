@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from outrider.config import Settings
-from outrider.environments.base import TaskFamily
+from outrider.environments.base import TaskSet
 from outrider.environments.families import split_tasks
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import DataError, OutriderError
 from outrider.rollout.evaluate import EvaluationSettings
 from outrider.train.settings import RunSettings
@@ -37,7 +37,7 @@ def kind_of_tasks(num_tasks: int, num_training: int) -> str:
     return f"tasks, {num_training} of them training tasks"
 
 
-def overlap_line(num_training: int, num_tasks: int, split: str) -> list[str]:
+def train_overlap_lines(num_training: int, num_tasks: int, split: str) -> list[str]:
     """One line if evaluation tasks are training tasks, else none."""
     if not num_training:
         return []
@@ -65,16 +65,16 @@ def repetition_lines(tasks: Sequence[Task], split: str) -> list[str]:
             f"for example {_cut(equal[0][0].question)!r}"
         )
     if several:
-        found = " and ".join(repr(task.answers[0]) for task in several[0][:2])
+        answers = " and ".join(repr(task.answers[0]) for task in several[0][:2])
         lines.append(
             f"{split}: {len(several)} question(s) occur with different answers, "
-            f"for example {_cut(several[0][0].question)!r} with {found}"
+            f"for example {_cut(several[0][0].question)!r} with {answers}"
         )
     return lines
 
 
 def task_notes(
-    family: TaskFamily, settings: RunSettings, train: Sequence[Task], evaluation: Sequence[Task]
+    family: TaskSet, settings: RunSettings, train: Sequence[Task], evaluation: Sequence[Task]
 ) -> tuple[int, list[str]]:
     """How many of the evaluation tasks are training tasks, and lines about that and about questions that
     occur twice.
@@ -82,16 +82,16 @@ def task_notes(
     split = settings.evaluation.split
     known = tasks_to_compare(family, settings, train, settings.evaluation)
     num_training = num_training_tasks(known, evaluation)
-    lines = overlap_line(num_training, len(evaluation), split) + repetition_lines(train, "train")
+    lines = train_overlap_lines(num_training, len(evaluation), split) + repetition_lines(train, "train")
     return num_training, lines + (repetition_lines(evaluation, split) if split != "train" else [])
 
 
-def training_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
+def training_tasks(task_set: TaskSet, settings: RunSettings) -> Sequence[Task]:
     """None if nothing is trained. Raises DataError if they do not fill a step."""
     from outrider.train.data.stages import require_tasks
 
     num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
-    tasks = split_tasks(family, "train") if num_steps or settings.cold_start.num_examples else ()
+    tasks = split_tasks(task_set, "train") if num_steps or settings.cold_start.num_examples else ()
     if num_steps and len(tasks) < size:
         raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
     if num_steps:
@@ -99,34 +99,34 @@ def training_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
     return tasks
 
 
-def held_out_panel(family: TaskFamily, settings: EvaluationSettings) -> Sequence[Task]:
+def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings) -> Sequence[Task]:
     """The first ``num_tasks`` of the split. Raises DataError if they are not the panel that the recipe
     names.
     """
-    tasks = split_tasks(family, settings.split)[: settings.num_tasks]
-    found = panel_hash(tasks)
-    if settings.panel is not None and found != settings.panel:
+    tasks = split_tasks(task_set, settings.split)[: settings.num_tasks]
+    tasks_hash = hash_tasks(tasks)
+    if settings.panel is not None and tasks_hash != settings.panel:
         raise DataError(
             f"the {len(tasks)} tasks of the split {settings.split!r} are not the panel of the recipe: "
-            f"evaluation.panel is {settings.panel}, theirs is {found} (evaluation.panel=none takes any)"
+            f"evaluation.panel is {settings.panel}, theirs is {tasks_hash} (evaluation.panel=none takes any)"
         )
     return tasks
 
 
 def tasks_to_compare(
-    family: TaskFamily, settings: RunSettings, train: Sequence[Task], evaluation: EvaluationSettings
+    task_set: TaskSet, settings: RunSettings, train: Sequence[Task], evaluation: EvaluationSettings
 ) -> Sequence[Task]:
     """The training tasks that evaluation tasks are compared with: those of the run, and in an evaluation
     without training those of the recipe, if it has a file of them.
     """
     if train or evaluation.split == "train":
-        return train or split_tasks(family, "train")
+        return train or split_tasks(task_set, "train")
     dataset = getattr(settings.environment, "train", None)
     path = getattr(dataset, "path", None)
     if not isinstance(dataset, Settings) or path is None or not path.is_file():
         return ()
     try:
-        return split_tasks(family, "train")
+        return split_tasks(task_set, "train")
     except OutriderError:  # an evaluation does not need them
         return ()
 

@@ -11,7 +11,7 @@ from outrider.rollout.scheduler import RolloutReport, Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.components import Components
-from outrider.train.data.stages import stage_at
+from outrider.train.data.stages import find_stage
 from outrider.types import Task
 
 
@@ -26,7 +26,7 @@ class TaskOrder:
     seed: int
     stage: int | None = None
 
-    def take(self, num: int, *, cursor: int, seen: Set[str] = frozenset()) -> tuple[list[Task], int]:
+    def draw(self, num: int, *, cursor: int, seen: Set[str] = frozenset()) -> tuple[list[Task], int]:
         """Up to ``num`` tasks from ``cursor`` on whose keys are not in ``seen``, and the cursor behind the
         last one.
 
@@ -37,19 +37,19 @@ class TaskOrder:
         size = max(1, min(self.tasks_per_step, len(self.tasks)))
         per_epoch = len(self.tasks) // size * size
         names = ("task order",) if self.stage is None else ("task order", "stage", self.stage)
-        wanted = min(num, len({task.key for task in self.tasks} - seen))
-        found: dict[str, Task] = {}
-        while len(found) < wanted:
+        num_tasks = min(num, len({task.key for task in self.tasks} - seen))
+        selected: dict[str, Task] = {}
+        while len(selected) < num_tasks:
             epoch, start = divmod(cursor, per_epoch)
             order = stream(self.seed, *names, epoch).permutation(len(self.tasks))
             for index in order[start:per_epoch]:
                 task = self.tasks[index]
                 cursor += 1
                 if task.key not in seen:
-                    found.setdefault(task.key, task)
-                if len(found) == wanted:
+                    selected.setdefault(task.key, task)
+                if len(selected) == num_tasks:
                     break
-        return list(found.values()), cursor
+        return list(selected.values()), cursor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +70,11 @@ class SampledStep:
     cursor: int
     loop_lag_s: float | None = None
 
-    def metrics(self, wanted: int) -> dict[str, float]:
-        """Metrics of dynamic sampling; ``wanted`` groups make a step."""
+    def metrics(self, num_groups: int) -> dict[str, float]:
+        """Metrics of dynamic sampling; ``num_groups`` groups make a step."""
         return {
             "group/num_dropped": float(len(self.traces) - len(self.trained)),
-            "group/num_missing": float(wanted - len(self.trained)),
+            "group/num_missing": float(num_groups - len(self.trained)),
             "group/num_extra_batches": float(self.num_extra_batches),
         }
 
@@ -83,18 +83,18 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
     """The groups of a training step, by the run's settings; ``cursor`` is where the step before left the
     order of tasks.
     """
-    order, cursor, choice = drawn_from(parts, step=step, cursor=cursor)
+    order, cursor, choice = plan_step(parts, step=step, cursor=cursor)
     modes = partial(parts.algorithm.modes_of, step)
     return sample_step(rollouts, order, cursor=cursor, choice=choice, modes=modes, step=step)
 
 
-def drawn_from(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
+def plan_step(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
     """The order of a step's tasks, where in it the step begins, and what the algorithm chooses; ``cursor`` is
     where the step before left.
     """
     settings, tasks = parts.settings, parts.train_tasks
     size = settings.train.tasks_per_step
-    stage = stage_at(step, settings=settings.train, tasks=tasks)
+    stage = find_stage(step, settings=settings.train, tasks=tasks)
     if stage is not None:
         tasks = stage.tasks
         # An order of its own, from its beginning on.
@@ -118,8 +118,8 @@ def sample_step(
     """
     if choice.tasks is not None:
         report = rollouts.run(choice.tasks, modes=modes, training_step=step)
-        return _as_chosen(report, cursor=cursor)
-    played: list[Trace] = []
+        return _unfiltered_step(report, cursor=cursor)
+    traces: list[Trace] = []
     trained: list[Trace] = []
     faults: Counter[str] = Counter()
     reasons: list[str] = []
@@ -127,25 +127,25 @@ def sample_step(
     num_batches = 0
     filtered, num_groups = choice.groups, choice.num_groups
     while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
-        tasks, cursor = order.take(
+        tasks, cursor = order.draw(
             # Only what is missing, and no task twice: groups of one key would share their random streams.
             num_groups - len(trained),
             cursor=cursor,
-            seen={trace.task.key for trace in played},
+            seen={trace.task.key for trace in traces},
         )
         if not tasks:
             break
-        numbered = partial(_modes_behind, modes, len(played))
+        numbered = partial(_offset_modes, modes, len(traces))
         report = rollouts.run(tasks, modes=numbered, training_step=step, continued=num_batches > 0)
-        played += report.traces
-        trained += report.traces if filtered is None else filtered.keep(report.traces)
+        traces += report.traces
+        trained += report.traces if filtered is None else filtered.select(report.traces)
         faults += report.faults
         reasons += report.fault_reasons
         lags.append(report.loop_lag_s)
         num_batches += 1
     return SampledStep(
         is_filtered=filtered is not None,
-        traces=played,
+        traces=traces,
         trained=trained,
         faults=faults,
         fault_reasons=tuple(reasons),
@@ -155,7 +155,7 @@ def sample_step(
     )
 
 
-def _as_chosen(report: RolloutReport, *, cursor: int) -> SampledStep:
+def _unfiltered_step(report: RolloutReport, *, cursor: int) -> SampledStep:
     """A step whose tasks the algorithm named: all of its groups are trained, and the order of tasks stands
     still.
     """
@@ -171,6 +171,6 @@ def _as_chosen(report: RolloutReport, *, cursor: int) -> SampledStep:
     )
 
 
-def _modes_behind(modes: Callable[[int], Sequence[str]], num_before: int, group: int) -> Sequence[str]:
+def _offset_modes(modes: Callable[[int], Sequence[str]], num_before: int, group: int) -> Sequence[str]:
     """Groups are numbered on through a step's rounds."""
     return modes(num_before + group)

@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from outrider import __version__
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import beside_score, score
-from outrider.train.hub.shown import OMITTED, base_model, shown_settings, shown_variables
+from outrider.printing import format_mean_return, score
+from outrider.train.hub.shown import OMITTED, base_model, public_settings, public_variables
 from outrider.train.settings import RunSettings
 from outrider.watch.run_directory import Evaluation, RunData
 
@@ -32,7 +32,7 @@ class Base:
     license: str = ""
 
 
-def base_of(name: str) -> Base:
+def find_base(name: str) -> Base:
     """The base of ``model.name``. Of a folder the licence is what its own card says; the name of a folder
     says nothing to others.
     """
@@ -44,9 +44,11 @@ def base_of(name: str) -> Base:
     return Base(name=base_model(name))
 
 
-def licensed(base: Base, told: Any) -> Base:
+def add_license(base: Base, license_name: Any) -> Base:
     """With the licence that the hub tells of it."""
-    return Base(name=base.name, license=told) if isinstance(told, str) and told else base
+    return (
+        Base(name=base.name, license=license_name) if isinstance(license_name, str) and license_name else base
+    )
 
 
 def model_card(
@@ -66,45 +68,45 @@ def model_card(
     tokens = sum(
         float(value)
         for record in run.records
-        if record["kind"] == "train" and _at(record) <= step
+        if record["kind"] == "train" and _record_step(record) <= step
         for name in WRITTEN_TOKENS
         if isinstance(value := record.get(name), int | float)
     )
-    family = settings.environment.type.rpartition(":")[2]
-    began = base.name or "a model from a folder"
+    environment = settings.environment.type.rpartition(":")[2]
+    base_name = base.name or "a model from a folder"
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {repo.rpartition('/')[2]}",
-        f"{began}, trained with `{method}` on tasks of `{family}` by Outrider {__version__}: {step} steps, "
+        f"{base_name}, trained with `{method}` on tasks of `{environment}` by Outrider {__version__}: {step} steps, "
         f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
         "" if base.license else "The licence of the model that training began with applies.",
         _scores(run.evaluations, step),
         _loading(repo, settings, template),
         "## Recipe\n\nWhat is not at its default; texts that may name a path, an address or a person are "
-        f"left out.\n\n```toml\n{shown_settings(settings).strip()}\n```",
+        f"left out.\n\n```toml\n{public_settings(settings).strip()}\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _at(record: Mapping[str, Any]) -> int:
+def _record_step(record: Mapping[str, Any]) -> int:
     return int(record["step"])
 
 
 def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
     rows = []
-    for one in evaluations:
-        found = one.metrics.get("score")
-        if one.step > step or found is None:
+    for evaluation in evaluations:
+        metric = evaluation.metrics.get("score")
+        if evaluation.step > step or metric is None:
             continue
         cells = [
-            f"**{one.label}**" if one.step == step else one.label,
-            f"{one.step}",
-            score(found.value, found.ci_low, found.ci_high)
-            + beside_score(found.value, one.mean_return).rstrip(","),
-            f"{one.num_tasks} of `{one.split}`",
-            f"{one.num_faults}",
-            f"{one.temperature:g}",
-            f"`{one.panel_hash}`",
+            f"**{evaluation.label}**" if evaluation.step == step else evaluation.label,
+            f"{evaluation.step}",
+            score(metric.value, metric.ci_low, metric.ci_high)
+            + format_mean_return(metric.value, evaluation.mean_return).rstrip(","),
+            f"{evaluation.num_tasks} of `{evaluation.split}`",
+            f"{evaluation.num_faults}",
+            f"{evaluation.temperature:g}",
+            f"`{evaluation.panel_hash}`",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     if not rows:
@@ -124,10 +126,10 @@ def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
 
 
 def _loading(repo: str, settings: RunSettings, template: str) -> str:
-    found = shown_variables(settings.model.template_kwargs, template)
-    variables = {name: value for name, value in found.items() if value != OMITTED}
+    all_variables = public_variables(settings.model.template_kwargs, template)
+    variables = {name: value for name, value in all_variables.items() if value != OMITTED}
     kwargs = "".join(f", {name}={value!r}" for name, value in variables.items())
-    hidden = ", ".join(f"`{name}`" for name in found if name not in variables)
+    hidden = ", ".join(f"`{name}`" for name in all_variables if name not in variables)
     unsaid = f"; the value of {hidden} is left out here" if hidden else ""
     thinking = {
         "keep": "thinking of earlier turns stays in the context: send it back as it was written",
@@ -161,7 +163,7 @@ Contexts are as in training where a server renders them so (`outrider.json` says
 
 def _license(card: Path) -> str:
     try:
-        told = ModelCard.load(card).data.get("license")
+        license_name = ModelCard.load(card).data.get("license")
     except Exception:  # whatever the parser raises: a card that is no card says nothing
         return ""
-    return told if isinstance(told, str) else ""
+    return license_name if isinstance(license_name, str) else ""

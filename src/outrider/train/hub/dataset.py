@@ -19,7 +19,7 @@ from outrider.memory.steps.load import load_all
 from outrider.memory.steps.sources import SUFFIXES, Imported, import_trajectories
 from outrider.train.hub.dataset_card import dataset_card
 from outrider.train.hub.shown import may_be_secret
-from outrider.train.hub.uploading import CARD, Pushed, files_in, hub, require_target, upload
+from outrider.train.hub.uploading import CARD, Pushed, hub, list_files, require_target, upload
 from outrider.types import Trajectory
 from outrider.watch.step_files import StepFiles, evaluation_file, step_file
 from outrider.watch.traces import node_table, read_rows
@@ -55,11 +55,11 @@ def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool 
             prepared = _buffer(path, folder)
         card = dataset_card(repo, prepared.kind, prepared.counts, prepared.agents)
         (folder / CARD).write_text(card, encoding="utf-8")
-        files = files_in(folder)
+        files = list_files(folder)
         if dry_run:
             return Pushed(card=card, files=files)
-        told = f"Outrider {__version__}: {prepared.kind}"
-        url = upload(hub(), folder, repo, kind="dataset", private=private, told=told)
+        message = f"Outrider {__version__}: {prepared.kind}"
+        url = upload(hub(), folder, repo, kind="dataset", private=private, message=message)
     return Pushed(card=card, files=files, url=url)
 
 
@@ -91,40 +91,42 @@ def _buffer(path: Path, folder: Path) -> Prepared:
 def _trajectories(path: Path, folder: Path) -> Prepared:
     """What Outrider reads of the file; columns of others stay here."""
     imported = import_trajectories(path)
-    lines = [_record(one, imported) for one in imported.trajectories]
+    lines = [_record(trajectory, imported) for trajectory in imported.trajectories]
     _require_no_secret(path, lines)
     (folder / "trajectories.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found = imported.trajectories
+    trajectories = imported.trajectories
     counts = {
         "tasks": len(imported.questions),
-        "trajectories": len(found),
-        "steps": sum(len(one.steps) for one in found),
+        "trajectories": len(trajectories),
+        "steps": sum(len(trajectory.steps) for trajectory in trajectories),
     }
-    return Prepared(kind="trajectories", counts=counts, agents=Counter(one.agent for one in found))
+    return Prepared(
+        kind="trajectories", counts=counts, agents=Counter(trajectory.agent for trajectory in trajectories)
+    )
 
 
-def _record(one: Trajectory, imported: Imported) -> str:
+def _record(trajectory: Trajectory, imported: Imported) -> str:
     """A line that is read back as the same trajectory."""
-    messages = [{"role": message.role, "content": message.content} for message in one.prompt]
-    for step in one.steps:
+    messages = [{"role": message.role, "content": message.content} for message in trajectory.prompt]
+    for step in trajectory.steps:
         messages.append({"role": "assistant", "content": step.text})
         if step.observation:
             messages.append({"role": "user", "content": step.observation})
     record = {
-        "question": imported.questions[one.task_key],
+        "question": imported.questions[trajectory.task_key],
         "messages": messages,
-        "reward": one.reward,
-        "task_key": one.task_key,
-        "agent": one.agent,
-        "trajectory_id": one.trajectory_id,
-        "num_tokens": one.num_tokens,
+        "reward": trajectory.reward,
+        "task_key": trajectory.task_key,
+        "agent": trajectory.agent,
+        "trajectory_id": trajectory.trajectory_id,
+        "num_tokens": trajectory.num_tokens,
     }
     return json.dumps(record, ensure_ascii=False)
 
 
 def _traces(path: Path, folder: Path) -> Prepared:
-    found = StepFiles(path)
-    names = [*map(step_file, found.steps()), *map(evaluation_file, found.evaluations())]
+    source = StepFiles(path)
+    names = [*map(step_file, source.steps()), *map(evaluation_file, source.evaluations())]
     if not names:
         raise ConfigError(f"{path} holds no traces: name the folder traces of a run")
     counts = Counter({"files of steps and evaluations": len(names), "nodes": 0, "rollouts": 0})

@@ -33,13 +33,13 @@ def dataset_card(repo: str, kind: str, counts: Mapping[str, int], agents: Mappin
     """Markdown with the hub's fields in front. ``agents`` are told by the number of their trajectories, those
     whose names may be private without one.
     """
-    what, files, command = _LOADING[kind]
+    description, files, command = _LOADING[kind]
     configs = [{"config_name": "default", "data_files": files}] if files else None
     data = DatasetCardData(tags=["outrider", "reinforcement-learning"], configs=configs)
-    wrote: dict[str, int] = {}
+    agent_counts: dict[str, int] = {}
     for agent, count in sorted(agents.items()):
-        wrote[plain(agent)] = wrote.get(plain(agent), 0) + count
-    rows = [*counts.items(), *((f"trajectories of {agent}", count) for agent, count in wrote.items())]
+        agent_counts[plain(agent)] = agent_counts.get(plain(agent), 0) + count
+    rows = [*counts.items(), *((f"trajectories of {agent}", count) for agent, count in agent_counts.items())]
     lines = [f"| {name} | {count:,} |" for name, count in rows]
     load = [
         f"hf download {repo} --repo-type dataset --local-dir data",
@@ -48,7 +48,7 @@ def dataset_card(repo: str, kind: str, counts: Mapping[str, int], agents: Mappin
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {repo.rpartition('/')[2]}",
-        f"Outrider {__version__}: {kind}. {what}",
+        f"Outrider {__version__}: {kind}. {description}",
         "\n".join(["| what | number |", "| --- | --- |", *lines]),
         "## Load",
         "\n".join(["```sh", *load, "```"]),

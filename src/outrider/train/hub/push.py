@@ -7,10 +7,10 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of whichever client it has
 
 from outrider import __version__
-from outrider.train.export import checkpoint_of, export_run
-from outrider.train.hub.card import Base, base_of, licensed, model_card
-from outrider.train.hub.uploading import CARD, Pushed, files_in, hub, require_target, upload
-from outrider.train.state.checkpoint import step_of
+from outrider.train.export import export_run, find_checkpoint
+from outrider.train.hub.card import Base, add_license, find_base, model_card
+from outrider.train.hub.uploading import CARD, Pushed, hub, list_files, require_target, upload
+from outrider.train.state.checkpoint import checkpoint_step
 from outrider.train.state.recorded import RECORD, recorded_settings
 from outrider.watch.run_directory import read_run
 
@@ -26,11 +26,11 @@ def push_run(
     :func:`~outrider.train.export.export_run` does, and :class:`HubError` where the hub fails; the same call
     then goes on, and sends no file again that has arrived.
     """
-    checkpoint = checkpoint_of(run, step)
+    checkpoint = find_checkpoint(run, step)
     require_target(repo, dry_run=dry_run)
     api = hub()
     settings = recorded_settings(run / RECORD)
-    base = base_of(settings.model.name)
+    base = find_base(settings.model.name)
     if base.name and not base.license:
         base = _with_license(api, base)
     with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
@@ -38,22 +38,22 @@ def push_run(
         export_run(run, folder, checkpoint=checkpoint)
         template = folder / "chat_template.jinja"
         card = model_card(
-            repo, settings, read_run(run), step=step_of(checkpoint), base=base,
+            repo, settings, read_run(run), step=checkpoint_step(checkpoint), base=base,
             template=template.read_text(encoding="utf-8") if template.is_file() else "",
         )  # fmt: skip
         (folder / CARD).write_text(card, encoding="utf-8")
-        files = files_in(folder)
+        files = list_files(folder)
         if dry_run:
             return Pushed(card=card, files=files)
-        told = f"Outrider {__version__}: step {step_of(checkpoint)}"
-        url = upload(api, folder, repo, kind="model", private=private, told=told)
+        message = f"Outrider {__version__}: step {checkpoint_step(checkpoint)}"
+        url = upload(api, folder, repo, kind="model", private=private, message=message)
     return Pushed(card=card, files=files, url=url)
 
 
 def _with_license(api: HfApi, base: Base) -> Base:
     """What the hub says of the base; a hub that does not know it, or is not there, says nothing."""
     try:
-        about = api.model_info(base.name)
+        info = api.model_info(base.name)
     except (HTTPError, OSError, ValueError):
         return base
-    return licensed(base, about.card_data.get("license") if about.card_data else None)
+    return add_license(base, info.card_data.get("license") if info.card_data else None)

@@ -23,18 +23,18 @@ _SECRET: Final = re.compile(
     r"(^|_)(api_?keys?|keys?|token|secret|password|passwd|auth|authorization|credentials?|variable)(_|$)",
     re.IGNORECASE,
 )
-_FOR_PROGRAMS: Final = frozenset({"args", "command", "env", "headers"})  # where a key may stand in any form
+_PROGRAM_KEYS: Final = frozenset({"args", "command", "env", "headers"})  # where a key may stand in any form
 _LONGEST_MIXED: Final = 24  # of letters and digits without a break: longer ones may be keys
 
 
-def shown_settings(settings: RunSettings) -> str:
+def public_settings(settings: RunSettings) -> str:
     """TOML of what is not at its default. Texts with blanks or slashes, and whatever may be a secret or name
     a person or a machine, are left out, which the value says.
     """
     tree: dict[str, Any] = {}
     private = private_words()
-    for leaf in leaves(settings, given={}, unseen=UNSEEN):
-        if leaf.by == "default" and leaf.key not in (
+    for leaf in leaves(settings, sources={}, unseen=UNSEEN):
+        if leaf.source == "default" and leaf.key not in (
             "algorithm.type",
             "environment.type",
             "model.name",
@@ -45,11 +45,11 @@ def shown_settings(settings: RunSettings) -> str:
         table = tree
         for part in above:
             table = table.setdefault(part, {})
-        table[name] = _shown(leaf.key, leaf.value, private)
+        table[name] = _redact(leaf.key, leaf.value, private)
     return to_toml(tree)
 
 
-def shown_variables(variables: Mapping[str, Any], template: str) -> dict[str, Any]:
+def public_variables(variables: Mapping[str, Any], template: str) -> dict[str, Any]:
     """Of ``model.template_kwargs`` what a reader needs: variables that the chat template names. A value that
     is no switch, number, plain word or date is ``OMITTED``.
     """
@@ -84,18 +84,18 @@ def base_model(name: str) -> str:
     return name if is_plain else ""
 
 
-def _shown(key: str, value: Any, private: frozenset[str]) -> Any:
+def _redact(key: str, value: Any, private: frozenset[str]) -> Any:
     parts = key.split(".")
-    if (value and _FOR_PROGRAMS & set(parts)) or any(may_be_secret(part) for part in parts):
+    if (value and _PROGRAM_KEYS & set(parts)) or any(may_be_secret(part) for part in parts):
         return OMITTED
     if isinstance(value, Mapping):
         return {
-            one: _shown(f"{key}.{one}", inner, private)
-            for one, inner in value.items()
-            if _is_plain(one, private)
+            item: _redact(f"{key}.{item}", inner, private)
+            for item, inner in value.items()
+            if _is_plain(item, private)
         }
     if isinstance(value, list | tuple):
-        return [_shown(key, one, private) for one in value]
+        return [_redact(key, item, private) for item in value]
     if value is None:
         return NONE
     if isinstance(value, bool | int | float):
@@ -118,7 +118,9 @@ def plain(text: str) -> str:
 def _is_plain(text: str, private: frozenset[str]) -> bool:
     words = _words(text)
     looks_random = any(len(word) > _LONGEST_MIXED and re.search(r"\d", word) for word in words)
-    return bool(_PLAIN.fullmatch(text)) and not looks_random and not private & {one.lower() for one in words}
+    return (
+        bool(_PLAIN.fullmatch(text)) and not looks_random and not private & {word.lower() for word in words}
+    )
 
 
 def _words(text: str) -> list[str]:

@@ -49,20 +49,20 @@ def require_target(repo: str, *, dry_run: bool) -> None:
         raise HubError("no token for the hub: log in with 'hf auth login', or set HF_TOKEN")
 
 
-def files_in(folder: Path) -> tuple[tuple[str, int], ...]:
+def list_files(folder: Path) -> tuple[tuple[str, int], ...]:
     """What a push of the folder sends: names and sizes in bytes."""
-    found = [one for one in sorted(folder.rglob("*")) if one.is_file()]
-    return tuple((one.relative_to(folder).as_posix(), one.stat().st_size) for one in found)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths)
 
 
 def upload(
-    api: HfApi, folder: Path, repo: str, *, kind: Literal["model", "dataset"], private: bool, told: str
+    api: HfApi, folder: Path, repo: str, *, kind: Literal["model", "dataset"], private: bool, message: str
 ) -> str:
-    """Send a folder; its address. The repository is made where it is not there, and ``told`` is the commit's
+    """Send a folder; its address. The repository is made where it is not there, and ``message`` is the commit's
     message. Raises ConfigError for ``private`` where there is a public one, HubError where the hub fails; the
     same call then goes on, and sends no file again that has arrived.
     """
-    with _told(repo):
+    with _hub_errors(repo):
         api.create_repo(repo, private=private, exist_ok=True, repo_type=kind)
         is_public = private and not api.repo_info(repo, repo_type=kind).private
     if is_public:  # it was there already, and the hub says nothing of that
@@ -70,19 +70,19 @@ def upload(
             f"{repo} is there already and can be read by everybody; nothing was sent: change that in its "
             "settings on the hub, or push without --private"
         )
-    with _told(repo):
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=told, repo_type=kind)
+    with _hub_errors(repo):
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, repo_type=kind)
     return f"{api.endpoint}/{'datasets/' if kind == 'dataset' else ''}{repo}"
 
 
 @contextmanager
-def _told(repo: str) -> Iterator[None]:
+def _hub_errors(repo: str) -> Iterator[None]:
     """One line for whatever the hub or its client says, without the token."""
     try:
         yield
     except (HTTPError, OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
         # the last two: an answer that lacks what the client looks for
-        words = _words(error)
+        words = _format_error(error)
         if token := get_token():
             words = words.replace(token, "(token)")
         raise HubError(
@@ -90,9 +90,9 @@ def _told(repo: str) -> Iterator[None]:
         ) from error
 
 
-def _words(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError) and error.server_message:
         return one_line(f"{error.server_message} (status {error.response.status_code})")
     if type(error) is RuntimeError and error.__cause__ is not None:  # of a file, which the cause says more of
-        return f"{one_line(str(error))} {_words(error.__cause__)}"
+        return f"{one_line(str(error))} {_format_error(error.__cause__)}"
     return one_line(str(error)) or type(error).__name__

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
-from outrider.printing import say
+from outrider.printing import print_lines
 from outrider.terminal import Terminal
 from outrider.train.machine.starting_recipe import RECIPE
 
@@ -106,7 +106,7 @@ def write_recipe(file: Path) -> int:
         raise ConfigError(f"{file} exists and is not overwritten") from error
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from error
-    say(f"{file}: next, outrider train {file} --run runs/first")
+    print_lines(f"{file}: next, outrider train {file} --run runs/first")
     return 0
 
 
@@ -189,8 +189,8 @@ def _linear_layers() -> str:
 def _fast_bfloat16() -> str:
     """Vector instructions for bfloat16 alone are no faster than float32."""
     sets = read_processor().instruction_sets
-    found = ", ".join(sorted(name for name in sets if "bf16" in name))
-    known = found or ("none" if sets else "unknown on this system")
+    names = ", ".join(sorted(name for name in sets if "bf16" in name))
+    known = names or ("none" if sets else "unknown on this system")
     if not read_processor().multiplies_bfloat16:
         raise _Missing(
             f"no AMX (bfloat16 instructions: {known})", 'nothing: model.precision = "auto" takes float32'
@@ -230,10 +230,10 @@ def _packaged_models() -> str:
 
 
 def _path(name: str) -> str:
-    from outrider.engines.local.choice import path_of
+    from outrider.engines.local.choice import describe_path
     from outrider.engines.local.model import load_model
 
-    return path_of(load_model(name, precision="auto"), name)
+    return describe_path(load_model(name, precision="auto"), name)
 
 
 def _calls(name: str) -> str:
@@ -241,10 +241,10 @@ def _calls(name: str) -> str:
 
     from outrider.engines.local.model import resolve_model
     from outrider.tokens import ChatRenderer
-    from outrider.tokens.load_check import forms_of, written_call
+    from outrider.tokens.load_check import matching_formats, written_call
 
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(resolve_model(name)), observations=("tool",))
-    if forms := forms_of(renderer):
+    if forms := matching_formats(renderer):
         return f"the chat template writes calls as environment.protocol = {forms[0]} reads them"
     written = written_call(renderer).strip()
     if not written:
@@ -258,26 +258,26 @@ def _turns(name: str) -> str:
 
     from outrider.engines.local.model import resolve_model
     from outrider.tokens import ChatRenderer
-    from outrider.tokens.load_check import check_template, forms_of
+    from outrider.tokens.load_check import check_template, matching_formats
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(name))
-    found: list[str] = []
+    results: list[str] = []
     refused: list[str] = []
     for role in ("user", "tool", "inline"):
         try:
             form = None
             if role == "tool":
-                form = next(iter(forms_of(ChatRenderer(tokenizer, observations=("tool",)))), "hermes")
+                form = next(iter(matching_formats(ChatRenderer(tokenizer, observations=("tool",)))), "hermes")
             renderer = ChatRenderer(tokenizer, call_format=form, observations=(role,))
             notes = check_template(renderer, (role,)).notes()
-            found.append("; ".join(notes) or "ok")
+            results.append("; ".join(notes) or "ok")
         except ModelError as error:
             refused.append(str(error))
-            found.append(f"refused: {error}")
-    if len(refused) == len(found):
+            results.append(f"refused: {error}")
+    if len(refused) == len(results):
         raise ModelError(refused[0])
     kinds = ("answers as user messages", "results of native calls", "results inside the answer")
-    return "\n".join(f"{kind}: {text}" for kind, text in zip(kinds, found, strict=True))
+    return "\n".join(f"{kind}: {text}" for kind, text in zip(kinds, results, strict=True))
 
 
 def _minilm() -> str:
@@ -309,8 +309,8 @@ def _sandbox() -> str:
 def _factbook() -> str:
     from outrider.environments.factbook.data import load_factbook
 
-    book = load_factbook()
-    return f"{len(book.countries)} countries, {len(book.passages)} passages"
+    factbook = load_factbook()
+    return f"{len(factbook.countries)} countries, {len(factbook.passages)} passages"
 
 
 def _tracker(name: str, module: str) -> str:

@@ -18,10 +18,10 @@ _ROWS, _LIMIT_S = 2048, 1.0
 
 def processor() -> str:
     """Model, instruction sets, what torch uses of them, and the variables that choose otherwise."""
-    found = read_processor()
-    sets = " ".join(sorted(found.instruction_sets)) or "instruction sets unknown on this system"
+    info = read_processor()
+    sets = " ".join(sorted(info.instruction_sets)) or "instruction sets unknown on this system"
     used = f"torch uses {torch.backends.cpu.get_cpu_capability()}"
-    return "; ".join([found.model, sets, used, *chosen_instructions()])
+    return "; ".join([info.model, sets, used, *chosen_instructions()])
 
 
 def kernels() -> str:
@@ -30,8 +30,8 @@ def kernels() -> str:
         "float32": "packed" if onednn.can_pack(torch.float32) else "plain",
         "bfloat16": "packed" if onednn.can_pack(torch.bfloat16) else "plain, slower than float32",
     }
-    told = ", ".join(f"{precision} {way}" for precision, way in ways.items())
-    return f'{told}; model.precision = "auto" takes {resolve_precision("auto", "cpu")}'
+    text = ", ".join(f"{precision} {way}" for precision, way in ways.items())
+    return f'{text}; model.precision = "auto" takes {resolve_precision("auto", "cpu")}'
 
 
 def matrix_rate() -> str:
@@ -43,5 +43,5 @@ def matrix_rate() -> str:
     finally:
         torch.set_num_threads(before)
     minutes = (DEMO_S + DEMO_TFLOP / rate) / 60
-    told = f"{rate:.3f} TFLOP/s in float32 with {threads} threads, measured now"
-    return f"{told}: make demo takes about {minutes:.0f} minutes at that"
+    text = f"{rate:.3f} TFLOP/s in float32 with {threads} threads, measured now"
+    return f"{text}: make demo takes about {minutes:.0f} minutes at that"

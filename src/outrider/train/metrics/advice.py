@@ -30,12 +30,12 @@ class Advice:
         """After a training step with the metrics ``values``."""
         if values.get("rollout/num_masked") == values.get("rollout/num"):
             return []  # faults have an alarm of their own
-        found = {
+        texts = {
             "signal": self._without_signal(traces, values),
             "retrieval": self._without_retrieval(traces, values),
         }
         lines = []
-        for kind, text in found.items():
+        for kind, text in texts.items():
             if not text:
                 self._last.pop(kind, None)
             elif step - self._last.get(kind, -_EVERY) >= _EVERY:
@@ -54,7 +54,7 @@ class Advice:
         if all(leaf.success for leaf, _ in rollouts):
             return f"{begin}all {num} rollouts solved their tasks; train on harder tasks"
         reasons = failure_reasons(traces, self.settings.limits, context_length=self.context_length)
-        told = f"{begin}of {num} rollouts {reasons_line(reasons)}"
+        summary = f"{begin}of {num} rollouts {reasons_line(reasons)}"
         num_unclosed = self._num_unclosed(traces)
         if num_unclosed > num / 2:
             return (
@@ -63,17 +63,17 @@ class Advice:
             )
         num_invalid = sum(leaf.outcome is Outcome.INVALID for leaf, _ in rollouts)
         if num_invalid > num / 2:
-            return f"{told}; {_COLD_START} teaches the format"
+            return f"{summary}; {_COLD_START} teaches the format"
         if sum(count for reason, count in reasons.items() if reason.startswith(CUT)) > num / 2:
-            return f"{told}; raise the limit, or teach shorter answers by a cold start"
+            return f"{summary}; raise the limit, or teach shorter answers by a cold start"
         return (
-            f"{told} and all rollouts of a group have the same return; train on easier tasks, begin with "
+            f"{summary} and all rollouts of a group have the same return; train on easier tasks, begin with "
             f"{_COLD_START}, or raise algorithm.group_size"
         )
 
     def _num_unclosed(self, traces: Sequence[Trace]) -> int:
         """Rollouts whose last turn has none of the tags that end a turn."""
-        tags = tuple(one for one in self.stop if one.startswith("</"))
+        tags = tuple(tag for tag in self.stop if tag.startswith("</"))
         if not tags:
             return 0
         last = [
@@ -81,7 +81,7 @@ class Advice:
             for trace in traces
             for _, path in trace.scored_rollouts()
         ]
-        return sum(node is not None and not any(one in node.message.content for one in tags) for node in last)
+        return sum(node is not None and not any(tag in node.message.content for tag in tags) for node in last)
 
     def _without_retrieval(self, traces: Sequence[Trace], values: Mapping[str, float]) -> str:
         if values.get("retrieval/num_inserted") != 0.0:

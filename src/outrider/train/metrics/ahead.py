@@ -5,10 +5,10 @@ left.
 import math
 
 from outrider.train.settings import RunSettings
-from outrider.watch.run_pace import Ahead
+from outrider.watch.run_pace import RemainingWork
 
 
-def work_ahead(
+def remaining_work(
     settings: RunSettings,
     *,
     step: int,
@@ -16,7 +16,7 @@ def work_ahead(
     num_policy_tokens: int,
     is_evaluated: bool,
     ends_evaluated: bool,
-) -> Ahead:
+) -> RemainingWork:
     """``saved_step``: of the newest checkpoint. ``is_evaluated``: whether the evaluation of this step, where
     there is one, is on file; ``ends_evaluated``: whether the last one is, or there is none.
 
@@ -32,7 +32,7 @@ def work_ahead(
         )
     regular = end // saves - step // saves + (step > saved_step and step % saves == 0)
     final = end > saved_step and end % saves != 0
-    return Ahead(
+    return RemainingWork(
         step=end - step,
         evaluation=between + (end > 0 and not ends_evaluated),
         checkpoint=regular + final,
@@ -40,7 +40,7 @@ def work_ahead(
 
 
 def _last_step(settings: RunSettings, step: int, num_policy_tokens: int) -> int:
-    budget, wanted = settings.train.max_policy_tokens, max(step, settings.train.num_steps)
+    budget, last_step = settings.train.max_policy_tokens, max(step, settings.train.num_steps)
     if budget is None or not step or not num_policy_tokens:
-        return wanted
-    return min(wanted, step + max(0, math.ceil((budget - num_policy_tokens) * step / num_policy_tokens)))
+        return last_step
+    return min(last_step, step + max(0, math.ceil((budget - num_policy_tokens) * step / num_policy_tokens)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Final, TypeAlias, get_args
 
-from outrider.algorithms.base import GroupCredit
+from outrider.algorithms.base import GroupAdvantages
 from outrider.algorithms.common.advantages import NoSignalReason
 from outrider.memory.embedder import HashEmbedder
 from outrider.rollout.modes import HYBRID, has_part
@@ -14,7 +14,7 @@ from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin, Outcome
 
 _MAX_NAME: Final = 80
-_Kept: TypeAlias = tuple[Leaf, Sequence[Node]]  # a rollout with a return, and its path
+_ScoredRollout: TypeAlias = tuple[Leaf, Sequence[Node]]  # a rollout with a return, and its path
 
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
@@ -22,7 +22,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     mean.
     """
     every = [leaf for trace in traces for leaf, _ in trace.own_rollouts()]
-    kept = [
+    scored = [
         (leaf, path)
         for trace in traces
         for leaf, path in trace.own_rollouts()
@@ -32,42 +32,42 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     metrics = {f"rollout/num_{outcome.value}": float(outcomes[outcome]) for outcome in Outcome}
     metrics |= {
         "rollout/num": float(len(every)),
-        "rollout/num_masked": float(len(every) - len(kept)),
+        "rollout/num_masked": float(len(every) - len(scored)),
         "group/num": float(len(traces)),
         "tokens/discarded": float(_num_discarded(traces)),
     }
-    if not kept:
+    if not scored:
         return metrics
     # a shared node was written once
-    nodes = list({id(node): node for _, path in kept for node in path}.values())
+    nodes = list({id(node): node for _, path in scored for node in path}.values())
     truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
     return (
         metrics
-        | _reward_metrics(kept)
-        | _length_metrics(kept)
-        | _environment_metrics(kept, nodes)
-        | _endpoint_metrics(kept)
+        | _reward_metrics(scored)
+        | _length_metrics(scored)
+        | _environment_metrics(scored, nodes)
+        | _endpoint_metrics(scored)
         | {"rollout/truncated_fraction": truncated / len(every)}
         | _token_metrics(nodes)
     )
 
 
-def _reward_metrics(kept: Sequence[_Kept]) -> dict[str, float]:
-    returns = [leaf.episode_return for leaf, _ in kept if leaf.episode_return is not None]
+def _reward_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
+    returns = [leaf.episode_return for leaf, _ in scored if leaf.episode_return is not None]
     return {
         "reward/mean": fmean(returns),
         "reward/std": pstdev(returns),
         "reward/min": min(returns),
         "reward/max": max(returns),
-        "reward/success_rate": fmean(float(leaf.success) for leaf, _ in kept),
+        "reward/success_rate": fmean(float(leaf.success) for leaf, _ in scored),
     }
 
 
-def _length_metrics(kept: Sequence[_Kept]) -> dict[str, float]:
+def _length_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
     """Per rollout, a node that several share counted in each."""
-    lengths = [_num_tokens(path) for _, path in kept]
-    turns = [sum(node.trainable for node in path) for _, path in kept]
-    policy = [sum(len(node.token_ids) for node in path if node.trainable) for _, path in kept]
+    lengths = [_num_tokens(path) for _, path in scored]
+    turns = [sum(node.trainable for node in path) for _, path in scored]
+    policy = [sum(len(node.token_ids) for node in path if node.trainable) for _, path in scored]
     return {
         "rollout/length_tokens_mean": fmean(lengths),
         "rollout/length_tokens_max": float(max(lengths)),
@@ -77,28 +77,30 @@ def _length_metrics(kept: Sequence[_Kept]) -> dict[str, float]:
     }
 
 
-def _environment_metrics(kept: Sequence[_Kept], nodes: Sequence[Node]) -> dict[str, float]:
+def _environment_metrics(scored: Sequence[_ScoredRollout], nodes: Sequence[Node]) -> dict[str, float]:
     """Calls, and what was made of the actions; a shared node counts once but in what is said of paths."""
-    on_paths = sum(_total(path, "num_tool_calls") for _, path in kept)
+    on_paths = sum(_total(path, "num_tool_calls") for _, path in scored)
     counts = {
         "rollout/num_restarts": float(sum(node.restarts for node in nodes)),
         "rollout/num_undecided_answers": sum(
-            leaf.metrics.get("num_undecided_answers", 0.0) for leaf, _ in kept
+            leaf.metrics.get("num_undecided_answers", 0.0) for leaf, _ in scored
         ),
     }
     cut = [node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0 for node in nodes]
     return {
         "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
-        "rollout/tool_calls_per_leaf": on_paths / len(kept),
+        "rollout/tool_calls_per_leaf": on_paths / len(scored),
         "rollout/num_tool_calls_shared": on_paths - _total(nodes, "num_tool_calls"),
         "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
-        "rollout/num_tool_calls_refused": sum(leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in kept),
+        "rollout/num_tool_calls_refused": sum(
+            leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in scored
+        ),
         "rollout/num_invalid_actions": _total(nodes, "invalid"),
         "rollout/num_observations_cut": float(sum(cut)),
     } | {name: number for name, number in counts.items() if number}
 
 
-_OF_ENDPOINT: Final[Mapping[str, str]] = {
+_ENDPOINT_METRICS: Final[Mapping[str, str]] = {
     "num_requests": "num_requests",
     "num_refused_requests": "num_refused_requests",
     "num_ignored_fields": "num_ignored_fields",
@@ -108,12 +110,12 @@ _OF_ENDPOINT: Final[Mapping[str, str]] = {
 """Metrics of the endpoint for agent programs, by those of an episode."""
 
 
-def _endpoint_metrics(kept: Sequence[_Kept]) -> dict[str, float]:
+def _endpoint_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
     """Sums over rollouts; none where no program asked the policy."""
-    counted = [leaf.metrics for leaf, _ in kept if leaf.metrics.keys() >= set(_OF_ENDPOINT.values())]
+    counted = [leaf.metrics for leaf, _ in scored if leaf.metrics.keys() >= set(_ENDPOINT_METRICS.values())]
     return {
         f"endpoint/{name}": sum(float(metrics[key]) for metrics in counted)
-        for name, key in _OF_ENDPOINT.items()
+        for name, key in _ENDPOINT_METRICS.items()
         if counted
     }
 
@@ -172,36 +174,40 @@ def diversity(traces: Sequence[Trace]) -> float | None:
     return fmean(values) if values else None
 
 
-def credit_metrics(credits_: Sequence[GroupCredit]) -> dict[str, float]:
+def advantage_metrics(group_advantages: Sequence[GroupAdvantages]) -> dict[str, float]:
     """How many groups taught nothing, and why."""
-    reasons = Counter(credit.advantages.reason for credit in credits_)
+    reasons = Counter(group.advantages.reason for group in group_advantages)
     metrics = {
         f"group/num_without_signal_{reason}": float(reasons[reason]) for reason in get_args(NoSignalReason)
     }
     # dynamic sampling may leave none
-    metrics["group/fraction_without_signal"] = 1.0 - reasons[None] / max(1, len(credits_))
-    return metrics | measured_means(credits_)
+    metrics["group/fraction_without_signal"] = 1.0 - reasons[None] / max(1, len(group_advantages))
+    return metrics | measured_means(group_advantages)
 
 
 def branch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     """Metrics of the branching rule, for a run that branches."""
-    decided = [node.metadata for trace in traces for node in trace.nodes if "entropy_change" in node.metadata]
-    if not decided:
+    decisions = [
+        node.metadata for trace in traces for node in trace.nodes if "entropy_change" in node.metadata
+    ]
+    if not decisions:
         return {"branch/num_decisions": 0.0, "branch/num_forks": 0.0, "branch/num_refused": 0.0}
-    num_forks = sum(one.get("num_forks", 0) for one in decided)
+    num_forks = sum(decision.get("num_forks", 0) for decision in decisions)
     return {
-        "branch/num_decisions": float(len(decided)),
+        "branch/num_decisions": float(len(decisions)),
         "branch/num_forks": float(num_forks),
         "branch/num_replayed": float(
-            sum(one.get("num_forks", 0) for one in decided if one.get("is_replayed"))
+            sum(decision.get("num_forks", 0) for decision in decisions if decision.get("is_replayed"))
         ),
-        "branch/num_refused": float(sum(one.get("num_forks_wanted", 0) for one in decided) - num_forks),
-        "branch/entropy_change_mean": fmean(one["entropy_change"] for one in decided),
+        "branch/num_refused": float(
+            sum(decision.get("num_forks_wanted", 0) for decision in decisions) - num_forks
+        ),
+        "branch/entropy_change_mean": fmean(decision["entropy_change"] for decision in decisions),
     }
 
 
 def retrieval_metrics(
-    traces: Sequence[Trace], credits_: Sequence[GroupCredit], counts: Mapping[str, int]
+    traces: Sequence[Trace], group_advantages: Sequence[GroupAdvantages], counts: Mapping[str, int]
 ) -> dict[str, float]:
     """RAPO's metrics (spec section 12). ``counts`` are the hook's counts of this step; values without data
     are left out.
@@ -230,7 +236,7 @@ def retrieval_metrics(
         "retrieval/num_cut": float(sum(node.metadata["num_tokens_cut"] > 0 for node in inserted)),
     }
     for name in ("retrieval/num_unscored", "retrieval/num_floored"):
-        metrics[name] = float(sum(sum(credit.measurements.get(name, ())) for credit in credits_))
+        metrics[name] = float(sum(sum(entry.measurements.get(name, ())) for entry in group_advantages))
     if counts.get("opportunities"):
         metrics["retrieval/rate"] = counts.get("retrievals", 0) / counts["opportunities"]
     if num_hybrid:
@@ -240,7 +246,7 @@ def retrieval_metrics(
             metrics[f"retrieval/reward_{name}"] = fmean(leaf.episode_return or 0.0 for leaf, _ in group)
             metrics[f"retrieval/length_{name}"] = fmean(_num_tokens(path) for _, path in group)
     for agent, number in Counter(str(node.metadata["agent"]) for node in inserted).items():
-        name = f"retrieval/num_hits/{_part_of_a_name(agent)}"
+        name = f"retrieval/num_hits/{_metric_name_part(agent)}"
         metrics[name] = metrics.get(name, 0.0) + number
     return metrics
 
@@ -258,7 +264,7 @@ def environment_metrics(traces: Sequence[Trace]) -> dict[str, float]:
                     values.setdefault(name, []).append(value)
     means: dict[str, float] = {}
     for name in sorted(values):
-        part = key = _part_of_a_name(name)
+        part = key = _metric_name_part(name)
         number = 1
         while f"environment/mean/{key}" in means:
             number += 1
@@ -267,28 +273,28 @@ def environment_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     return means
 
 
-def _part_of_a_name(name: str) -> str:
+def _metric_name_part(name: str) -> str:
     """A name that others chose, as the last part of a metric's name: without slashes, braces and what is not
     printable.
     """
     return re.sub(r"[/{}\s]|[^\x20-\x7e\u00a0-\uffff]", "_", name.strip())[:_MAX_NAME] or "unnamed"
 
 
-def measured_means(credits_: Sequence[GroupCredit]) -> dict[str, float]:
+def measured_means(group_advantages: Sequence[GroupAdvantages]) -> dict[str, float]:
     """Means over the step of what the algorithm measured; names without a value are left out, counts are
     summed elsewhere.
     """
     names = {
         name
-        for credit in credits_
-        for name in credit.measurements
+        for group in group_advantages
+        for name in group.measurements
         if not name.rpartition("/")[2].startswith("num_")
     }
     values = {
-        name: [value for credit in credits_ for value in credit.measurements.get(name, ())]
+        name: [value for group in group_advantages for value in group.measurements.get(name, ())]
         for name in sorted(names)
     }
-    return {name: fmean(found) for name, found in values.items() if found}
+    return {name: fmean(measurements) for name, measurements in values.items() if measurements}
 
 
 def _num_tokens(path: Sequence[Node]) -> int:

@@ -24,17 +24,17 @@ class RecordRows:
     rollouts: list[RolloutRow] = field(default_factory=list)
 
 
-def rows_of(
+def trace_rows(
     traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer, values: NodeValues | None = None
 ) -> RecordRows:
     """One row per node that belongs to a rollout. Of one that a fault ended they are those of its last try;
     no leaf is among them, only the rollout's own row has its outcome and its reason.
     """
-    found = RecordRows()
+    records = RecordRows()
     pieces = Continuation(tokenizer)
     for number, trace in enumerate(traces):
         lost = {
-            leaf.rollout: _of_last_try(trace, leaf.rollout)
+            leaf.rollout: _last_try_nodes(trace, leaf.rollout)
             for leaf in trace.leaves.values()
             if leaf.node_id is None
         }
@@ -54,22 +54,22 @@ def rows_of(
             if node.node_id in owners:
                 row = _row(node, trace, owners[node.node_id], leaves.get(node.node_id), pieces, values or {})
                 rows[node.node_id] = replace(row, step=step, trace_id=f"{step}/{number}")
-        found.nodes += rows.values()
+        records.nodes += rows.values()
         for leaf, path in trace.rollouts():
             whole = path or lost[leaf.rollout]
             row_ = _rollout(leaf, whole, trace, rows, f"{step}/{number}", step)
             own = [firsts[node.node_id] for node in whole if node.origin is not Origin.PROMPT]
-            found.rollouts.append(replace(row_, forked_from=own[0] if own else leaf.rollout))
-    return found
+            records.rollouts.append(replace(row_, forked_from=own[0] if own else leaf.rollout))
+    return records
 
 
-def _of_last_try(trace: Trace, rollout: int) -> list[Node]:
+def _last_try_nodes(trace: Trace, rollout: int) -> list[Node]:
     """The path to the last node that a rollout wrote which a fault ended; empty where it wrote none."""
-    kept = {node.node_id for _, path in trace.rollouts() for node in path}
+    rollout_nodes = {node.node_id for _, path in trace.rollouts() for node in path}
     own = [
         node.node_id
         for node in trace.nodes
-        if node.node_id not in kept and node.metadata.get("rollout") == rollout
+        if node.node_id not in rollout_nodes and node.metadata.get("rollout") == rollout
     ]
     return trace.path(own[-1]) if own else []
 
@@ -87,15 +87,15 @@ def _row(
         rollout=owner,
         origin=node.origin,
         text=_text(node, pieces),
-        tokens=tuple(pieces.decode([one]) for one in node.token_ids) if node.trainable else (),
+        tokens=tuple(pieces.decode([token_id]) for token_id in node.token_ids) if node.trainable else (),
         logprobs=node.logprobs,
         entropies=node.entropies,
         outcome=leaf.outcome if leaf else None,
         episode_return=leaf.episode_return if leaf else None,
         advantage=leaf.advantage if leaf else None,
         hybrid=any(n.origin is Origin.BUFFER for n in trace.path(node.node_id)) if leaf else None,
-        metadata=json.dumps(node.metadata | (_of_leaf(leaf, trace) if leaf else {}), default=str),
-        advantages=_credit(node, owner),
+        metadata=json.dumps(node.metadata | (_leaf_metadata(leaf, trace) if leaf else {}), default=str),
+        advantages=_token_advantages(node, owner),
         trainer_logprobs=() if seen is None or not node.trainable else tuple(seen.trainer.tolist()),
         ratios=() if seen is None or not node.trainable else tuple(seen.ratio.tolist()),
         weight_version=node.weight_version,
@@ -116,7 +116,7 @@ def _rollout(
     leaf: Leaf, path: Iterable[Node], trace: Trace, rows: Mapping[int, TraceRow], trace_id: str, step: int
 ) -> RolloutRow:
     on_file = [rows[node.node_id] for node in path]
-    last = on_file[-1] if on_file else _nowhere(trace, trace_id, step)
+    last = on_file[-1] if on_file else _placeholder_row(trace, trace_id, step)
     is_fault = leaf.outcome.is_fault
     end = replace(
         last,
@@ -124,7 +124,7 @@ def _rollout(
         outcome=leaf.outcome,
         episode_return=leaf.episode_return,
         advantage=leaf.advantage,
-        metadata=json.dumps(_of_leaf(leaf, trace), default=str),
+        metadata=json.dumps(_leaf_metadata(leaf, trace), default=str),
     )
     # of a node the metadata counts its calls, of the end only what is the rollout's own
     return rollout_row(
@@ -136,7 +136,7 @@ def _rollout(
     )
 
 
-def _nowhere(trace: Trace, trace_id: str, step: int) -> TraceRow:
+def _placeholder_row(trace: Trace, trace_id: str, step: int) -> TraceRow:
     """Stands for the nodes of a rollout that wrote none."""
     return TraceRow(
         step=step,
@@ -150,7 +150,7 @@ def _nowhere(trace: Trace, trace_id: str, step: int) -> TraceRow:
     )
 
 
-def _credit(node: Node, owner: int) -> tuple[float, ...]:
+def _token_advantages(node: Node, owner: int) -> tuple[float, ...]:
     """Of the rollout that the row belongs to; a demonstrator's tokens have no values of their own on file."""
     if not node.trainable:
         return ()
@@ -159,8 +159,8 @@ def _credit(node: Node, owner: int) -> tuple[float, ...]:
     return node.credit or ()
 
 
-def _of_leaf(leaf: Leaf, trace: Trace) -> dict[str, object]:
+def _leaf_metadata(leaf: Leaf, trace: Trace) -> dict[str, object]:
     """Reasons of a leaf's advantage beside its return, and its reflection."""
     mode = trace.modes[leaf.rollout] if trace.modes else ""
-    found = {"mode": mode, "intrinsic": leaf.intrinsic, "remark": leaf.reflection}
-    return {name: value for name, value in found.items() if value}
+    metadata = {"mode": mode, "intrinsic": leaf.intrinsic, "remark": leaf.reflection}
+    return {name: value for name, value in metadata.items() if value}

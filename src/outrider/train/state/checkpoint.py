@@ -17,7 +17,13 @@ from safetensors.numpy import save_file as save_arrays
 
 from outrider.atomic_io import remove, remove_leftovers, replacing_folder, sync
 from outrider.errors import CheckpointError
-from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
+from outrider.train.state.checkpoint_state import (
+    STATE,
+    damaged,
+    file_checksum,
+    read_checksummed,
+    write_checksummed,
+)
 from outrider.train.state.records import RECORDS
 from outrider.train.update.weight_files import tensor_files
 
@@ -66,7 +72,7 @@ def save_checkpoint(
                 write_queue(temporary)
             _write(temporary, weights, state, arrays or {})
             if records is not None:
-                write_sealed(temporary / RECORDS, records)
+                write_checksummed(temporary / RECORDS, records)
             # Only now, when the new one is whole: until here the earlier checkpoint of this step stands.
             _make_room(folder)
     except (OSError, SafetensorError) as error:
@@ -96,7 +102,7 @@ def _write(
     for path in [*written, *{path.parent for path in written} - {temporary}]:
         sync(path)
     checksums = {path.relative_to(temporary).as_posix(): file_checksum(path) for path in written}
-    write_sealed(
+    write_checksummed(
         temporary / STATE, {**state, "num_optimizer_steps": weights.num_steps, "checksums": checksums}
     )
     sync(temporary)
@@ -108,7 +114,7 @@ def load_checkpoint(folder: Path, weights: Weights) -> dict[str, Any]:
     Raises CheckpointError when files are missing, damaged, or belong to another model.
     """
     try:
-        state = read_sealed(folder / STATE)
+        state = read_checksummed(folder / STATE)
         # All tensor files, also where the state forgot to name them: nothing is loaded unchecked.
         for name in sorted({*tensor_files(folder), *state["checksums"]}):
             if file_checksum(folder / name) != state["checksums"][name]:
@@ -127,11 +133,11 @@ def require_intact(folder: Path, name: str) -> None:
     if not (folder / STATE).exists():
         return
     try:
-        written = read_sealed(folder / STATE)["checksums"][name]
-        found = file_checksum(folder / name)
+        written = read_checksummed(folder / STATE)["checksums"][name]
+        checksum = file_checksum(folder / name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(folder, error) from error
-    if found != written:
+    if checksum != written:
         raise CheckpointError(
             f"checkpoint {folder} is damaged: the contents of {name} are not what was written"
         )
@@ -149,14 +155,14 @@ def checkpoints_newest_first(folder: Path) -> list[Path]:
     return [path for _, path in reversed(_numbered(folder))]
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """The training step of a checkpoint that :func:`checkpoints_newest_first` found."""
     match = _NAME.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
 
 
-def step_named(checkpoint: Path) -> int | None:
+def checkpoint_step_or_none(checkpoint: Path) -> int | None:
     """The training step in the name of a checkpoint's folder; None for a folder of another name."""
     match = _NAME.fullmatch(checkpoint.name)
     return None if match is None else int(match[1])
@@ -164,20 +170,20 @@ def step_named(checkpoint: Path) -> int | None:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint below ``folder``, which may be damaged; None without any."""
-    found = _numbered(folder)
-    return found[-1][0] if found else None
+    numbered = _numbered(folder)
+    return numbered[-1][0] if numbered else None
 
 
-def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> None:
-    """Remove all but the last ``keep`` checkpoints up to step ``newest``, which has just been written, and
+def prune_checkpoints(folder: Path, *, max_checkpoints: int, newest: int) -> None:
+    """Remove all but the last ``max_checkpoints`` checkpoints up to step ``newest``, which has just been written, and
     the one of step 0.
 
     From that one other algorithms can start. Those of later steps were damaged, or the run would not have
     gone back behind them; what a kill left half written goes too.
     """
     numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
-    kept = [path for step, path in numbered if step <= newest][-keep:]
-    for path in (path for _, path in numbered if path not in kept):
+    retained = [path for step, path in numbered if step <= newest][-max_checkpoints:]
+    for path in (path for _, path in numbered if path not in retained):
         remove(path)
     remove_leftovers(folder, is_only_writer=True)
 
@@ -186,5 +192,5 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
     """Steps and folders, ascending; a file, or a folder with another name, such as a copy that a user made,
     is none.
     """
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)

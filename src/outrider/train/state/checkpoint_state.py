@@ -25,16 +25,16 @@ def file_checksum(path: Path) -> int:
     return value
 
 
-def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+def write_checksummed(path: Path, content: Mapping[str, Any]) -> None:
     """Put an object of plain data with the checksum of all of it in the place of the file. Raises OSError."""
     plain = json.loads(json.dumps(content))  # numbers as keys become text, as the reader will find them
-    sealed = {**plain, _OWN: _checksum(plain)}
-    replace_file(path, json.dumps(sealed, indent=1, sort_keys=True).encode())
+    checksummed = {**plain, _OWN: _checksum(plain)}
+    replace_file(path, json.dumps(checksummed, indent=1, sort_keys=True).encode())
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Reads what :func:`write_sealed` wrote; a file of an earlier Outrider, which has no checksum, is taken
-    as it is (:func:`is_sealed` asks for it).
+def read_checksummed(path: Path) -> dict[str, Any]:
+    """Reads what :func:`write_checksummed` wrote; a file of an earlier Outrider, which has no checksum, is taken
+    as it is (:func:`has_checksum` asks for it).
 
     Raises OSError, and ValueError for what is damaged.
     """
@@ -44,8 +44,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return content
 
 
-def is_sealed(path: Path) -> bool:
-    """Whether a file that :func:`read_sealed` has read has a checksum of its own: without one nobody can tell
+def has_checksum(path: Path) -> bool:
+    """Whether a file that :func:`read_checksummed` has read has a checksum of its own: without one nobody can tell
     that it is whole.
     """
     return _read(path).get(_OWN) is not None
@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The state of a checkpoint whose files have not been looked at. Raises CheckpointError."""
     try:
-        return read_sealed(checkpoint / STATE)
+        return read_checksummed(checkpoint / STATE)
     except (OSError, ValueError) as error:
         raise damaged(checkpoint, error) from error
 

@@ -7,8 +7,8 @@ from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.checkpoint_state import read_state
 from outrider.train.state.run_directory import RunDirectory
-from outrider.train.state.same_inputs import other_inputs
-from outrider.train.state.same_settings import other_settings
+from outrider.train.state.same_inputs import check_inputs
+from outrider.train.state.same_settings import check_settings
 from outrider.watch.traces import TraceReader
 
 
@@ -29,13 +29,13 @@ def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
             state = read_state(checkpoint)
         except CheckpointError:
             continue  # which is told where the checkpoint is loaded
-        other_inputs(  # again where it is loaded, which takes longer
+        check_inputs(  # again where it is loaded, which takes longer
             state.get("inputs", {}),
             plugin_digests(settings),
             other_versions=False,
-            takes_plugins=run.takes_plugins,
+            allow_changed_plugins=run.allow_changed_plugins,
         )
-        return other_settings(state.get("settings", {}), settings)
+        return check_settings(state.get("settings", {}), settings)
     return []
 
 
@@ -49,5 +49,5 @@ def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
     # damaged lines count too
     if metrics.is_file() and (num := metrics.read_bytes().count(b'"kind": "train"')):
         return f"metrics of {num} training step(s)"
-    num = sum(one is not None for _, one in readable(run.evaluations)) if run.evaluations.is_file() else 0
+    num = sum(entry is not None for _, entry in readable(run.evaluations)) if run.evaluations.is_file() else 0
     return f"{num} evaluation(s)" if num > settings.evaluation.at_start else ""

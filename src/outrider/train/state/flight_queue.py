@@ -12,12 +12,12 @@ from typing import Any
 
 from outrider.json_lines import parsed, whole_lines
 from outrider.rollout.scheduler import RolloutReport
-from outrider.train.state.queue import QUEUE, read_group, read_task, told_group
+from outrider.train.state.queue import QUEUE, group_to_dict, read_group, read_task
 from outrider.types import Task
 
 
 @dataclass(slots=True, kw_only=True)
-class PlayedGroup:
+class GroupResult:
     """One group that has ended after ``seconds``; ``gathered`` is what the copies of the hooks bring, None
     once the hooks have it.
     """
@@ -28,7 +28,7 @@ class PlayedGroup:
 
 
 @dataclass(slots=True, kw_only=True)
-class OpenStep:
+class PendingStep:
     """A step that has begun: the task and the modes of every group, the ``cursor`` behind its tasks, and the
     groups that have ended, by number.
     """
@@ -37,36 +37,36 @@ class OpenStep:
     tasks: Sequence[Task]
     modes: Sequence[tuple[str, ...]]
     cursor: int
-    ended: dict[int, PlayedGroup] = field(default_factory=dict)
+    results: dict[int, GroupResult] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class QueueSnapshot:
     """Steps that have begun, in their order; ``counts`` are the algorithm's as the newest metrics have
     them.
     """
 
-    steps: Sequence[OpenStep]
+    steps: Sequence[PendingStep]
     counts: Sequence[Mapping[str, int]]
 
 
-def write_kept(folder: Path, kept: Kept) -> None:
+def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
     """Into a checkpoint that is being written. Raises OSError."""
     head = {
-        "counts": [dict(one) for one in kept.counts],
+        "counts": [dict(entry) for entry in snapshot.counts],
         "steps": [
             {
-                "step": one.step,
-                "tasks": [asdict(task) for task in one.tasks],
-                "modes": [list(modes) for modes in one.modes],
-                "cursor": one.cursor,
+                "step": entry.step,
+                "tasks": [asdict(task) for task in entry.tasks],
+                "modes": [list(modes) for modes in entry.modes],
+                "cursor": entry.cursor,
             }
-            for one in kept.steps
+            for entry in snapshot.steps
         ],
     }
     groups = [
         {
-            "step": one.step,
+            "step": entry.step,
             "group": number,
             "seconds": group.seconds,
             "num_batches": group.report.num_batches,
@@ -74,16 +74,16 @@ def write_kept(folder: Path, kept: Kept) -> None:
             "faults": dict(group.report.faults),
             "fault_reasons": list(group.report.fault_reasons),
             "loop_lag_s": group.report.loop_lag_s,
-            "traces": [told_group(trace) for trace in group.report.traces],
+            "traces": [group_to_dict(trace) for trace in group.report.traces],
         }
-        for one in kept.steps
-        for number, group in sorted(one.ended.items())
+        for entry in snapshot.steps
+        for number, group in sorted(entry.results.items())
     ]
-    lines = [json.dumps(one, default=str) + "\n" for one in (head, *groups)]
+    lines = [json.dumps(entry, default=str) + "\n" for entry in (head, *groups)]
     (folder / QUEUE).write_text("".join(lines), encoding="utf-8")
 
 
-def read_kept(folder: Path) -> Kept | None:
+def read_snapshot(folder: Path) -> QueueSnapshot | None:
     """Of a checkpoint whose files are known to be whole; None where nothing was under way. Raises OSError,
     and ValueError, KeyError or TypeError for damage.
     """
@@ -91,7 +91,7 @@ def read_kept(folder: Path) -> Kept | None:
     if not lines:
         return None
     head, *groups = lines
-    steps = {int(one["step"]): _step(one) for one in head["steps"]}
+    steps = {int(entry["step"]): _parse_step(entry) for entry in head["steps"]}
     for group in groups:
         report = RolloutReport(
             traces=[read_group(trace) for trace in group["traces"]],
@@ -101,15 +101,15 @@ def read_kept(folder: Path) -> Kept | None:
             fault_reasons=tuple(group["fault_reasons"]),
             loop_lag_s=group["loop_lag_s"],
         )
-        played = PlayedGroup(report=report, gathered=None, seconds=float(group["seconds"]))
-        steps[int(group["step"])].ended[int(group["group"])] = played
-    return Kept(steps=list(steps.values()), counts=head["counts"])
+        result = GroupResult(report=report, gathered=None, seconds=float(group["seconds"]))
+        steps[int(group["step"])].results[int(group["group"])] = result
+    return QueueSnapshot(steps=list(steps.values()), counts=head["counts"])
 
 
-def _step(told: Mapping[str, Any]) -> OpenStep:
-    return OpenStep(
-        step=int(told["step"]),
-        tasks=[read_task(task) for task in told["tasks"]],
-        modes=[tuple(modes) for modes in told["modes"]],
-        cursor=int(told["cursor"]),
+def _parse_step(values: Mapping[str, Any]) -> PendingStep:
+    return PendingStep(
+        step=int(values["step"]),
+        tasks=[read_task(task) for task in values["tasks"]],
+        modes=[tuple(modes) for modes in values["modes"]],
+        cursor=int(values["cursor"]),
     )

@@ -22,29 +22,29 @@ MAY_CHANGE: Final[Mapping[str, str]] = {
 """The table of docs/resuming.md says the same (checked by a test)."""
 
 
-def grown_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
+def extend_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
     """The settings of a run with what the overrides change.
 
     Raises ConfigError, one line with the reason, for a change that :data:`MAY_CHANGE` does not name, for one
     that shrinks the run, for a schedule that follows from the number of steps, and for a run that never
     trained.
     """
-    began, wanted = recorded_settings(config), recorded_settings(config, overrides)
-    before, after = (dict(flatten(one.model_dump())) for one in (began, wanted))
+    original, extended = recorded_settings(config), recorded_settings(config, overrides)
+    before, after = (dict(flatten(settings.model_dump())) for settings in (original, extended))
     changed = [key for key in sorted(before.keys() | after) if before.get(key) != after.get(key)]
     if refused := [key for key in changed if key not in MAY_CHANGE]:
         raise ConfigError(
-            f"{refused[0]} cannot change in a run that goes on: {_why(refused[0])}. "
+            f"{refused[0]} cannot change in a run that goes on: {_refusal_reason(refused[0])}. "
             f"These may: {', '.join(MAY_CHANGE)}"
         )
     for key in {"train.num_steps", "train.max_policy_tokens"} & set(changed):
         _require_growth(key, before[key], after[key])
     if "train.num_steps" in changed:
-        _require_steps_apart(began)
-    return wanted
+        _require_no_schedule(original)
+    return extended
 
 
-def _why(key: str) -> str:
+def _refusal_reason(key: str) -> str:
     if key in FREE:
         return "no number depends on it, so no command needs to; it may be changed in config.toml"
     if key in ROUNDING:
@@ -63,13 +63,13 @@ def _require_growth(key: str, before: Any, after: Any) -> None:
         raise ConfigError(f"{key} may only grow: it is {was}, {after} would end the run earlier")
 
 
-def _require_steps_apart(began: RunSettings) -> None:
-    if not began.train.num_steps:
+def _require_no_schedule(original: RunSettings) -> None:
+    if not original.train.num_steps:
         raise ConfigError(
             "train.num_steps cannot grow from 0: this run has made nothing to train with. "
             "Begin a new run, with model.initial_checkpoint for the weights"
         )
-    if depends_on_num_steps(began):
+    if depends_on_num_steps(original):
         raise ConfigError(
             "train.num_steps cannot grow here: the probability of a retrieval runs to "
             "algorithm.retrieval.final_probability at the last step, "

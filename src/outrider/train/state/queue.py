@@ -25,7 +25,7 @@ _ValueT = TypeVar("_ValueT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class QueuedStep:
     """A step that was played and not yet trained on. ``counts`` are the algorithm's from before, ``seconds``
     what the rollouts took.
     """
@@ -35,9 +35,9 @@ class Played:
     seconds: float
 
 
-def write_queue(folder: Path, played: Played) -> None:
+def write_queue(folder: Path, queued: QueuedStep) -> None:
     """Into a checkpoint that is being written. Raises OSError."""
-    sampled = played.sampled
+    sampled = queued.sampled
     trained = {id(trace) for trace in sampled.trained}
     head = {
         "is_filtered": sampled.is_filtered,
@@ -46,16 +46,16 @@ def write_queue(folder: Path, played: Played) -> None:
         "num_extra_batches": sampled.num_extra_batches,
         "cursor": sampled.cursor,
         "loop_lag_s": sampled.loop_lag_s,
-        "counts": [dict(one) for one in played.counts],
-        "seconds": played.seconds,
+        "counts": [dict(entry) for entry in queued.counts],
+        "seconds": queued.seconds,
     }
-    groups = [told_group(trace) | {"is_trained": id(trace) in trained} for trace in sampled.traces]
+    groups = [group_to_dict(trace) | {"is_trained": id(trace) in trained} for trace in sampled.traces]
     # What a foreign environment put into a node's metadata may be any object: as the trace files have it.
-    lines = [json.dumps(one, default=str) + "\n" for one in (head, *groups)]
+    lines = [json.dumps(entry, default=str) + "\n" for entry in (head, *groups)]
     (folder / QUEUE).write_text("".join(lines), encoding="utf-8")
 
 
-def read_queue(folder: Path) -> Played | None:
+def read_queue(folder: Path) -> QueuedStep | None:
     """Of a checkpoint whose files are known to be whole; None where nothing was ahead. Raises OSError, and
     ValueError, KeyError or TypeError for damage.
     """
@@ -74,10 +74,10 @@ def read_queue(folder: Path) -> Played | None:
         cursor=int(head["cursor"]),
         loop_lag_s=head.get("loop_lag_s"),
     )
-    return Played(sampled=sampled, counts=head["counts"], seconds=float(head["seconds"]))
+    return QueuedStep(sampled=sampled, counts=head["counts"], seconds=float(head["seconds"]))
 
 
-def told_group(trace: Trace) -> dict[str, Any]:
+def group_to_dict(trace: Trace) -> dict[str, Any]:
     """A group as plain values."""
     return {
         "task": asdict(trace.task),
@@ -85,9 +85,9 @@ def told_group(trace: Trace) -> dict[str, Any]:
         "without_memory": trace.without_memory,
         "is_replayed": trace.is_replayed,
         "pruned": sorted(trace.pruned),
-        "nodes": [_plain(Node, node) for node in trace.nodes],
+        "nodes": [_dump(Node, node) for node in trace.nodes],
         # in the order in which they ended: nothing reads it, and nothing has to be told apart
-        "leaves": [_plain(Leaf, leaf) for leaf in trace.leaves.values()],
+        "leaves": [_dump(Leaf, leaf) for leaf in trace.leaves.values()],
     }
 
 
@@ -113,10 +113,10 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _plain(kind: type, value: object) -> Any:
+def _dump(kind: type, value: object) -> Any:
     return _adapter(kind).dump_python(value, mode="json", fallback=str)
 
 
 def _parse(kind: Callable[..., _ValueT], value: object) -> _ValueT:
-    found: _ValueT = _adapter(kind).validate_python(value)
-    return found
+    result: _ValueT = _adapter(kind).validate_python(value)
+    return result

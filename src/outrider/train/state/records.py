@@ -13,12 +13,17 @@ from typing import Any, Final
 
 from outrider.errors import CheckpointError
 from outrider.json_lines import whole_lines
-from outrider.train.state.checkpoint_state import file_checksum, is_sealed, read_sealed, write_sealed
+from outrider.train.state.checkpoint_state import (
+    file_checksum,
+    has_checksum,
+    read_checksummed,
+    write_checksummed,
+)
 
 RECORDS: Final = "records.json"
 _EVALUATION: Final = re.compile(r"evaluation-(\d+)\.parquet")
 _METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
-_NAMED: Final = 3
+_MAX_NAMES: Final = 3
 _FOLDERS: Final = ("traces", "rollouts", "memory")
 
 
@@ -29,11 +34,12 @@ class Records:
         self._run = run
         self._known: dict[str, tuple[int, int, int]] = {}  # these files never change: size, time, checksum
 
-    def written(self) -> dict[str, Any]:
+    def checksums(self) -> dict[str, Any]:
         """Counts and checksums of what is there now, as a checkpoint holds them. Raises OSError."""
         lines = {name: self._lines(name) for name in (_METRICS, _EVALUATIONS)}
         counted = {
-            name: {"num_lines": len(found), "checksum": _of_lines(found)} for name, found in lines.items()
+            name: {"num_lines": len(content), "checksum": _lines_checksum(content)}
+            for name, content in lines.items()
         }
         num = len(lines[_EVALUATIONS])
         return counted | {folder: self._files(folder, num) for folder in _FOLDERS}
@@ -42,22 +48,26 @@ class Records:
         names = sorted(path.name for path in (self._run / folder).glob("*.parquet"))
         return {name: self._checksum(folder, name) for name in names if _belongs(name, num_evaluations)}
 
-    def seal(self, checkpoint: Path) -> None:
+    def write_checksums(self, checkpoint: Path) -> None:
         """Write it anew into a checkpoint: what came after it (the last evaluation) belongs to it too."""
-        write_sealed(checkpoint / RECORDS, self.written())
+        write_checksummed(checkpoint / RECORDS, self.checksums())
 
     def problems(self, checkpoint: Path) -> list[str]:
         """Names what is gone or is not what was written, one phrase each; empty where the checkpoint does not
         know.
         """
         try:
-            known = read_sealed(checkpoint / RECORDS)
-            if not is_sealed(checkpoint / RECORDS):
+            known = read_checksummed(checkpoint / RECORDS)
+            if not has_checksum(checkpoint / RECORDS):
                 raise ValueError("its checksum is gone")
-            found = [text for name in (_METRICS, _EVALUATIONS) for text in self._of_file(name, known[name])]
+            problems = [
+                text for name in (_METRICS, _EVALUATIONS) for text in self._file_problems(name, known[name])
+            ]
             # the last two are not of an earlier Outrider
             files = [(folder, known.get(folder, {})) for folder in _FOLDERS]
-            return found + [text for folder, names in files for text in self._of_folder(folder, names)]
+            return problems + [
+                text for folder, names in files for text in self._folder_problems(folder, names)
+            ]
         except FileNotFoundError:
             return []  # of an earlier Outrider
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -73,33 +83,33 @@ class Records:
         made again.
         """
         for name, key in ((_METRICS, "num_metric_records"), (_EVALUATIONS, "num_evaluations")):
-            found, num = len(self._lines(name)), int(state[key])
-            if found < num:
+            num_lines, num = len(self._lines(name)), int(state[key])
+            if num_lines < num:
                 raise CheckpointError(
-                    f"{name} has {found} lines, its checkpoint was saved at {num}: put the file back, "
+                    f"{name} has {num_lines} lines, its checkpoint was saved at {num}: put the file back, "
                     "or begin a new run with model.initial_checkpoint"
                 )
 
     def _lines(self, name: str) -> list[bytes]:
         return whole_lines(self._run / name)
 
-    def _of_file(self, name: str, known: Mapping[str, int]) -> list[str]:
+    def _file_problems(self, name: str, known: Mapping[str, int]) -> list[str]:
         lines, num = self._lines(name), known["num_lines"]
         if len(lines) < num:
             return [f"{name} has {len(lines)} of {num} lines"]
         return (
             []
-            if _of_lines(lines[:num]) == known["checksum"]
+            if _lines_checksum(lines[:num]) == known["checksum"]
             else [f"the first {num} lines of {name} are not what was written"]
         )
 
-    def _of_folder(self, folder: str, known: Mapping[str, int]) -> list[str]:
+    def _folder_problems(self, folder: str, known: Mapping[str, int]) -> list[str]:
         missing = [name for name in known if not (self._run / folder / name).is_file()]
         changed = [
             name for name in known if name not in missing and self._checksum(folder, name) != known[name]
         ]
-        told = (("missing", missing), ("not what was written", changed))
-        return [f"{_some(names)} of the {folder}: {what}" for what, names in told if names]
+        problems = (("missing", missing), ("not what was written", changed))
+        return [f"{_join_names(names)} of the {folder}: {problem}" for problem, names in problems if names]
 
     def _checksum(self, folder: str, name: str) -> int:
         path = self._run / folder / name
@@ -117,9 +127,11 @@ def _belongs(name: str, num_evaluations: int) -> bool:
     return match is None or int(match[1]) < num_evaluations
 
 
-def _of_lines(lines: Sequence[bytes]) -> int:
+def _lines_checksum(lines: Sequence[bytes]) -> int:
     return zlib.crc32(b"\n".join(lines))
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+def _join_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (
+        f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    )

@@ -15,14 +15,14 @@ from outrider.plugins.imports import ORIGINS_FILE
 from outrider.plugins.record import write_origins
 from outrider.rollout.evaluate import Evaluation
 from outrider.train.settings import RunSettings
-from outrider.train.state.growing import grown_settings
+from outrider.train.state.growing import extend_settings
 from outrider.train.state.recorded import recorded_settings
 from outrider.watch.recorded_progress import LIVE, NOTES
 
 _SCORE = ("value", "ci_low", "ci_high")
 
 # Beside the configuration and the buffer: made while components and trackers are built.
-_OF_SETUP: Final = {
+_SETUP_FILES: Final = {
     "traces",
     "checkpoints",
     "tensorboard",
@@ -44,8 +44,10 @@ class RunDirectory:
         self._lock: FileLock | None = None
         # by this process: the folder itself (True) or only what is in it (False)
         self._created: bool | None = None
-        self._grown: RunSettings | None = None  # not yet on file
-        self.takes_plugins = False  # whether the code of its plug-ins may be another one than it began with
+        self._extended: RunSettings | None = None  # not yet on file
+        self.allow_changed_plugins = (
+            False  # whether the code of its plug-ins may be another one than it began with
+        )
 
     @classmethod
     def create(cls, path: Path, settings: RunSettings) -> "RunDirectory":
@@ -79,12 +81,12 @@ class RunDirectory:
             write_origins(settings, path)
             replace_file(path / "config.toml", content)
         except BaseException:
-            run.discard()
+            run.roll_back()
             run.release()
             raise
         return run
 
-    def discard(self) -> None:
+    def roll_back(self) -> None:
         """Take back a new run whose set-up failed, so that the same command works once the cause is gone.
 
         A run that was opened, not created, stays as it is, and so does one that :meth:`keep` was called for.
@@ -95,21 +97,21 @@ class RunDirectory:
         if self._created is None:
             return
         with contextlib.suppress(OSError):
-            for entry in sorted(self.path.iterdir(), key=lambda one: one.name == "lock"):  # the lock last
+            for entry in sorted(self.path.iterdir(), key=lambda path: path.name == "lock"):  # the lock last
                 if _is_of_setup(entry):
                     remove(entry)
             if self._created:
                 self.path.rmdir()
 
-    def keep(self) -> None:
+    def retain(self) -> None:
         """The set-up is over: from here on what the run has done is kept, whatever happens."""
         self._created = None
 
     @classmethod
     def open(
-        cls, path: Path, overrides: Sequence[str] = (), *, takes_plugins: bool = False
+        cls, path: Path, overrides: Sequence[str] = (), *, allow_changed_plugins: bool = False
     ) -> "tuple[RunDirectory, RunSettings]":
-        """An existing run and its settings, with more of what may grow; ``takes_plugins``: also with other
+        """An existing run and its settings, with more of what may grow; ``allow_changed_plugins``: also with other
         code of its plug-ins.
 
         Raises CheckpointError when there is none, and ConfigError for overrides that a run cannot go on
@@ -118,21 +120,21 @@ class RunDirectory:
         if not (path / "config.toml").exists():
             raise CheckpointError(f"{path} is no run directory: it has no config.toml")
         run = cls(path)
-        run.takes_plugins = takes_plugins
+        run.allow_changed_plugins = allow_changed_plugins
         run.lock()
         try:
             if not overrides:
                 return run, recorded_settings(path / "config.toml")
-            run._grown = grown_settings(path / "config.toml", overrides)
+            run._extended = extend_settings(path / "config.toml", overrides)
         except BaseException:
             run.release()
             raise
-        return run, run._grown
+        return run, run._extended
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Write down what the run was given more of: only once its set-up has succeeded."""
-        if self._grown is not None:
-            replace_file(self.path / "config.toml", _as_toml(self._grown))
+        if self._extended is not None:
+            replace_file(self.path / "config.toml", _as_toml(self._extended))
 
     def lock(self) -> None:
         """One process per run; the kernel frees the lock when the process dies, however it dies."""
@@ -184,7 +186,7 @@ class RunDirectory:
             texts = (read["label"], read["split"], read["panel_hash"])
             numbers = (*numbers, *read["task_scores"].values())
             if not all(isinstance(text, str) for text in texts) or not all(
-                isinstance(one, int | float) for one in numbers
+                isinstance(value, int | float) for value in numbers
             ):
                 raise ValueError("a value is of another kind than was written")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -192,16 +194,16 @@ class RunDirectory:
             raise DataError(f"{self.evaluations.name} line {number} is damaged: {reason}") from error
         return read
 
-    def cut_evaluations(self, num_kept: int) -> None:
+    def cut_evaluations(self, num_retained: int) -> None:
         """Forget evaluations made after the checkpoint that a resumed run starts from; they run again, to the
         same bits.
         """
         finished = self.finished_evaluations()
-        if len(finished) > num_kept:
-            self._replace(finished[:num_kept])
+        if len(finished) > num_retained:
+            self._replace(finished[:num_retained])
 
     def _replace(self, evaluations: Sequence[dict[str, Any]]) -> None:
-        replace_lines(self.evaluations, [json.dumps(one).encode() for one in evaluations])
+        replace_lines(self.evaluations, [json.dumps(evaluation).encode() for evaluation in evaluations])
 
     def add_evaluation(
         self,
@@ -209,7 +211,7 @@ class RunDirectory:
         *,
         split: str,
         temperature: float,
-        panel_hash: str,
+        tasks_hash: str,
         num_training_tasks: int = 0,
         trial: Evaluation | None = None,
     ) -> None:
@@ -223,7 +225,7 @@ class RunDirectory:
             "num_tasks": evaluation.num_tasks,
             "step": evaluation.step,
             "temperature": temperature,
-            "panel_hash": panel_hash,
+            "panel_hash": tasks_hash,
             "num_faults": evaluation.num_faults,
             "num_tool_calls": evaluation.num_tool_calls,
             "num_policy_tokens": evaluation.num_policy_tokens,
@@ -260,7 +262,7 @@ def _is_of_setup(entry: Path) -> bool:
     return (
         _is_beginning(entry)
         or entry.name.startswith(("config.toml", "buffer.sqlite", LIVE))
-        or entry.name in _OF_SETUP
+        or entry.name in _SETUP_FILES
     )
 
 

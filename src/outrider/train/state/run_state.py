@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError
 from outrider.metrics.writer import MetricsWriter
 from outrider.train.components import Components
@@ -18,12 +18,12 @@ from outrider.train.state.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, is_sealed
-from outrider.train.state.flight_queue import Kept, read_kept, write_kept
-from outrider.train.state.queue import Played, read_queue, write_queue
+from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, has_checksum
+from outrider.train.state.flight_queue import QueueSnapshot, read_snapshot, write_snapshot
+from outrider.train.state.queue import QueuedStep, read_queue, write_queue
 from outrider.train.state.records import Records
 from outrider.train.state.run_directory import RunDirectory
-from outrider.train.state.same_inputs import BUFFER, input_digests, other_inputs
+from outrider.train.state.same_inputs import BUFFER, check_inputs, input_digests
 from outrider.train.state.same_settings import flat_settings
 from outrider.train.state.versions import differences, versions
 from outrider.train.step_files import RecordFiles
@@ -46,10 +46,12 @@ class RunState:
     num_policy_tokens: int = 0
     task_cursor: int = 0
     saved_step: int = -1
-    queued: Played | None = None  # the next step's rollouts, where they were played beside this one's update
+    queued: QueuedStep | None = (
+        None  # the next step's rollouts, where they were played beside this one's update
+    )
     # of steps under way: what a checkpoint had, and what asks for it now
-    kept: Kept | None = None
-    keep: Callable[[], Kept] | None = None
+    queue_snapshot: QueueSnapshot | None = None
+    snapshot_queue: Callable[[], QueueSnapshot] | None = None
     metrics: MetricsWriter = field(init=False)
     files: RecordFiles = field(init=False)
     records: Records = field(init=False)
@@ -60,11 +62,11 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
-        self.files = RecordFiles.of(self.run.path)
+        self.files = RecordFiles.from_run(self.run.path)
         self.records = Records(self.run.path)
         self._tasks = {
-            "train": panel_hash(self.parts.train_tasks),
-            "held-out": panel_hash(self.parts.test_tasks),
+            "train": hash_tasks(self.parts.train_tasks),
+            "held-out": hash_tasks(self.parts.test_tasks),
         }
         self._inputs = input_digests(self.parts)
 
@@ -92,7 +94,7 @@ class RunState:
         were.
         """
         buffer = self.parts.buffer
-        write = self._queue()  # first: what it takes in, the memories below have to know
+        write = self._queue_writer()  # first: what it takes in, the memories below have to know
         # Before the revision is written down: a power failure may take commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
@@ -121,20 +123,20 @@ class RunState:
             self.parts.learner,
             state,
             arrays,
-            records=self.records.written(),
+            records=self.records.checksums(),
             write_queue=write,
         )
         self.saved_step = self.step
         # Only once the new one is on disk.
         prune_checkpoints(
-            self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step
+            self.run.checkpoints, max_checkpoints=self.parts.settings.train.keep_checkpoints, newest=self.step
         )
 
-    def _queue(self) -> Callable[[Path], None] | None:
-        if self.keep is not None:
-            kept = self.keep()
-            return partial(write_kept, kept=kept) if kept.steps else None
-        return None if self.queued is None else partial(write_queue, played=self.queued)
+    def _queue_writer(self) -> Callable[[Path], None] | None:
+        if self.snapshot_queue is not None:
+            snapshot = self.snapshot_queue()
+            return partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
+        return None if self.queued is None else partial(write_queue, queued=self.queued)
 
     def save_if_new(self) -> None:
         """The same, where a training step has been done since the last one."""
@@ -149,17 +151,17 @@ class RunState:
         """
         problems = self.records.problems(self._checkpoint)
         if state is not None and (written := state.get("reference_checksum")) is not None:
-            found = file_checksum(self._reference_path) if self._reference_path.is_file() else None
-            if found != written:
-                what = "is missing" if found is None else "is not what was written"
-                problems.append(f"{self._reference_path.name} {what}")
+            checksum = file_checksum(self._reference_path) if self._reference_path.is_file() else None
+            if checksum != written:
+                reason = "is missing" if checksum is None else "is not what was written"
+                problems.append(f"{self._reference_path.name} {reason}")
         for problem in problems:
             self.note(f"DAMAGED RECORDS, of which weights and training know nothing: {problem}")
         return not problems
 
-    def seal_records(self) -> None:
+    def write_record_checksums(self) -> None:
         """At the end of a run: its last evaluation comes behind its last checkpoint."""
-        self.records.seal(self._checkpoint)
+        self.records.write_checksums(self._checkpoint)
 
     @property
     def _checkpoint(self) -> Path:
@@ -194,13 +196,13 @@ class RunState:
             if self.parts.algorithm.remembers:
                 self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
             if self.parts.settings.cluster.in_flight:
-                self.kept = read_kept(checkpoint)
+                self.queue_snapshot = read_snapshot(checkpoint)
             else:
                 self.queued = read_queue(checkpoint)
-            sealed = is_sealed(checkpoint / STATE)
+            is_checksummed = has_checksum(checkpoint / STATE)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise damaged(checkpoint, error) from error
-        if not sealed:
+        if not is_checksummed:
             self.note(
                 f"NO CHECKSUM in {STATE} of {checkpoint.name} (an earlier Outrider wrote "
                 "none): damage to it goes unnoticed"
@@ -215,8 +217,8 @@ class RunState:
         Raises CheckpointError where that cannot be: other tasks, buffer or reference, or records are gone.
         """
         self.records.require_lines(state)
-        for name, panel in state.get("tasks", {}).items():
-            if panel != self._tasks[name]:
+        for name, tasks_hash in state.get("tasks", {}).items():
+            if tasks_hash != self._tasks[name]:
                 raise CheckpointError(
                     f"the {name} tasks are not those that this run began with: put the data back, "
                     "or begin a new run with model.initial_checkpoint"
@@ -228,11 +230,11 @@ class RunState:
                 "the files that it names are what the run began with is not checked"
             )
         other_versions = differences(state.get("versions", {}))
-        inputs = other_inputs(
+        inputs = check_inputs(
             state.get("inputs", {}),
             self._inputs,
             other_versions=bool(other_versions),
-            takes_plugins=self.run.takes_plugins,
+            allow_changed_plugins=self.run.allow_changed_plugins,
         )
         for difference in [*other_versions, *inputs]:
             self.note(difference)
@@ -246,30 +248,30 @@ class RunState:
             else:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
         if (began_with := state.get("buffer_digest")) is not None:
-            other_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
+            check_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
         # From here on files are cut: whatever can refuse has spoken.
-        num_kept = self._keep_last_evaluation(state, last_label)
-        self.metrics.cut(int(state["num_metric_records"]) + num_kept)
-        self.run.cut_evaluations(int(state["num_evaluations"]) + num_kept)
+        num_retained = self._retain_last_evaluation(state, last_label)
+        self.metrics.cut(int(state["num_metric_records"]) + num_retained)
+        self.run.cut_evaluations(int(state["num_evaluations"]) + num_retained)
         self.files.resume(self.step)
-        if num_kept and are_whole:
-            self.seal_records()  # else a kill before the next checkpoint would leave the new label as damage
+        if num_retained and are_whole:
+            self.write_record_checksums()  # else a kill before the next checkpoint would leave the new label as damage
         # Its keys and values, if any, are of other weights.
         self.parts.engine.load(int(state.get("weight_version", self.parts.engine.weight_version + 1)))
         self.note(f"continuing from step {self.step}")
 
-    def _keep_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:
+    def _retain_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:
         """1 where a shorter run ended at this checkpoint with an evaluation, which is named after its step
         from now on.
         """
         number, label = int(state["num_evaluations"]), f"step {self.step}"
-        ended = self.run.finished_evaluations()[number:]
-        is_of_here = (
-            len(ended) == 1 and ended[0]["step"] == self.step and ended[0]["label"] in (last_label, label)
+        newer = self.run.finished_evaluations()[number:]
+        is_last = (
+            len(newer) == 1 and newer[0]["step"] == self.step and newer[0]["label"] in (last_label, label)
         )
-        if not is_of_here or self.metrics.kinds[int(state["num_metric_records"]) :] != [(self.step, "eval")]:
+        if not is_last or self.metrics.kinds[int(state["num_metric_records"]) :] != [(self.step, "eval")]:
             return 0
-        if ended[0]["label"] != label:
+        if newer[0]["label"] != label:
             self.run.name_evaluation(number, label)
             self.note(f"the evaluation {last_label!r} of the shorter run is kept as {label!r}")
         return 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BUFFER: Final = "step-trace buffer"
 _HEX: Final = re.compile(r"[0-9a-f]*")
 # another version of transformers may write them in another way
-_OF_A_VERSION: Final = {"tokenizer", "model configuration"}
+_VERSIONED_INPUTS: Final = {"tokenizer", "model configuration"}
 
 
 def input_digests(parts: Components) -> dict[str, str]:
@@ -30,68 +30,69 @@ def input_digests(parts: Components) -> dict[str, str]:
     changes.
     """
     tokenizer = parts.learner.language_model.tokenizer
-    found = {
-        "chat template": _of_text(json.dumps(tokenizer.chat_template, sort_keys=True)),
-        "tokenizer": _of_text(_tokenizer(tokenizer)),
-        "model configuration": _of_text(_configuration(parts.learner)),
+    digests = {
+        "chat template": _text_digest(json.dumps(tokenizer.chat_template, sort_keys=True)),
+        "tokenizer": _text_digest(_tokenizer(tokenizer)),
+        "model configuration": _text_digest(_configuration(parts.learner)),
     }
     if (frozen := _frozen_weights(parts.learner)) is not None:
-        found["frozen weights"] = frozen
-    files = {f"environment.{key}": path for key, path in named_files(parts.settings.environment)}
-    files |= {f"engine.{key}": path for key, path in named_files(parts.settings.engine)}
-    if named := parts.settings.algorithm.model_dump().get("demonstrations"):
-        files["algorithm.demonstrations"] = Path(named)
-    if named := parts.settings.cold_start.demonstrations:
-        files["cold_start.demonstrations"] = Path(named)
-    found |= plugin_digests(parts.settings)
-    return found | {key: _of_file(path) for key, path in sorted(files.items()) if path.is_file()}
+        digests["frozen weights"] = frozen
+    files = {f"environment.{key}": path for key, path in settings_files(parts.settings.environment)}
+    files |= {f"engine.{key}": path for key, path in settings_files(parts.settings.engine)}
+    if demonstrations := parts.settings.algorithm.model_dump().get("demonstrations"):
+        files["algorithm.demonstrations"] = Path(demonstrations)
+    if demonstrations := parts.settings.cold_start.demonstrations:
+        files["cold_start.demonstrations"] = Path(demonstrations)
+    digests |= plugin_digests(parts.settings)
+    return digests | {key: _file_digest(path) for key, path in sorted(files.items()) if path.is_file()}
 
 
-def other_inputs(
-    began_with: Mapping[str, str],
+def check_inputs(
+    recorded: Mapping[str, str],
     now: Mapping[str, str | None],
     *,
     other_versions: bool,
-    takes_plugins: bool = False,
+    allow_changed_plugins: bool = False,
 ) -> list[str]:
     """A line where the difference may come from other versions, which have been told, or is in a plug-in's
-    code and wanted (``takes_plugins``). Raises CheckpointError for any other one; what an earlier Outrider
+    code and wanted (``allow_changed_plugins``). Raises CheckpointError for any other one; what an earlier Outrider
     did not record is not compared.
     """
-    changed = [name for name, digest in now.items() if began_with.get(name, digest) != digest]
-    of_version = [name for name in changed if other_versions and name in _OF_A_VERSION]
-    of_plugin = [name for name in changed if name.startswith(PREFIX)]
-    taken = [*of_version, *(of_plugin if takes_plugins else ())]
-    if refused := [name for name in changed if name not in taken]:
-        way_out = (
+    changed = [name for name, digest in now.items() if recorded.get(name, digest) != digest]
+    version_changes = [name for name in changed if other_versions and name in _VERSIONED_INPUTS]
+    plugin_changes = [name for name in changed if name.startswith(PREFIX)]
+    accepted = [*version_changes, *(plugin_changes if allow_changed_plugins else ())]
+    if refused := [name for name in changed if name not in accepted]:
+        advice = (
             "put the data back"
-            if set(refused) - set(of_plugin)
+            if set(refused) - set(plugin_changes)
             else "put its code back, go on with --changed-plugins"
         )
         raise CheckpointError(
-            f"not what this run began with: {', '.join(_told(name, began_with, now) for name in refused)}; "
-            f"{way_out}, "
+            f"not what this run began with: {', '.join(_describe_change(name, recorded, now) for name in refused)}; "
+            f"{advice}, "
             "or begin a new run with model.initial_checkpoint"
         )
-    lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in of_version]
+    lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in version_changes]
     return lines + [
-        f"OTHER CODE of the {name}; the run goes on, but not to the same bits for sure" for name in of_plugin
+        f"OTHER CODE of the {name}; the run goes on, but not to the same bits for sure"
+        for name in plugin_changes
     ]
 
 
-def _told(name: str, began_with: Mapping[str, str], now: Mapping[str, str | None]) -> str:
+def _describe_change(name: str, recorded: Mapping[str, str], now: Mapping[str, str | None]) -> str:
     """The name, and what was and is where that is in words (a server's version, its list of tools)."""
-    before, after = began_with.get(name, ""), now[name] or ""
+    before, after = recorded.get(name, ""), now[name] or ""
     if _HEX.fullmatch(before) or _HEX.fullmatch(after):
         return name
     return f"{name} (was: {before}; is: {after})"
 
 
-def _of_text(text: str) -> str:
+def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _of_file(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -127,19 +128,19 @@ def _frozen_weights(learner: "Learner") -> str | None:
     return None if value is None else f"{value:08x}"
 
 
-def named_files(settings: Settings) -> Iterator[tuple[str, Path]]:
+def settings_files(settings: Settings) -> Iterator[tuple[str, Path]]:
     """Paths that settings name, by dotted key, in every section but those of tasks; of a list's tables
     too.
     """
     for name, value in settings:
-        yield from _files_of(name, value)
+        yield from _value_files(name, value)
 
 
-def _files_of(name: str, value: Any) -> Iterator[tuple[str, Path]]:
+def _value_files(name: str, value: Any) -> Iterator[tuple[str, Path]]:
     if isinstance(value, Path):
         yield name, value
     elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
-        yield from ((f"{name}.{key}", path) for key, path in named_files(value))
+        yield from ((f"{name}.{key}", path) for key, path in settings_files(value))
     elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            yield from _files_of(f"{name}.{number}", one)
+        for number, item in enumerate(value):
+            yield from _value_files(f"{name}.{number}", item)

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from outrider.errors import CheckpointError
 from outrider.train.settings import RunSettings
-from outrider.train.state.recorded import flat_in_todays_keys
+from outrider.train.state.recorded import migrate_flat_keys
 
-_A_PATH: Final = "(a path)"
+_PATH_PLACEHOLDER: Final = "(a path)"
 # Of those that are plain text.
 _PATHS: Final = {
     "buffer.path",
@@ -56,34 +56,34 @@ def flat_settings(settings: RunSettings) -> dict[str, Any]:
     resolved = resolve_precision(settings.model.precision, settings.model.device)
     flat = dict(flatten(settings.model_dump(), ""))
     if Path(settings.model.name).is_dir():
-        flat["model.name"] = _A_PATH
+        flat["model.name"] = _PATH_PLACEHOLDER
     plain = {
-        key: _A_PATH if value is not None and key in _PATHS else _plain(value)
+        key: _PATH_PLACEHOLDER if value is not None and key in _PATHS else _plain(value)
         for key, value in flat.items()
         if key not in FREE
     }
     return {**plain, "model.precision": resolved}
 
 
-def other_settings(began_with: Mapping[str, Any], settings: RunSettings) -> list[str]:
+def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[str]:
     """A line for each kind of change that a run may go on with; keys that one of both does not know are not
     compared.
 
     Raises CheckpointError, naming them, for settings that decide the results.
     """
     now = flat_settings(settings)
-    began_with = flat_in_todays_keys(began_with)
+    recorded = migrate_flat_keys(recorded)
     changed = {
-        key: (began_with.get(key), now.get(key))
-        for key in sorted(began_with.keys() | now)
-        if _differs(key, began_with, now)
+        key: (recorded.get(key), now.get(key))
+        for key in sorted(recorded.keys() | now)
+        if _differs(key, recorded, now)
     }
     allowed = ROUNDING | _LENGTH
     if settings.algorithm.depends_on_num_steps:
         allowed = allowed - {"train.num_steps"}
     if refused := {key: values for key, values in changed.items() if key not in allowed}:
         raise CheckpointError(
-            f"config.toml is not what this run began with: {_told(refused)}; "
+            f"config.toml is not what this run began with: {_describe_changes(refused)}; "
             "put it back, or begin a new run with model.initial_checkpoint"
         )
     lines = []
@@ -91,8 +91,8 @@ def other_settings(began_with: Mapping[str, Any], settings: RunSettings) -> list
         (_LENGTH, "to the same bits as far as it went"),
         (ROUNDING, "but not to the same bits for sure"),
     ):
-        if told := {key: values for key, values in changed.items() if key in kind}:
-            lines.append(f"OTHER SETTINGS: {_told(told)}; the run goes on, {meaning}")
+        if reported := {key: values for key, values in changed.items() if key in kind}:
+            lines.append(f"OTHER SETTINGS: {_describe_changes(reported)}; the run goes on, {meaning}")
     return lines
 
 
@@ -108,26 +108,26 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _plain(value: Any) -> Any:
     """As JSON gives it back."""
     if isinstance(value, Path):
-        return _A_PATH
+        return _PATH_PLACEHOLDER
     if isinstance(value, list | tuple):
         return [
-            {key: _plain(inner) for key, inner in flatten(one)} if isinstance(one, dict) else _plain(one)
-            for one in value
+            {key: _plain(inner) for key, inner in flatten(item)} if isinstance(item, dict) else _plain(item)
+            for item in value
         ]
     return value
 
 
-def _differs(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _differs(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """A key of a section that is ``none`` on one side differs; one of another version does not."""
-    if key in one and key in other:
-        return bool(one[key] != other[key])
-    without = other if key in one else one
-    return any(key[:end] in without for end, letter in enumerate(key) if letter == ".")
+    if key in before and key in after:
+        return bool(before[key] != after[key])
+    lacking = after if key in before else before
+    return any(key[:end] in lacking for end, letter in enumerate(key) if letter == ".")
 
 
-def _told(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def _describe_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
     """A type that was changed brings other keys with it: then it alone is named."""
     types = [key for key in changed if key.endswith(".type") or key == "type"]
-    named = types or list(changed)
-    more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-    return ", ".join(f"{key} is {changed[key][1]!r}, was {changed[key][0]!r}" for key in named[:4]) + more
+    keys = types or list(changed)
+    more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+    return ", ".join(f"{key} is {changed[key][1]!r}, was {changed[key][0]!r}" for key in keys[:4]) + more

@@ -38,9 +38,9 @@ def differences(recorded: Mapping[str, str]) -> list[str]:
     for kind, current in {"VERSIONS": _software(), "PROCESSOR": _machine()}.items():
         changed = {name: now for name, now in current.items() if recorded.get(name, now) != now}
         if changed:
-            others = [_told(name, recorded[name], now) for name, now in changed.items()]
+            descriptions = [_describe_difference(name, recorded[name], now) for name, now in changed.items()]
             lines.append(
-                f"OTHER {kind}: the checkpoint was written with {', '.join(others)}; "
+                f"OTHER {kind}: the checkpoint was written with {', '.join(descriptions)}; "
                 "the run goes on, but not to the same bits for sure"
             )
     return lines
@@ -59,7 +59,7 @@ def _software() -> dict[str, str]:
         "transformers": transformers.__version__,
         "numpy": np.__version__,
     }
-    return packages | {name: _found(pattern, built) for name, pattern in _LIBRARIES.items()}
+    return packages | {name: _search_version(pattern, built) for name, pattern in _LIBRARIES.items()}
 
 
 def _machine() -> dict[str, str]:
@@ -73,14 +73,16 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _found(pattern: str, text: str) -> str:
+def _search_version(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     return next(group for group in match.groups() if group) if match else "none"
 
 
-def _told(name: str, was: str, now: str) -> str:
+def _describe_difference(name: str, was: str, now: str) -> str:
     """Of two long lists only what one has and the other has not."""
     if name != _SETS:
         return f"{name} {was} (now {now})"
-    gone, new = set(was.split()) - set(now.split()), set(now.split()) - set(was.split())
-    return f"{name} {' '.join(sorted(gone)) or 'as now'} (now {' '.join(sorted(new)) or 'without these'})"
+    removed, added = set(was.split()) - set(now.split()), set(now.split()) - set(was.split())
+    return (
+        f"{name} {' '.join(sorted(removed)) or 'as now'} (now {' '.join(sorted(added)) or 'without these'})"
+    )

@@ -60,16 +60,16 @@ def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     unfit = _unfit(model)
-    wanted = {
+    targets = {
         name
         for name, _ in _linear_layers(model)
-        if settings.is_all_linear or any(_fits(name, target) for target in settings.target_modules)
+        if settings.is_all_linear or any(_matches(name, target) for target in settings.target_modules)
     }
     if settings.is_all_linear:
-        wanted -= unfit
-    elif refused := sorted(wanted & unfit):
+        targets -= unfit
+    elif refused := sorted(targets & unfit):
         raise ModelError(
-            f"{_SETTING}: {_listed(_short(refused))} cannot have adapters, because the model does more with "
+            f"{_SETTING}: {_join_names(_short_names(refused))} cannot have adapters, because the model does more with "
             "its weights than one product: leave it out"
         )
     try:
@@ -81,7 +81,7 @@ def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
             inject_adapter_in_model(config, model)
             # For a mixture of experts, peft takes "gate_proj" for a name of the experts only, and leaves out
             # dense layers and shared experts that have this name too.
-            if left := sorted(wanted & {name for name, _ in _linear_layers(model)}):
+            if left := sorted(targets & {name for name, _ in _linear_layers(model)}):
                 holder = nn.ModuleDict({"model": model})  # without a configuration that peft would follow
                 config = _lora_config(settings, [f"model.{name}" for name in left])
                 inject_adapter_in_model(config, holder)
@@ -114,27 +114,29 @@ def _config(model: nn.Module, settings: LoraSettings) -> Any:
         return _lora_config(settings, ALL_LINEAR, **({"exclude_modules": unfit} if unfit else {}))
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters()]
-    asked = settings.target_modules
-    of_layers = [one for one in asked if any(_fits(name, one) for name in modules)]
-    of_parameters = [
-        one for one in asked if one not in of_layers and any(_fits(name, one) for name in parameters)
+    targets = settings.target_modules
+    layer_targets = [target for target in targets if any(_matches(name, target) for name in modules)]
+    parameter_targets = [
+        target
+        for target in targets
+        if target not in layer_targets and any(_matches(name, target) for name in parameters)
     ]
-    rest = [one for one in asked if one not in (*of_layers, *of_parameters)]
-    options = {"target_parameters": of_parameters} if of_parameters else {}
-    config = _lora_config(settings, [*of_layers, *rest], **options)
-    old = _names_of_fused(config, model, parameters)
-    unknown = [one for one in rest if one not in old]
-    if unknown and (not settings.has_default_targets or len(unknown) == len(asked)):
-        layers = _short(name for name, _ in chain(_linear_layers(model), _fused_parameters(model)))
-        near = did_you_mean(unknown[0], {name.rpartition(".")[2] for name in layers})
+    rest = [target for target in targets if target not in (*layer_targets, *parameter_targets)]
+    options = {"target_parameters": parameter_targets} if parameter_targets else {}
+    config = _lora_config(settings, [*layer_targets, *rest], **options)
+    old = _fused_names(config, model, parameters)
+    unknown = [target for target in rest if target not in old]
+    if unknown and (not settings.has_default_targets or len(unknown) == len(targets)):
+        layers = _short_names(name for name, _ in chain(_linear_layers(model), _fused_parameters(model)))
+        suggestion = did_you_mean(unknown[0], {name.rpartition(".")[2] for name in layers})
         raise ModelError(
-            f"{_SETTING}: the model has no {_listed(unknown)}{near}; "
-            f'it has {_listed(layers)}: name some of these, or set it to "{ALL_LINEAR}"'
+            f"{_SETTING}: the model has no {_join_names(unknown)}{suggestion}; "
+            f'it has {_join_names(layers)}: name some of these, or set it to "{ALL_LINEAR}"'
         )
     return config
 
 
-def _names_of_fused(config: Any, model: nn.Module, parameters: Sequence[str]) -> set[str]:
+def _fused_names(config: Any, model: nn.Module, parameters: Sequence[str]) -> set[str]:
     """Names that peft takes for a part of a fused parameter: experts had layers of their own once."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -142,13 +144,13 @@ def _names_of_fused(config: Any, model: nn.Module, parameters: Sequence[str]) ->
         return set()
     converted = copy.deepcopy(config)
     convert_peft_config_for_transformers(converted, model=model, conversions=None)
-    found = getattr(converted, "target_parameters", None) or ()
-    if not any(_fits(name, one) for one in found for name in parameters):
+    parameter_targets = getattr(converted, "target_parameters", None) or ()
+    if not any(_matches(name, target) for target in parameter_targets for name in parameters):
         return set()
     return set(config.target_modules) - set(converted.target_modules)
 
 
-def _fits(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     """peft's rule: the whole name, or its last parts."""
     return name == target or name.endswith(f".{target}")
 
@@ -156,7 +158,7 @@ def _fits(name: str, target: str) -> bool:
 def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Projections without an adapter, by name; not the one onto the vocabulary."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    inside = tuple(f"{path}." for path in _adapted(model))
+    inside = tuple(f"{path}." for path in _adapted_layers(model))
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -173,7 +175,7 @@ def _unfit(model: nn.Module) -> set[str]:
         name
         for name, module in _linear_layers(model)
         if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
-        or (has_kernels and _fits(name, "out_proj"))
+        or (has_kernels and _matches(name, "out_proj"))
     }
 
 
@@ -181,19 +183,19 @@ def _fused_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Projections of several experts in one parameter, without an adapter, by name."""
     wrapped = {
         f"{path}.{inner.parameter_name}"
-        for path, layer in _adapted(model).items()
+        for path, layer in _adapted_layers(model).items()
         for inner in layer.modules()
         if hasattr(inner, "parameter_name")
     }
-    found = []
+    projections = []
     for path, module in model.named_modules():
         if isinstance(module, (nn.modules.conv._ConvNd, nn.Embedding)):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            plain = _plain(f"{path}.{name}")
+            plain = _plain_name(f"{path}.{name}")
             if parameter.dim() == 3 and ".lora_" not in plain and plain not in wrapped:
-                found.append((plain, parameter))
-    return found
+                projections.append((plain, parameter))
+    return projections
 
 
 def coverage(model: nn.Module, settings: LoraSettings) -> str:
@@ -202,44 +204,44 @@ def coverage(model: nn.Module, settings: LoraSettings) -> str:
     """
     if not (settings.has_default_targets or settings.is_all_linear):
         return ""
-    left = _short(name for name, _ in chain(_linear_layers(model), _fused_parameters(model)))
+    left = _short_names(name for name, _ in chain(_linear_layers(model), _fused_parameters(model)))
     if not left:
         return ""
-    reached = _short(
+    reached = _short_names(
         f"{path}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else path
-        for path, outer in _adapted(model).items()
+        for path, outer in _adapted_layers(model).items()
         for layer in outer.modules()
         if _is_adapter(layer)
     )
     advice = "" if settings.is_all_linear else f'; name them in {_SETTING}, or set it to "{ALL_LINEAR}"'
-    return f"model.lora: adapters on {_listed(reached)}; none on {_listed(left)}{advice}"
+    return f"model.lora: adapters on {_join_names(reached)}; none on {_join_names(left)}{advice}"
 
 
-def _short(names: Iterable[str]) -> list[str]:
+def _short_names(names: Iterable[str]) -> list[str]:
     """Names without their layer's number and what is in front of it, each once."""
     return list(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     rest = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def merged(model: nn.Module) -> dict[str, Tensor]:
+def merge_adapters(model: nn.Module) -> dict[str, Tensor]:
     """All weights under the names that they have without adapters. Tensors without an adapter are the model's
     own.
     """
-    return {name: tensor.detach() for name, tensor in merged_one_by_one(model, whole=lambda tensor: tensor)}
+    return {name: tensor.detach() for name, tensor in iter_merged(model, whole=lambda tensor: tensor)}
 
 
 def plain_names(model: nn.Module) -> dict[str, Tensor]:
     """The weights that a model without adapters has, by the names that they have there: parameters, and the
     buffers that a checkpoint has. Tied weights are there once.
     """
-    return {_plain(name): tensor for name, tensor in _weights(model) if ".lora_" not in name}
+    return {_plain_name(name): tensor for name, tensor in _weights(model) if ".lora_" not in name}
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     """A name without the layers that peft puts around, of which several may be one inside the other."""
     return re.sub(r"(\.base_layer)+\.", ".", name)
 
@@ -254,79 +256,79 @@ def _weights(model: nn.Module, *, keep_ties: bool = False) -> Iterator[tuple[str
 
 
 @torch.no_grad()
-def merged_one_by_one(model: nn.Module, *, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def iter_merged(model: nn.Module, *, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The weights with adapters merged by peft, added up in float32 and rounded once. ``whole`` puts a tensor
     in shards together. Tied weights come once, and by each of their names where an adapter changes one of
     them (:func:`broken_ties`). Raises ModelError, naming it, for an adapter that is not merged.
     """
-    layers = _adapted(model)
-    pending, given = dict(layers), set[int]()
+    layers = _adapted_layers(model)
+    pending, seen = dict(layers), set[int]()
     for name, tensor in _weights(model, keep_ties=True):
         if (path := _owner(name, layers)) is not None:
             if (layer := pending.pop(path, None)) is not None:
                 yield from _merged_layer(path, layer, whole)
         elif ".lora_" in name:
             raise ModelError(f"the adapter {name} is in no layer of peft, so it cannot be merged")
-        elif id(tensor) not in given:
-            given.add(id(tensor))
+        elif id(tensor) not in seen:
+            seen.add(id(tensor))
             yield name, whole(tensor)
 
 
 def merged_names(model: nn.Module) -> dict[str, Tensor]:
-    """The names that :func:`merged_one_by_one` gives, in its order, each with the tensor whose shape and type
+    """The names that :func:`iter_merged` gives, in its order, each with the tensor whose shape and type
     it has; nothing is computed.
     """
-    layers = _adapted(model)
-    pending, given = dict(layers), set[int]()
-    found: dict[str, Tensor] = {}
+    layers = _adapted_layers(model)
+    pending, seen = dict(layers), set[int]()
+    tensors: dict[str, Tensor] = {}
     for name, tensor in _weights(model, keep_ties=True):
         if (path := _owner(name, layers)) is not None:
             if (layer := pending.pop(path, None)) is not None:
-                found |= {f"{path}.{inner}": one for inner, one in _weights(_base(layer))}
-        elif id(tensor) not in given:
-            given.add(id(tensor))
-            found[name] = tensor
-    return found
+                tensors |= {f"{path}.{inner}": inner_tensor for inner, inner_tensor in _weights(_base(layer))}
+        elif id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor
+    return tensors
 
 
 def broken_ties(model: nn.Module) -> list[str]:
     """Names of tied weights that adapters part: the vocabulary projection is no longer the embedding where
     one of them has an adapter.
     """
-    layers = _adapted(model)
+    layers = _adapted_layers(model)
     names: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
     return [
-        _plain(name)
+        _plain_name(name)
         for shared in names.values()
         if len(shared) > 1 and any(_owner(name, layers) is not None for name in shared)
         for name in shared
     ]
 
 
-def in_folder(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def to_folder_format(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Weights by the names and in the shapes of the files of a model's folder, which are those that vLLM
     reads: transformers holds some in one tensor that are several in the files, such as a layer's experts. A
     layer at a time, since none of them reaches over layers.
     """
-    for _, group in groupby(weights, key=lambda pair: layer_of(pair[0])):
+    for _, group in groupby(weights, key=lambda pair: layer_prefix(pair[0])):
         yield from revert_weight_conversion(cast(PreTrainedModel, model), dict(group)).items()
 
 
-def layer_of(name: str) -> str:
+def layer_prefix(name: str) -> str:
     """The beginning of a weight's name, up to the number of its layer; empty outside of the layers."""
-    found = _LAYER.match(name)
-    return found.group() if found else ""
+    match = _LAYER.match(name)
+    return match.group() if match else ""
 
 
-def _adapted(model: nn.Module) -> dict[str, Any]:
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that peft put in the place of the model's, by their names; the outermost of several."""
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(getattr(module, "base_layer", None), nn.Module) and _owner(path, found) is None:
-            found[path] = module
-    return found
+        if isinstance(getattr(module, "base_layer", None), nn.Module) and _owner(path, layers) is None:
+            layers[path] = module
+    return layers
 
 
 def _owner(name: str, layers: Mapping[str, Any]) -> str | None:
@@ -358,9 +360,9 @@ def _merged_layer(path: str, layer: Any, whole: Callable[[Tensor], Tensor]) -> I
         plain = copied.get_base_layer()
     for name, tuner in tuners:
         if left := _adapter_names(tuner) - set(tuner.merged_adapters):
-            where = f"{path}.{name}" if name else path
-            raise ModelError(f"the adapter {sorted(left)[0]!r} of {_plain(where)} was not merged")
-    types = {name: one.dtype for name, one in _weights(_base(layer))}
+            layer_path = f"{path}.{name}" if name else path
+            raise ModelError(f"the adapter {sorted(left)[0]!r} of {_plain_name(layer_path)} was not merged")
+    types = {name: weight.dtype for name, weight in _weights(_base(layer))}
     for name, tensor in _weights(plain):
         yield f"{path}.{name}", tensor.detach().to(types[name])
 
@@ -370,5 +372,10 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _adapter_names(tuner: Any) -> set[str]:
-    held = (getattr(tuner, name, None) for name in tuner.adapter_layer_names)
-    return {name for one in held if isinstance(one, (nn.ModuleDict, nn.ParameterDict)) for name in one}
+    containers = (getattr(tuner, name, None) for name in tuner.adapter_layer_names)
+    return {
+        name
+        for container in containers
+        if isinstance(container, (nn.ModuleDict, nn.ParameterDict))
+        for name in container
+    }

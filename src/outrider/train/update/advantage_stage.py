@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from outrider.algorithms.base import GroupCredit
+from outrider.algorithms.base import GroupAdvantages
 from outrider.trace import Trace
 from outrider.train.components import Components
 
 
-def credit_step(parts: Components, traces: Sequence[Trace]) -> list[GroupCredit]:
+def assign_step_advantages(parts: Components, traces: Sequence[Trace]) -> list[GroupAdvantages]:
     """Assign credit to the groups that the update gets; one entry a trace. A KL that the reward counts is
     measured first.
     """

@@ -10,25 +10,27 @@ from outrider.errors import EngineFault
 from outrider.train.update.policy import Policy
 
 
-def logprob_gap(inputs: TokenLossInputs, is_older_T: Tensor | None) -> Tensor:
+def logprob_mismatch(inputs: TokenLossInputs, is_older_T: Tensor | None) -> Tensor:
     """|trainer - engine| in nats, of the tokens that the policy wrote in this step with the weights that it
     has (all of them without ``is_older_T``).
     """
-    left_out_T = inputs.is_foreign_T if is_older_T is None else inputs.is_foreign_T | is_older_T
-    return (inputs.denominators.trainer_T - inputs.engine_logprobs_T)[~left_out_T].abs()
+    excluded_T = inputs.is_off_policy_T if is_older_T is None else inputs.is_off_policy_T | is_older_T
+    return (inputs.old_logprobs.trainer_T - inputs.engine_logprobs_T)[~excluded_T].abs()
 
 
-def require_agreement(policy: Policy, gaps: Sequence[Tensor], limit: float) -> None:
+def check_logprob_mismatch(policy: Policy, mismatches: Sequence[Tensor], limit: float) -> None:
     """Raises EngineFault where the mean gap of all ranks is above ``limit``, and drops the gradients.
 
     The mean over all tokens of the mini-batch: that of a micro-batch would depend on the split, and a short
     one is noisy.
     """
     # float64: near the limit the verdict must not hang on how a float32 sum was split.
-    every = torch.cat([gap for each in policy.ranks.gather(list(gaps)) for gap in each]).double()
-    gap = float(every.mean()) if len(every) else 0.0
-    if not gap <= limit:  # NaN too
+    values = torch.cat(
+        [mismatch for each in policy.ranks.gather(list(mismatches)) for mismatch in each]
+    ).double()
+    mismatch = float(values.mean()) if len(values) else 0.0
+    if not mismatch <= limit:  # NaN too
         policy.drop_gradients()
         raise EngineFault(
-            f"trainer and engine disagree by {gap:.4f} nats a token before an update (limit {limit})"
+            f"trainer and engine disagree by {mismatch:.4f} nats a token before an update (limit {limit})"
         )

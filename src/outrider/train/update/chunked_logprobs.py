@@ -76,19 +76,19 @@ class _ScoreTokens(torch.autograd.Function):
         is_trained: bool,
     ) -> tuple[Tensor, Tensor]:
         # bfloat16 logits have no room for probabilities: they would be rounded before the backward pass.
-        keeps = is_trained and _exact(hidden_TE[:0]).dtype == hidden_TE.dtype
-        kept_BV: Tensor | None = None
+        saves_block = is_trained and _exact(hidden_TE[:0]).dtype == hidden_TE.dtype
+        saved_BV: Tensor | None = None
         size, pieces = _chunk(hidden_TE), []
         for hidden_BE, targets_B in zip(hidden_TE.split(_BLOCK), targets_T.split(_BLOCK), strict=True):
             logits_BV = linear(hidden_BE, weight_VE, bias_V)
             for logits_CV, targets_C in zip(logits_BV.split(size), targets_B.split(size), strict=True):
                 logprobs_CV = torch.log_softmax(_exact(logits_CV), dim=-1)
                 # The logits are spent once their log-probs are there.
-                probs_CV = torch.exp(logprobs_CV, out=logits_CV) if keeps else logprobs_CV.exp()
+                probs_CV = torch.exp(logprobs_CV, out=logits_CV) if saves_block else logprobs_CV.exp()
                 pieces.append((_chosen(logprobs_CV, targets_C), _entropies(probs_CV, logprobs_CV)))
-            if keeps:
-                kept_BV, keeps = logits_BV, False
-        ctx.save_for_backward(hidden_TE, targets_T, weight_VE, bias_V, kept_BV)
+            if saves_block:
+                saved_BV, saves_block = logits_BV, False
+        ctx.save_for_backward(hidden_TE, targets_T, weight_VE, bias_V, saved_BV)
         logprobs_T, entropies_T = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         ctx.mark_non_differentiable(entropies_T)
         return logprobs_T, entropies_T
@@ -98,14 +98,14 @@ class _ScoreTokens(torch.autograd.Function):
         """d logits = (onehot - softmax) * d logprob; the weight's gradient is summed in float32 over the
         blocks.
         """
-        hidden_TE, targets_T, weight_VE, bias_V, kept_BV = ctx.saved_tensors
+        hidden_TE, targets_T, weight_VE, bias_V, saved_BV = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden_TE) if ctx.needs_input_grad[0] else None
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
         for start in range(0, len(targets_T), _BLOCK):
             block = slice(start, start + _BLOCK)
-            is_known = kept_BV is not None and start == 0
-            memory_BV = kept_BV if is_known else _logits(hidden_TE[block], weight_VE, bias_V, kept_BV)
+            is_known = saved_BV is not None and start == 0
+            memory_BV = saved_BV if is_known else _logits(hidden_TE[block], weight_VE, bias_V, saved_BV)
             grad_logits = _grad_logits(memory_BV, targets_T[block], grad_T[block], is_known)
             if grad_hidden is not None:
                 grad_hidden[block] = grad_logits @ weight_VE

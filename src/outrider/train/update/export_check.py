@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.model import LanguageModel, read_weights
-from outrider.engines.local.unpacked import EAGER, logits_at
+from outrider.engines.local.unpacked import EAGER, compute_logits
 from outrider.errors import ModelError
 
 _NUM_TOKENS: Final = 12
@@ -56,7 +56,7 @@ def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
     device = language_model.device
     every = torch.arange(len(ids_N), device=device)
     if language_model.unpacked is not None:
-        return logits_at(language_model.model, ids_N.to(device), every).float().cpu()
+        return compute_logits(language_model.model, ids_N.to(device), every).float().cpu()
     plan = TreePlan(segments=(Segment(length=len(ids_N)),))
     options: dict[str, Any] = {"position_ids": every[None], "use_cache": False, "plan": plan}
     run: Any = language_model.model
@@ -65,4 +65,4 @@ def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
 
 
 def _theirs(model: PreTrainedModel, ids_N: Tensor) -> Tensor:
-    return logits_at(model, ids_N, torch.arange(len(ids_N))).float()
+    return compute_logits(model, ids_N, torch.arange(len(ids_N))).float()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> float:
     """Over all entries of all tensors, squared and summed in float64; NaN and infinity come through."""
-    norms = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in gradients]
+    norms = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
     return math.fsum(norm * norm for norm in norms) if all(map(math.isfinite, norms)) else math.nan
 
 

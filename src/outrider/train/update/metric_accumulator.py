@@ -37,24 +37,24 @@ class MetricAccumulator:
         """A micro-batch's share of a loss of the optimiser step."""
         self._losses[name] = self._losses.get(name, 0.0) + value
 
-    def take_losses(self) -> dict[str, float]:
+    def pop_losses(self) -> dict[str, float]:
         """This rank's share of the losses of the optimiser step, which it gives away."""
-        taken, self._losses = self._losses, {}
-        return taken
+        losses, self._losses = self._losses, {}
+        return losses
 
     def merge(self, other: "MetricAccumulator") -> None:
         """Add what another rank has measured, whose optimiser steps have ended."""
         for name, (total, weight) in other._sums.items():
-            held = self._sums.setdefault(name, [0.0, 0.0])
-            held[0] += total
-            held[1] += weight
+            own = self._sums.setdefault(name, [0.0, 0.0])
+            own[0] += total
+            own[1] += weight
         for name, value in other._totals.items():
             self.add_sum(name, value)
         for name, value in other._maxima.items():
             self.add_max(name, value)
         for name, value in other._minima.items():
             self.add_min(name, value)
-        self._weights = [held + more for held, more in zip(self._weights, other._weights, strict=True)]
+        self._weights = [own + more for own, more in zip(self._weights, other._weights, strict=True)]
 
     def end_step(self, *, skipped: bool = False) -> None:
         """The optimiser step is over: its losses are whole, and count once in the mean over steps unless it

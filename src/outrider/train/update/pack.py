@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from outrider.engines.local.attention import Segment, TreePlan
-from outrider.trace import Node, samples_of
+from outrider.trace import Node, split_contexts
 
-_Place = tuple[
+_NodeKey = tuple[
     int, tuple[int, ...]
 ]  # of a node in the packed trees: the number of the place before it (-1: a root), and its tokens
 
@@ -25,7 +25,7 @@ class RolloutPath:
     (``rollout``).
 
     ``group`` is the number of its group there: rollouts of one group share their beginnings.
-    ``acted`` are the nodes of the rendering that the policy acted in, where that is another one (tips that
+    ``nodes_with_tips`` are the nodes of the rendering that the policy acted in, where that is another one (tips that
     the update leaves out). ``succeeded`` is the environment's verdict. ``is_replayed``: an earlier policy
     wrote it. ``first_ordinal`` is the number of the first trained token of a part of a rollout.
     """
@@ -34,7 +34,7 @@ class RolloutPath:
     rollout_index: int
     rollout: int = 0
     group: int = 0
-    acted: Sequence[Node] | None = None
+    nodes_with_tips: Sequence[Node] | None = None
     succeeded: bool = False
     is_replayed: bool = False
     first_ordinal: int = 0
@@ -47,7 +47,7 @@ class PackedBatch:
 
     ``predictors_U`` index the packed position whose output predicts each scored token; ``token_T`` is the
     token of an entry, ``ordinal_T`` its number among the trained tokens of its rollout, ``turn_T`` a number
-    of its rollout's turn. ``is_foreign_T`` marks tokens that the policy did not write in this step:
+    of its rollout's turn. ``is_off_policy_T`` marks tokens that the policy did not write in this step:
     demonstrations, whose engine log-prob is 0, and replayed rollouts. ``version_T`` is the version of the
     weights that sampled a token, -1 where none is known.
     """
@@ -58,13 +58,13 @@ class PackedBatch:
     predictors_U: Tensor
     targets_U: Tensor
     token_T: Tensor
-    credit_T: Tensor
+    advantages_T: Tensor
     ratio_scale_T: Tensor
     engine_logprobs_T: Tensor
     rollout_index_T: Tensor
     ordinal_T: Tensor
     turn_T: Tensor
-    is_foreign_T: Tensor
+    is_off_policy_T: Tensor
     version_T: Tensor
 
     @property
@@ -78,10 +78,10 @@ class PackedBatch:
         """
         return replace(
             self,
-            credit_T=self.credit_T.to(scores_T),
+            advantages_T=self.advantages_T.to(scores_T),
             ratio_scale_T=self.ratio_scale_T.to(scores_T),
             engine_logprobs_T=self.engine_logprobs_T.to(scores_T),
-            is_foreign_T=self.is_foreign_T.to(scores_T.device),
+            is_off_policy_T=self.is_off_policy_T.to(scores_T.device),
             version_T=self.version_T.to(scores_T.device),
         )
 
@@ -134,13 +134,13 @@ class _Builder:
     def _emit(
         self, depth: int, sequences: Sequence[RolloutPath], previous: int | None, position: int
     ) -> int | None:
-        trained = _credits_at(depth, sequences)
+        trained = _advantages_at_depth(depth, sequences)
         # One number per rollout that trains the turn: turn-level ratios and masks never mix two rollouts.
         first_turn, self.num_turns = self.num_turns, self.num_turns + len(trained)
         for offset, token in enumerate(sequences[0].nodes[depth].token_ids):
             # Nothing predicts the first token of a root, so it has no log-prob.
             if trained and previous is not None:
-                for turn, (sequence, credit, scale) in enumerate(trained, start=first_turn):
+                for turn, (sequence, advantages, scale) in enumerate(trained, start=first_turn):
                     node = sequence.nodes[depth]
                     index = sequence.rollout_index
                     # Along the rollout, not the row: the same in any split and in the other rendering.
@@ -154,7 +154,7 @@ class _Builder:
                     self.entries.append(
                         (
                             len(self.scored),
-                            credit[offset],
+                            advantages[offset],
                             scale,
                             engine,
                             index,
@@ -174,7 +174,7 @@ class _Builder:
     def batch(self) -> PackedBatch:
         predictors, targets = zip(*self.scored, strict=True)
         columns = zip(*self.entries, strict=True)
-        tokens, credit, scale, engine, owner, ordinal, turn, off_policy, version = columns
+        tokens, advantages, scale, engine, owner, ordinal, turn, off_policy, version = columns
         return PackedBatch(
             ids_N=torch.tensor(self.ids),
             positions_N=torch.tensor(self.positions),
@@ -183,13 +183,13 @@ class _Builder:
             targets_U=torch.tensor(targets),
             token_T=torch.tensor(tokens),
             # As exact as on the trace: `like` rounds once, to the precision of the scores.
-            credit_T=torch.tensor(credit, dtype=torch.float64),
+            advantages_T=torch.tensor(advantages, dtype=torch.float64),
             ratio_scale_T=torch.tensor(scale, dtype=torch.float64),
             engine_logprobs_T=torch.tensor(engine, dtype=torch.float64),
             rollout_index_T=torch.tensor(owner),
             ordinal_T=torch.tensor(ordinal),
             turn_T=torch.tensor(turn),
-            is_foreign_T=torch.tensor(off_policy),
+            is_off_policy_T=torch.tensor(off_policy),
             version_T=torch.tensor(version),
         )
 
@@ -198,25 +198,29 @@ def _tokens(sequence: RolloutPath, depth: int) -> tuple[int, ...] | None:
     return sequence.nodes[depth].token_ids if depth < len(sequence.nodes) else None
 
 
-def _credits_at(
+def _advantages_at_depth(
     depth: int, sequences: Sequence[RolloutPath]
 ) -> list[tuple[RolloutPath, Sequence[float], float]]:
     """Of nodes with the same tokens: each node's own credits, of the rollouts that go through it."""
     # By identity: equal tokens on two nodes are one computation, but each node has credits of its own.
-    through: dict[int, list[RolloutPath]] = {}
+    paths_by_node: dict[int, list[RolloutPath]] = {}
     for sequence in sequences:
-        through.setdefault(id(sequence.nodes[depth]), []).append(sequence)
-    return [one for each in through.values() for one in credits_by_rollout(each[0].nodes[depth], each)]
+        paths_by_node.setdefault(id(sequence.nodes[depth]), []).append(sequence)
+    return [
+        entry
+        for paths in paths_by_node.values()
+        for entry in advantages_by_rollout(paths[0].nodes[depth], paths)
+    ]
 
 
-def credits_by_rollout(
+def advantages_by_rollout(
     node: Node, sequences: Sequence[RolloutPath]
 ) -> list[tuple[RolloutPath, Sequence[float], float]]:
     """Which of these rollouts train the node's tokens, with their credit per token and their ratio scale.
 
     Raises ValueError for a node that several rollouts share and whose credit belongs to none of them.
     """
-    if not node.takes_credit:
+    if not node.receives_advantages:
         return []
     if node.shares is not None:
         shares = [
@@ -231,7 +235,11 @@ def credits_by_rollout(
         )
     if node.credit is None:
         return []
-    return [(one, node.credit, node.ratio_scale) for one in sequences if node.owner in (None, one.rollout)]
+    return [
+        (sequence, node.credit, node.ratio_scale)
+        for sequence in sequences
+        if node.owner in (None, sequence.rollout)
+    ]
 
 
 def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[PackedBatch]:
@@ -241,37 +249,37 @@ def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[Packe
     A rollout whose context began anew is several samples, which stay together.
     """
     waiting: list[RolloutPath] = []
-    counted: dict[_Place, int] = {}
+    counted: dict[_NodeKey, int] = {}
     num_tokens = 0
     for sequence in sequences:
         size = _count_new(sequence, counted)
         if waiting and num_tokens + size > max_tokens:
-            yield _packed(waiting)
+            yield _build_batch(waiting)
             waiting, counted, num_tokens = [], {}, 0
             size = _count_new(sequence, counted)
         waiting.append(sequence)
         num_tokens += size
     if waiting:
-        yield _packed(waiting)
+        yield _build_batch(waiting)
 
 
-def _count_new(sequence: RolloutPath, counted: dict[_Place, int]) -> int:
+def _count_new(sequence: RolloutPath, counted: dict[_NodeKey, int]) -> int:
     """Tokens that a rollout adds to a micro-batch, whose places are ``counted``; its own are counted from now
     on.
     """
-    size, place = 0, -1
+    size, parent = 0, -1
     for node in sequence.nodes:
         if node.restarts:
-            place = -1
-        key = (place, node.token_ids)
+            parent = -1
+        key = (parent, node.token_ids)
         if key not in counted:
             counted[key] = len(counted)
             size += len(node.token_ids)
-        place = counted[key]
+        parent = counted[key]
     return size
 
 
-def _packed(sequences: Sequence[RolloutPath]) -> PackedBatch:
+def _build_batch(sequences: Sequence[RolloutPath]) -> PackedBatch:
     builder = _Builder()
     trees: dict[tuple[int, ...], list[RolloutPath]] = {}
     for sequence in (sample for each in sequences for sample in _samples(each)):
@@ -283,11 +291,11 @@ def _packed(sequences: Sequence[RolloutPath]) -> PackedBatch:
 
 def _samples(sequence: RolloutPath) -> Sequence[RolloutPath]:
     """The rollout once for every context that it was played in."""
-    parts = samples_of(sequence.nodes)
+    parts = split_contexts(sequence.nodes)
     if len(parts) == 1:
         return [sequence]
     samples, ordinal = [], sequence.first_ordinal
     for nodes in parts:
         samples.append(replace(sequence, nodes=nodes, first_ordinal=ordinal))
-        ordinal += sum(len(node.token_ids) for node in nodes if credits_by_rollout(node, [sequence]))
+        ordinal += sum(len(node.token_ids) for node in nodes if advantages_by_rollout(node, [sequence]))
     return samples

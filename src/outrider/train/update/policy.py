@@ -25,13 +25,13 @@ from outrider.atomic_io import follow_umask
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.flex import FlexPlan
 from outrider.engines.local.model import LanguageModel
-from outrider.engines.local.unpacked import passes_of
+from outrider.engines.local.unpacked import split_into_sequences
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
-from outrider.train.update.adapters import broken_ties, choose_trained, merged
+from outrider.train.update.adapters import broken_ties, choose_trained, merge_adapters
 from outrider.train.update.export_check import require_same_logits
 from outrider.train.update.gradient_norm import clip, sum_of_squares
 from outrider.train.update.pack import PackedBatch
-from outrider.train.update.ranks import Alone, Ranks
+from outrider.train.update.ranks import Ranks, SingleRank
 from outrider.train.update.scoring import Scoring, UnpackedScoring
 from outrider.train.update.weight_files import MASTERS, OPTIMIZER, read_tensors, require_shapes
 
@@ -55,7 +55,7 @@ class Scorer:
         self.language_model = language_model
         self.uses_flex = uses_flex and language_model.unpacked is None
         self.model = language_model.model
-        self.ranks: Ranks = ranks or Alone()
+        self.ranks: Ranks = ranks or SingleRank()
         unpacked, model = language_model.unpacked, language_model.model
         self.scoring: nn.Module = Scoring(model) if unpacked is None else UnpackedScoring(model, unpacked)
 
@@ -64,7 +64,7 @@ class Scorer:
         device = self.language_model.device
         ids_N, positions_N = batch.ids_N.to(device), batch.positions_N.to(device)
         predictors_U, targets_U = batch.predictors_U.to(device), batch.targets_U.to(device)
-        plan = FlexPlan.of(batch.plan, device=device) if self.uses_flex else batch.plan
+        plan = FlexPlan.from_plan(batch.plan, device=device) if self.uses_flex else batch.plan
         logprobs_U, entropies_U = self.scoring(ids_N, positions_N, plan, predictors_U, targets_U)
         if len(batch.token_T) == len(logprobs_U):  # nothing is shared
             return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
@@ -77,15 +77,18 @@ class Scorer:
         unpacked = self.language_model.unpacked
         if unpacked is None:
             return batch.num_tokens
-        return sum(len(one.tokens) for one in passes_of(batch.plan, batch.predictors_U.tolist(), unpacked))
+        return sum(
+            len(sequence.tokens)
+            for sequence in split_into_sequences(batch.plan, batch.predictors_U.tolist(), unpacked)
+        )
 
-    def idle(self) -> Tensor:
+    def dummy_forward(self) -> Tensor:
         """A pass for the sake of other ranks, over two tokens; a loss of 0, which has a gradient of zeros."""
         device = self.language_model.device
-        ids_N, one = torch.zeros(2, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
+        ids_N, index_U = torch.zeros(2, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
         plan = TreePlan(segments=(Segment(length=2),))
         positions_N = torch.arange(2, device=device)
-        logprobs_U, _ = self.scoring(ids_N, positions_N, plan, one.to(device), one.to(device))
+        logprobs_U, _ = self.scoring(ids_N, positions_N, plan, index_U.to(device), index_U.to(device))
         loss: Tensor = 0.0 * logprobs_U.sum()
         return loss
 
@@ -157,16 +160,16 @@ class Policy(Scorer):
         skips the step (the caller counts it): one bad batch must not destroy the weights. A skipped step
         does not advance the warm-up.
         """
-        gradients = [one.grad for one in self.masters.values() if one.grad is not None]
+        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = self._norm(gradients)
         clip(gradients, norm=norm, max_norm=self.settings.max_grad_norm)
-        is_taken = math.isfinite(norm) and norm != 0.0
-        if is_taken:
+        is_applied = math.isfinite(norm) and norm != 0.0
+        if is_applied:
             self.num_steps += 1
         # Every time, because the rate of a warm-up depends on num_steps.
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate if learning_rate is None else learning_rate
-        if is_taken:
+        if is_applied:
             self.optimizer.step()
             self.round_masters()
         self.drop_gradients()
@@ -193,7 +196,7 @@ class Policy(Scorer):
     def save(self, folder: Path) -> None:
         """Masters and moments into an existing folder. Raises OSError and SafetensorError."""
         # safetensors takes no views with strides.
-        save_file({name: one.contiguous() for name, one in self.masters.items()}, folder / MASTERS)
+        save_file({name: tensor.contiguous() for name, tensor in self.masters.items()}, folder / MASTERS)
         moments = {
             f"{key}/{name}": torch.as_tensor(value).contiguous()
             for name, master in self.masters.items()
@@ -206,8 +209,8 @@ class Policy(Scorer):
         """Masters, working copy and moments of a checkpoint. Raises CheckpointError for one of another model,
         OSError, ValueError and SafetensorError for one that is damaged.
         """
-        found = read_tensors(folder, with_optimizer=True)
-        masters = {name: one for name, one in found.items() if "/" not in name}
+        tensors = read_tensors(folder, with_optimizer=True)
+        masters = {name: tensor for name, tensor in tensors.items() if "/" not in name}
         require_shapes(folder, _shapes(self.masters), _shapes(masters))
         self.optimizer.state.clear()
         for name, master in self.masters.items():
@@ -215,7 +218,7 @@ class Policy(Scorer):
             master.copy_(masters[name])
             moments = {
                 key.split("/", 1)[0]: value.to(master.device)
-                for key, value in found.items()
+                for key, value in tensors.items()
                 if "/" in key and key.split("/", 1)[1] == name
             }
             if moments:
@@ -266,7 +269,7 @@ def export(language_model: LanguageModel, folder: Path, *, check: bool = True) -
     an adapter is not merged, or the folder does not compute what the policy computes.
     """
     model = language_model.model
-    model.save_pretrained(folder, state_dict=merged(model))
+    model.save_pretrained(folder, state_dict=merge_adapters(model))
     if broken_ties(model):
         config = copy.deepcopy(model.config)
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
@@ -279,7 +282,7 @@ def export(language_model: LanguageModel, folder: Path, *, check: bool = True) -
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(one.shape) for name, one in tensors.items()}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -27,7 +27,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """One process, which computes everything."""
 
     rank = 0
@@ -42,7 +42,7 @@ class Alone:
         return list(paths)
 
 
-def packed(paths: Sequence[RolloutPath], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
+def pack_for_rank(paths: Sequence[RolloutPath], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
     """The micro-batches of this rank's rollouts. Beside others the largest come first, so that passes of like
     size meet.
     """
@@ -50,11 +50,13 @@ def packed(paths: Sequence[RolloutPath], ranks: Ranks, *, max_tokens: int) -> li
     return batches if ranks.size == 1 else sorted(batches, key=lambda batch: -batch.num_tokens)
 
 
-def passes(batches: Sequence[PackedBatch], ranks: Ranks) -> Iterator[PackedBatch | None]:
+def padded_micro_batches(batches: Sequence[PackedBatch], ranks: Ranks) -> Iterator[PackedBatch | None]:
     """The micro-batches, and None as often as another rank has more: a forward needs every rank.
 
-    For None a rank calls :meth:`outrider.train.update.policy.Scorer.idle` where the others score.
+    For None a rank calls :meth:`outrider.train.update.policy.Scorer.dummy_forward` where the others score.
     """
-    most = max(ranks.gather(len(batches)))  # before the first: the ranks are at one place now, and not later
+    max_batches = max(
+        ranks.gather(len(batches))
+    )  # before the first: the ranks are at one place now, and not later
     yield from batches
-    yield from [None] * (most - len(batches))
+    yield from [None] * (max_batches - len(batches))

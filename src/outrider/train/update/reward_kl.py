@@ -10,7 +10,7 @@ import torch
 from outrider.trace import Node, Trace
 from outrider.train.update.pack import RolloutPath
 from outrider.train.update.policy import Scorer
-from outrider.train.update.ranks import packed, passes
+from outrider.train.update.ranks import pack_for_rank, padded_micro_batches
 
 
 @torch.no_grad()
@@ -31,25 +31,27 @@ def measure_kl(policy: Scorer, reference: Scorer, traces: Sequence[Trace], *, ma
         copies.setdefault(
             id(node), replace(node, credit=(0.0,) * len(node.token_ids)) if node.trainable else node
         )
-    found: dict[int, list[tuple[int, float]]] = {}
+    kl_values: dict[int, list[tuple[int, float]]] = {}
     rollouts = [
         RolloutPath(nodes=[copies[id(node)] for node in path], rollout_index=i, group=group)
         for i, (group, path) in enumerate(scored)
     ]
     ranks = policy.ranks
-    for batch in passes(packed(ranks.share(rollouts), ranks, max_tokens=max_tokens), ranks):
+    for batch in padded_micro_batches(
+        pack_for_rank(ranks.share(rollouts), ranks, max_tokens=max_tokens), ranks
+    ):
         if batch is None:
-            policy.idle()
-            reference.idle()
+            policy.dummy_forward()
+            reference.dummy_forward()
             continue
         values = (policy.score(batch).logprobs_T - reference.score(batch).logprobs_T).tolist()
         for rollout, ordinal, value in zip(
             batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), values, strict=True
         ):
-            found.setdefault(rollout, []).append((ordinal, value))
-    found = {rollout: values for each in ranks.gather(found) for rollout, values in each.items()}
+            kl_values.setdefault(rollout, []).append((ordinal, value))
+    kl_values = {rollout: values for each in ranks.gather(kl_values) for rollout, values in each.items()}
     for number, path in enumerate(paths):
-        each = iter(value for _, value in sorted(found[number]))
+        each = iter(value for _, value in sorted(kl_values[number]))
         for node in path:
             if node.trainable:
                 node.kl = tuple(next(each) for _ in node.token_ids)

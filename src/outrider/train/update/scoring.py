@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.engines.local.attention import Plan, TreePlan
-from outrider.engines.local.unpacked import Unpacked, hidden_at, logits_at, passes_of
+from outrider.engines.local.unpacked import Unpacked, compute_hidden, compute_logits, split_into_sequences
 from outrider.train.update.chunked_logprobs import score_logits, score_tokens
 
 
@@ -54,11 +54,11 @@ class UnpackedScoring(nn.Module):
         """See :class:`Scoring`. ``positions_N`` are those of the sequences, which begin at 0."""
         order: list[int] = []
         outputs: list[Tensor] = []
-        read = hidden_at if self.unpacked.has_plain_head else logits_at
-        for one in passes_of(plan, predictors_U.tolist(), self.unpacked):
-            places_K = torch.tensor(one.places, device=ids_N.device)
-            outputs.append(read(self.model, ids_N[list(one.tokens)], places_K))
-            order += one.scored
+        read = compute_hidden if self.unpacked.has_plain_head else compute_logits
+        for sequence in split_into_sequences(plan, predictors_U.tolist(), self.unpacked):
+            positions_K = torch.tensor(sequence.indices, device=ids_N.device)
+            outputs.append(read(self.model, ids_N[list(sequence.tokens)], positions_K))
+            order += sequence.scored
         targets = targets_U[order]
         if self.unpacked.has_plain_head:
             head = self.model.get_output_embeddings()
@@ -67,7 +67,9 @@ class UnpackedScoring(nn.Module):
         else:
             scores = [
                 score_logits(logits, own)
-                for logits, own in zip(outputs, targets.split([len(one) for one in outputs]), strict=True)
+                for logits, own in zip(
+                    outputs, targets.split([len(sequence) for sequence in outputs]), strict=True
+                )
             ]
             logprobs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
         back = torch.tensor(order, device=ids_N.device).argsort()

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.algorithms.common.losses import weighted_loss
 from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.pack import PackedBatch, RolloutPath
-from outrider.train.update.ranks import Alone, Ranks
+from outrider.train.update.ranks import Ranks, SingleRank
 
 
 def success_weights(
@@ -25,13 +25,13 @@ def success_weights(
     successful one, those of all ``ranks`` together (None: there is one).
     """
     succeeded = torch.tensor([path.succeeded for path in paths])
-    masks = [succeeded[batch.rollout_index_T] & ~batch.is_foreign_T for batch in batches]
-    num = sum((ranks or Alone()).gather(sum(int(mask.sum()) for mask in masks)))
+    masks = [succeeded[batch.rollout_index_T] & ~batch.is_off_policy_T for batch in batches]
+    num = sum((ranks or SingleRank()).gather(sum(int(mask.sum()) for mask in masks)))
     # The count over all micro-batches of all ranks: the mean must not depend on how they were split.
     return [mask.double() / max(1, num) for mask in masks]
 
 
-def success_nll(logprobs_T: Tensor, weights_T: Tensor, accumulator: MetricAccumulator) -> Tensor:
+def sft_loss(logprobs_T: Tensor, weights_T: Tensor, accumulator: MetricAccumulator) -> Tensor:
     """The micro-batch's share of the mean; reported before its weight."""
     loss = weighted_loss(losses=-logprobs_T, weights=weights_T.to(logprobs_T))
     accumulator.add_loss("loss/positive_nll", float(loss.detach()))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from outrider.algorithms.common.token_loss import TokenLossInputs
 from outrider.trace import Node
-from outrider.train.update.pack import PackedBatch, RolloutPath, credits_by_rollout
+from outrider.train.update.pack import PackedBatch, RolloutPath, advantages_by_rollout
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int32]
@@ -46,7 +46,7 @@ def token_record(number: int, batch: PackedBatch, inputs: TokenLossInputs) -> To
         number=number,
         rollout_T=batch.rollout_index_T.numpy().astype(np.int32),
         ordinal_T=batch.ordinal_T.numpy().astype(np.int32),
-        trainer_T=inputs.denominators.trainer_T.float().cpu().numpy(),
+        trainer_T=inputs.old_logprobs.trainer_T.float().cpu().numpy(),
         ratio_T=ratio_T.float().cpu().numpy(),
     )
 
@@ -55,45 +55,51 @@ def values_by_node(
     mini_batches: Sequence[Sequence[RolloutPath]], records: Sequence[TokenRecord]
 ) -> dict[tuple[int, int], TokenValues]:
     """By the identity of the node and the rollout of its group; of several passes the last one counts."""
-    found: dict[tuple[int, int], TokenValues] = {}
+    node_values: dict[tuple[int, int], TokenValues] = {}
     for number, paths in enumerate(mini_batches):
-        sizes = {path.rollout_index: sum(end - start for _, start, end in _trained(path)) for path in paths}
-        known = _by_rollout(sizes, [one for one in records if one.number == number])
+        sizes = {
+            path.rollout_index: sum(end - start for _, start, end in _trained_nodes(path)) for path in paths
+        }
+        known = _values_by_rollout(sizes, [record for record in records if record.number == number])
         for path in paths:
             values = known.get(path.rollout_index)
             if values is None:
                 continue
-            for at, (node, start, end) in _placed(path):
+            for offset, (node, start, end) in _nodes_with_offsets(path):
                 lead = np.full(start, np.nan, np.float32)  # nothing predicts the first token of a root
-                trainer, ratio = (np.concatenate([lead, each[at : at + end - start]]) for each in values)
-                found[id(node), path.rollout] = TokenValues(trainer=trainer, ratio=ratio)
-    return found
+                trainer, ratio = (
+                    np.concatenate([lead, each[offset : offset + end - start]]) for each in values
+                )
+                node_values[id(node), path.rollout] = TokenValues(trainer=trainer, ratio=ratio)
+    return node_values
 
 
-def _placed(path: RolloutPath) -> Iterator[tuple[int, tuple[Node, int, int]]]:
-    at = 0
-    for trained in _trained(path):
-        yield at, trained
-        at += trained[2] - trained[1]
+def _nodes_with_offsets(path: RolloutPath) -> Iterator[tuple[int, tuple[Node, int, int]]]:
+    offset = 0
+    for trained in _trained_nodes(path):
+        yield offset, trained
+        offset += trained[2] - trained[1]
 
 
-def _trained(path: RolloutPath) -> list[tuple[Node, int, int]]:
+def _trained_nodes(path: RolloutPath) -> list[tuple[Node, int, int]]:
     """The nodes with credit, and which of their tokens are scored."""
     return [
         (node, int(number == 0), len(node.token_ids))
         for number, node in enumerate(path.nodes)
-        if credits_by_rollout(node, [path])
+        if advantages_by_rollout(node, [path])
     ]
 
 
-def _by_rollout(sizes: dict[int, int], records: Sequence[TokenRecord]) -> dict[int, tuple[Floats, Floats]]:
-    found: dict[int, tuple[Floats, Floats]] = {}
-    for one in records:
-        for rollout in np.unique(one.rollout_T).tolist():
-            mine = one.rollout_T == rollout
-            if rollout not in found:
+def _values_by_rollout(
+    sizes: dict[int, int], records: Sequence[TokenRecord]
+) -> dict[int, tuple[Floats, Floats]]:
+    result: dict[int, tuple[Floats, Floats]] = {}
+    for record in records:
+        for rollout in np.unique(record.rollout_T).tolist():
+            mine = record.rollout_T == rollout
+            if rollout not in result:
                 empty = np.full(sizes[rollout], np.nan, np.float32)
-                found[rollout] = (empty, empty.copy())
-            for values, measured in zip(found[rollout], (one.trainer_T, one.ratio_T), strict=True):
-                values[one.ordinal_T[mine]] = measured[mine]
-    return found
+                result[rollout] = (empty, empty.copy())
+            for values, measured in zip(result[rollout], (record.trainer_T, record.ratio_T), strict=True):
+                values[record.ordinal_T[mine]] = measured[mine]
+    return result

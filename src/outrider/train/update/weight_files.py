@@ -34,11 +34,11 @@ def read_tensors(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
     """All of them in memory, by name. Raises OSError, SafetensorError and ValueError for what is damaged."""
     if not (folder / SHARDS).is_dir():
         names = (MASTERS, OPTIMIZER) if with_optimizer else (MASTERS,)
-        return {name: one for file in names for name, one in load_file(folder / file).items()}
-    return _assembled(folder / SHARDS, with_optimizer=with_optimizer)
+        return {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
+    return _read_shards(folder / SHARDS, with_optimizer=with_optimizer)
 
 
-def _assembled(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
+def _read_shards(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
     """The whole tensors from the shards of all ranks."""
     import torch
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -47,20 +47,20 @@ def _assembled(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
 
     reader = HuggingFaceStorageReader(str(folder))
     known = reader.read_metadata().state_dict_metadata
-    wanted = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in known.items()
-        if isinstance(one, TensorStorageMetadata) and (with_optimizer or "/" not in name)
+    tensors = {
+        name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in known.items()
+        if isinstance(metadata, TensorStorageMetadata) and (with_optimizer or "/" not in name)
     }
-    load(wanted, storage_reader=reader, no_dist=True)
-    return wanted
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def require_shapes(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises CheckpointError where the masters on disk (``found``) are not those of the model."""
-    if dict(found) != dict(shapes):
+    """Raises CheckpointError where the masters on disk (``stored``) are not those of the model."""
+    if dict(stored) != dict(shapes):
         raise CheckpointError(
             f"checkpoint {folder} belongs to another model or adapter: set model.name, model.lora and "
             "model.trained_layers as they were"

@@ -11,7 +11,7 @@ _ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faul
 _LONGER: Final = "to the same bits as far as it went"  # a run that was given more, as documented
 
 
-def alarms_of(run: Path) -> list[dict[str, Any]]:
+def read_alarms(run: Path) -> list[dict[str, Any]]:
     """Warnings with their step (None: before training) and time, in order; none of a run that kept no
     notes.
     """

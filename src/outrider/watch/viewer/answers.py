@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 from threading import Lock, Thread
 from typing import Any, Final
 
-from outrider.watch.viewer.alarms import alarms_of
+from outrider.watch.viewer.alarms import read_alarms
 from outrider.watch.viewer.catalogue import Catalogue, ViewedRun
-from outrider.watch.viewer.curves import curves_of
+from outrider.watch.viewer.curves import metric_curves
 from outrider.watch.viewer.group_view import group_view, tokens_view, whole_text
-from outrider.watch.viewer.memory_view import memory_view, neighbours, shown
+from outrider.watch.viewer.memory_view import insertions, memory_view, neighbours
 from outrider.watch.viewer.rollout_query import Query, find
 from outrider.watch.viewer.text_search import TextSearch
 
-Given = Mapping[str, str]
+Params = Mapping[str, str]
 
 
 class Viewer:
@@ -24,9 +24,9 @@ class Viewer:
         self._lock = Lock()
         self._search: tuple[str, TextSearch] | None = None
 
-    def run(self, given: Given) -> ViewedRun:
+    def run(self, params: Params) -> ViewedRun:
         """Raises KeyError."""
-        return self.catalogue.of(given["run"])
+        return self.catalogue.get(params["run"])
 
     def search(self, run: ViewedRun) -> TextSearch:
         """The search of a run. The first time its files are read in a thread, so that neither the first
@@ -37,89 +37,93 @@ class Viewer:
                 if self._search is not None:
                     self._search[1].leave()
                 self._search = run.id, TextSearch(run.path)
-                Thread(target=_read_ahead, args=(run, self._search[1]), daemon=True).start()
+                Thread(target=_warm_cache, args=(run, self._search[1]), daemon=True).start()
             return self._search[1]
 
 
-def _read_ahead(run: ViewedRun, search: TextSearch) -> None:
+def _warm_cache(run: ViewedRun, search: TextSearch) -> None:
     run.index.table()
-    search.warm(run.index.places())
+    search.warm(run.index.stems())
 
 
-def _runs(viewer: Viewer, given: Given) -> Any:
-    found = viewer.catalogue.overview()
-    if len(found) == 1:
-        viewer.search(viewer.catalogue.of(found[0]["id"]))  # the one that will be opened
-    return found
+def _runs(viewer: Viewer, params: Params) -> Any:
+    runs = viewer.catalogue.overview()
+    if len(runs) == 1:
+        viewer.search(viewer.catalogue.get(runs[0]["id"]))  # the one that will be opened
+    return runs
 
 
-def _curves(viewer: Viewer, given: Given) -> Any:
-    run = viewer.run(given).path
-    return curves_of(run) | {"path": shlex.quote(str(run))}  # for commands that the page shows
+def _curves(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params).path
+    return metric_curves(run) | {"path": shlex.quote(str(run))}  # for commands that the page shows
 
 
-def _places(viewer: Viewer, given: Given) -> Any:
-    run = viewer.run(given)
+def _stems(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params)
     viewer.search(run)  # the page asks for this first
-    return run.index.places()
+    return run.index.stems()
 
 
-def _rollouts(viewer: Viewer, given: Given) -> Any:
-    index = viewer.run(given).index
-    found = find(index.table(given.get("where", "")), Query.of(given))
-    return found | {"notes": [] if given.get("where") else sorted(index.notes.values())}
+def _rollouts(viewer: Viewer, params: Params) -> Any:
+    index = viewer.run(params).index
+    page = find(index.table(params.get("where", "")), Query.from_params(params))
+    return page | {"notes": [] if params.get("where") else sorted(index.notes.values())}
 
 
-def _search(viewer: Viewer, given: Given) -> Any:
-    run = viewer.run(given)
-    places = [_place(viewer, given)] if given.get("where") else run.index.places()
-    return viewer.search(run).find(given.get("words", "")[:1000], places)
+def _search(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params)
+    stems = [_require_stem(viewer, params)] if params.get("where") else run.index.stems()
+    return viewer.search(run).find(params.get("words", "")[:1000], stems)
 
 
-def _group(viewer: Viewer, given: Given) -> Any:
-    return group_view(viewer.run(given).path, _place(viewer, given), given["trace"])
+def _group(viewer: Viewer, params: Params) -> Any:
+    return group_view(viewer.run(params).path, _require_stem(viewer, params), params["trace"])
 
 
-def _tokens(viewer: Viewer, given: Given) -> Any:
-    run = viewer.run(given).path
-    return tokens_view(run, _place(viewer, given), given["trace"], int(given["rollout"]))
+def _tokens(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params).path
+    return tokens_view(run, _require_stem(viewer, params), params["trace"], int(params["rollout"]))
 
 
-def _text(viewer: Viewer, given: Given) -> Any:
-    return whole_text(viewer.run(given).path, _place(viewer, given), given["trace"], int(given["node"]))
+def _text(viewer: Viewer, params: Params) -> Any:
+    return whole_text(
+        viewer.run(params).path, _require_stem(viewer, params), params["trace"], int(params["node"])
+    )
 
 
-def _memory(viewer: Viewer, given: Given) -> Any:
-    return memory_view(viewer.run(given).path, int(given["step"]), given.get("words", ""))
+def _memory(viewer: Viewer, params: Params) -> Any:
+    return memory_view(viewer.run(params).path, int(params["step"]), params.get("words", ""))
 
 
-def _neighbours(viewer: Viewer, given: Given) -> Any:
-    run = viewer.run(given).path
-    return neighbours(run, int(given["step"]), given.get("words", ""), memory=given.get("memory", "steps"))
+def _neighbours(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params).path
+    return neighbours(run, int(params["step"]), params.get("words", ""), memory=params.get("memory", "steps"))
 
 
-def _shown(viewer: Viewer, given: Given) -> Any:
-    run = viewer.run(given).path
-    if "item" in given:
-        return shown(run, memory=given.get("memory", ""), key=given.get("key", ""), item=int(given["item"]))
-    return shown(run, until=int(given["step"]))
+def _insertions(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params).path
+    if "item" in params:
+        return insertions(
+            run, memory=params.get("memory", ""), key=params.get("key", ""), item=int(params["item"])
+        )
+    return insertions(run, until=int(params["step"]))
 
 
-def _alarms(viewer: Viewer, given: Given) -> Any:
-    return alarms_of(viewer.run(given).path)
+def _alarms(viewer: Viewer, params: Params) -> Any:
+    return read_alarms(viewer.run(params).path)
 
 
-def _place(viewer: Viewer, given: Given) -> str:
+def _require_stem(viewer: Viewer, params: Params) -> str:
     """One of the run's files and nothing else: it becomes a part of a path. Raises KeyError."""
-    if given["where"] not in viewer.run(given).index.places():
-        raise KeyError(given["where"])
-    return given["where"]
+    if params["where"] not in viewer.run(params).index.stems():
+        raise KeyError(params["where"])
+    return params["where"]
 
 
-ANSWERS: Final[Mapping[str, Callable[[Viewer, Given], Any]]] = {
+ANSWERS: Final[Mapping[str, Callable[[Viewer, Params], Any]]] = {
     "runs": _runs,
     "curves": _curves,
-    "places": _places,
+    "places": _stems,
     "rollouts": _rollouts,
     "search": _search,
     "group": _group,
@@ -127,6 +131,6 @@ ANSWERS: Final[Mapping[str, Callable[[Viewer, Given], Any]]] = {
     "text": _text,
     "memory": _memory,
     "neighbours": _neighbours,
-    "shown": _shown,
+    "shown": _insertions,
     "alarms": _alarms,
 }

@@ -47,16 +47,19 @@ def write_bundle(
         shutil.copytree(PAGE, new, dirs_exist_ok=True)
         page = (PAGE / "index.html").read_text(encoding="utf-8")
         (new / "index.html").write_text(page.replace(_FIRST, f"{_FIRST}\n{_META}"), encoding="utf-8")
-        told = zip(catalogue.overview(), runs, strict=True)
-        _write(new / "data" / "runs.json", [_nameless(one | {"live": None}, run.path) for one, run in told])
+        entries = zip(catalogue.overview(), runs, strict=True)
+        _write(
+            new / "data" / "runs.json",
+            [_without_paths(entry | {"live": None}, run.path) for entry, run in entries],
+        )
         for run in runs:
-            note(f"{run.path.name}: {len(run.index.places())} files")
+            note(f"{run.path.name}: {len(run.index.stems())} files")
             _RunFiles(viewer, run, new / "data" / run.id).write()
         if len(runs) > 1:
-            (new / "compare.html").write_text(_compared(runs, compare, note), encoding="utf-8")
+            (new / "compare.html").write_text(_comparison_page(runs, compare, note), encoding="utf-8")
 
 
-def _compared(
+def _comparison_page(
     runs: Sequence[ViewedRun], compare: Callable[[Sequence[Path]], str], note: Callable[[str], None]
 ) -> str:
     """Runs that cannot be compared are looked at all the same."""
@@ -67,12 +70,12 @@ def _compared(
         return f'<!doctype html><meta charset="utf-8"><title>Outrider</title><p>{escape(str(error))}</p>'
 
 
-def _nameless(value: Any, run: Path) -> Any:
+def _without_paths(value: Any, run: Path) -> Any:
     """Without the folder of this machine that the run is in: a bundle is read elsewhere."""
     if isinstance(value, dict):
-        return {name: _nameless(one, run) for name, one in value.items()}
+        return {name: _without_paths(item, run) for name, item in value.items()}
     if isinstance(value, list):
-        return [_nameless(one, run) for one in value]
+        return [_without_paths(item, run) for item in value]
     if isinstance(value, str):
         return value.replace(str(run.resolve()), "RUN").replace(str(run.absolute()), "RUN")
     return value
@@ -87,37 +90,37 @@ class _RunFiles:
         self._folder = folder
 
     def write(self) -> None:
-        _write(self._folder / "curves.json", self._ask("curves") | {"path": "RUN"})
+        _write(self._folder / "curves.json", self._answer("curves") | {"path": "RUN"})
         for kind in ("places", "alarms"):
-            _write(self._folder / f"{kind}.json", _nameless(self._ask(kind), self._run.path))
+            _write(self._folder / f"{kind}.json", _without_paths(self._answer(kind), self._run.path))
         table = self._run.index.table()
         rows = rows_of_table(table)
-        for place in self._run.index.places():
-            self._place(place, [row for row in rows if row["where"] == place])
+        for stem in self._run.index.stems():
+            self._write_stem(stem, [row for row in rows if row["where"] == stem])
         for step in StepFiles(self._run.path / "traces").steps():
-            _write(self._folder / f"memory-{step}.json", self._ask("memory", step=str(step)))
-            _write(self._folder / f"shown-{step}.json", self._ask("shown", step=str(step)))
+            _write(self._folder / f"memory-{step}.json", self._answer("memory", step=str(step)))
+            _write(self._folder / f"shown-{step}.json", self._answer("shown", step=str(step)))
 
-    def _place(self, place: str, rows: list[dict[str, Any]]) -> None:
-        folder = self._folder / place
+    def _write_stem(self, stem: str, rows: list[dict[str, Any]]) -> None:
+        folder = self._folder / stem
         _write(folder / "rollouts.json", rows)
         nodes = (
-            StepFiles(self._run.path / "traces").read(f"{place}.parquet", SCHEMA).select(_TEXTS).to_pylist()
+            StepFiles(self._run.path / "traces").read(f"{stem}.parquet", SCHEMA).select(_TEXTS).to_pylist()
         )
-        _write(folder / "texts.json", [node | {"where": place} for node in nodes])
+        _write(folder / "texts.json", [node | {"where": stem} for node in nodes])
         for trace in dict.fromkeys(row["trace_id"] for row in rows):
-            given = {"where": place, "trace": trace}
+            params = {"where": stem, "trace": trace}
             number = trace.rpartition("/")[2]
-            _write(folder / f"group-{number}.json", self._ask("group", **given))
-            for row in (one for one in rows if one["trace_id"] == trace):
+            _write(folder / f"group-{number}.json", self._answer("group", **params))
+            for row in (entry for entry in rows if entry["trace_id"] == trace):
                 name = f"tokens-{number}-{row['rollout']}.json"
-                _write(folder / name, self._ask("tokens", **given, rollout=str(row["rollout"])))
+                _write(folder / name, self._answer("tokens", **params, rollout=str(row["rollout"])))
             for node in nodes:
                 if node["trace_id"] == trace and len(node["text"]) > LONGEST_TEXT:
                     _write(folder / f"text-{number}-{node['node_id']}.json", {"text": node["text"]})
 
-    def _ask(self, kind: str, **given: str) -> Any:
-        return ANSWERS[kind](self._viewer, {"run": self._run.id, **given})
+    def _answer(self, kind: str, **params: str) -> Any:
+        return ANSWERS[kind](self._viewer, {"run": self._run.id, **params})
 
 
 def _write(path: Path, value: Any) -> None:

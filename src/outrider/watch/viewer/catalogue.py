@@ -10,8 +10,8 @@ from typing import Any, Final
 from outrider.errors import DataError
 from outrider.file_lock import is_locked
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.watch.run_directory import read_run, told_of_tasks
-from outrider.watch.viewer.alarms import alarms_of
+from outrider.watch.run_directory import read_run, task_evaluation_message
+from outrider.watch.viewer.alarms import read_alarms
 from outrider.watch.viewer.live import fingerprint, live_state
 from outrider.watch.viewer.rollout_index import RolloutIndex
 
@@ -47,21 +47,21 @@ class Catalogue:
             if not root.is_dir():
                 raise DataError(f"{root} is no folder")
         for root in roots:
-            if refusal := told_of_tasks(root):
+            if refusal := task_evaluation_message(root):
                 raise DataError(refusal)
         if not self.all():
             raise DataError(f"no run directory (one with config.toml) is below {', '.join(map(str, roots))}")
 
     def all(self) -> list[ViewedRun]:
         """In the order of the folders, and of names within one."""
-        found: dict[str, ViewedRun] = {}
-        for path in (one for root in self._roots for one in _runs_below(root, _DEPTH)):
+        runs: dict[str, ViewedRun] = {}
+        for path in (folder for root in self._roots for folder in _runs_below(root, _DEPTH)):
             name = run_id(path)
-            found[name] = self._known.get(name) or ViewedRun(name, path, RolloutIndex(path))
-        self._known = found
-        return list(found.values())
+            runs[name] = self._known.get(name) or ViewedRun(name, path, RolloutIndex(path))
+        self._known = runs
+        return list(runs.values())
 
-    def of(self, name: str) -> ViewedRun:
+    def get(self, name: str) -> ViewedRun:
         """Raises KeyError for an id that no run has."""
         return self._known[name]
 
@@ -89,7 +89,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
     status = run.status
     last = data.evaluations[-1] if data.evaluations else None
     score = last.metrics.get("score") if last is not None else None
-    alarms = alarms_of(run.path)
+    alarms = read_alarms(run.path)
     return {
         "id": run.id,
         "name": run.path.resolve().name,
@@ -115,9 +115,9 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
     elif depth:
         try:
-            within = sorted(folder.iterdir())
+            children = sorted(folder.iterdir())
         except (PermissionError, FileNotFoundError):  # of somebody else, or gone since it was listed
             return
-        for one in within:
-            if one.is_dir() and not one.is_symlink() and not one.name.startswith("."):
-                yield from _runs_below(one, depth - 1)
+        for child in children:
+            if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+                yield from _runs_below(child, depth - 1)

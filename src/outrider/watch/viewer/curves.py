@@ -10,13 +10,13 @@ from outrider.watch.run_directory import RunData, finite, read_run
 AXES: Final = ("step", "tokens", "calls", "seconds")
 
 
-def curves_of(run: Path) -> dict[str, Any]:
+def metric_curves(run: Path) -> dict[str, Any]:
     """``x`` by axis and ``values`` by metric, one entry a training step; ``metrics`` describe them."""
     data = read_run(run)
     records = [record for record in data.records if record["kind"] == "train"]
     names = dict.fromkeys(name for record in records for name in record if name not in ("step", "kind"))
     values = {name: [finite(record.get(name)) for record in records] for name in names}
-    kept = {name: column for name, column in values.items() if any(one is not None for one in column)}
+    columns = {name: column for name, column in values.items() if any(value is not None for value in column)}
     return {
         "x": {
             "step": [record["step"] for record in records],
@@ -24,14 +24,14 @@ def curves_of(run: Path) -> dict[str, Any]:
             "calls": _summed(values, len(records), ("rollout/num_tool_calls",)),
             "seconds": _summed(values, len(records), ("time/step",)),
         },
-        "values": kept,
-        "metrics": {name: described(name) for name in kept},
+        "values": columns,
+        "metrics": {name: describe_metric(name) for name in columns},
         "evaluations": _evaluations(data),
         "notes": list(data.notes),
     }
 
 
-def described(name: str) -> dict[str, str]:
+def describe_metric(name: str) -> dict[str, str]:
     """Unit, meaning, healthy range and where to look; empty words for what no registry here has (the metric
     of a plug-in)."""
     try:
@@ -55,14 +55,14 @@ def _evaluations(data: RunData) -> list[dict[str, Any]]:
     return [
         {
             "number": number,
-            "label": one.label,
-            "step": one.step,
-            "split": one.split,
-            "num_tasks": one.num_tasks,
-            "num_faults": one.num_faults,
+            "label": evaluation.label,
+            "step": evaluation.step,
+            "split": evaluation.split,
+            "num_tasks": evaluation.num_tasks,
+            "num_faults": evaluation.num_faults,
             "score": [score.value, score.ci_low, score.ci_high]
-            if (score := one.metrics.get("score"))
+            if (score := evaluation.metrics.get("score"))
             else None,
         }
-        for number, one in enumerate(data.evaluations)
+        for number, evaluation in enumerate(data.evaluations)
     ]

@@ -19,54 +19,54 @@ LONGEST_TEXT: Final = 200_000
 VALUES: Final = ("entropies", "logprobs", "advantages", "ratios", "trainer_logprobs")
 
 
-def group_view(run: Path, place: str, trace_id: str) -> dict[str, Any]:
+def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
     """Nodes (without tokens) and rollouts of a group. Raises DataError."""
-    nodes = [_node(row) for row in _rows(run, place, trace_id)]
-    table = read_rollouts(run, f"{place}.parquet")
+    nodes = [_node(row) for row in _rows(run, stem, trace_id)]
+    table = read_rollouts(run, f"{stem}.parquet")
     rollouts = rows_of_table(
         table.filter(pc.equal(table["trace_id"], trace_id)).append_column(
-            "where", [[place] * _count(table, trace_id)]
+            "where", [[stem] * _count(table, trace_id)]
         )
     )
     if not nodes and not rollouts:
-        raise DataError(f"{place} has no group {trace_id}")
-    return {"where": place, "trace_id": trace_id, "nodes": nodes, "rollouts": rollouts}
+        raise DataError(f"{stem} has no group {trace_id}")
+    return {"where": stem, "trace_id": trace_id, "nodes": nodes, "rollouts": rollouts}
 
 
-def tokens_view(run: Path, place: str, trace_id: str, rollout: int) -> dict[str, Any]:
+def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, Any]:
     """The tokens of the policy's nodes on the path of a rollout, with their values; by node. Raises
     DataError.
     """
-    rows = {row["node_id"]: row for row in _rows(run, place, trace_id)}
-    table = read_rollouts(run, f"{place}.parquet")
-    [*found] = [
+    rows = {row["node_id"]: row for row in _rows(run, stem, trace_id)}
+    table = read_rollouts(run, f"{stem}.parquet")
+    [*leaves] = [
         row["node_id"]
         for row in table.select(["trace_id", "rollout", "node_id"]).to_pylist()
         if (row["trace_id"], row["rollout"]) == (trace_id, rollout)
     ]
-    if not found:
-        raise DataError(f"{place} has no rollout {rollout} in group {trace_id}")
-    told: dict[str, Any] = {}
-    at = found[0]
-    while at in rows and str(at) not in told:
-        row = rows[at]
-        told[str(at)] = {"tokens": row["tokens"]} | {
+    if not leaves:
+        raise DataError(f"{stem} has no rollout {rollout} in group {trace_id}")
+    nodes: dict[str, Any] = {}
+    node_id = leaves[0]
+    while node_id in rows and str(node_id) not in nodes:
+        row = rows[node_id]
+        nodes[str(node_id)] = {"tokens": row["tokens"]} | {
             name: [_short(value) for value in row[name]] for name in VALUES
         }
-        at = row["parent_id"]
-    return {"where": place, "trace_id": trace_id, "rollout": rollout, "nodes": told}
+        node_id = row["parent_id"]
+    return {"where": stem, "trace_id": trace_id, "rollout": rollout, "nodes": nodes}
 
 
-def whole_text(run: Path, place: str, trace_id: str, node_id: int) -> dict[str, Any]:
+def whole_text(run: Path, stem: str, trace_id: str, node_id: int) -> dict[str, Any]:
     """A turn that is longer than :data:`LONGEST_TEXT`. Raises DataError."""
-    for row in _rows(run, place, trace_id):
+    for row in _rows(run, stem, trace_id):
         if row["node_id"] == node_id:
             return {"text": row["text"]}
-    raise DataError(f"{place} has no node {node_id} in group {trace_id}")
+    raise DataError(f"{stem} has no node {node_id} in group {trace_id}")
 
 
-def _rows(run: Path, place: str, trace_id: str) -> list[dict[str, Any]]:
-    table = StepFiles(run / "traces").read(f"{place}.parquet", SCHEMA)
+def _rows(run: Path, stem: str, trace_id: str) -> list[dict[str, Any]]:
+    table = StepFiles(run / "traces").read(f"{stem}.parquet", SCHEMA)
     rows: list[dict[str, Any]] = table.filter(pc.equal(table["trace_id"], trace_id)).to_pylist()
     return rows
 
@@ -114,7 +114,7 @@ def _short(value: float | None) -> float | None:
 def _clean(value: Any) -> Any:
     """Numbers that JSON has not become null."""
     if isinstance(value, dict):
-        return {str(key): _clean(one) for key, one in value.items()}
+        return {str(key): _clean(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_clean(one) for one in value]
+        return [_clean(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -62,8 +62,8 @@ class Guard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
-                added = [one for one in HEADERS if one[0] not in given]
+                names = {name for name, _ in message["headers"]}
+                added = [header for header in HEADERS if header[0] not in names]
                 message["headers"] = [*message["headers"], *added, *self._cookie(request, problem)]
             await send(message)
 
@@ -76,8 +76,8 @@ class Guard:
         if self._hosts is not None and name.strip("[]") not in self._hosts:
             return 403, "this server is asked by another name than its own"
         if self._token is not None:
-            given = request.query_params.get("token") or request.cookies.get(COOKIE) or ""
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            token = request.query_params.get("token") or request.cookies.get(COOKIE) or ""
+            if not hmac.compare_digest(token.encode(), self._token.encode()):
                 return 403, "open the address with its token, as `outrider view` printed it"
         if request.method not in ("GET", "HEAD", "POST"):
             return 405, "read-only"

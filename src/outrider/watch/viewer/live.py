@@ -17,10 +17,10 @@ from outrider.watch.step_files import StepFiles
 def live_state(run: Path) -> dict[str, Any] | None:
     """Stage, units done, fields (tokens/s among them) and time; None where the run tells none."""
     try:
-        found = json.loads((run / LIVE).read_text(encoding="utf-8"))
+        state = json.loads((run / LIVE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return state if isinstance(state, dict) else None
 
 
 def fingerprint(run: Path) -> dict[str, Any]:
@@ -63,14 +63,14 @@ def _end(pid: int, lock: Path) -> None:
         return
     process = os.pidfd_open(pid)  # from here on this process and no later one of its number
     try:
-        if not _holds(pid, lock):
+        if not _has_open(pid, lock):
             raise ProcessLookupError(errno.ESRCH, "the process that it names is another one")
         signal.pidfd_send_signal(process, signal.SIGTERM)
     finally:
         os.close(process)
 
 
-def _holds(pid: int, path: Path) -> bool:
+def _has_open(pid: int, path: Path) -> bool:
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if descriptor.samefile(path):

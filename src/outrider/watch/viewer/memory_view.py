@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from outrider.errors import DataError
 from outrider.memory.changes import MemoryChange
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.browse import newest_revision, steps_at
+from outrider.memory.steps.browse import newest_revision, search_steps
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.watch.memory_rows import read_changes
 from outrider.watch.run_directory import read_run
@@ -27,18 +27,18 @@ def memory_view(run: Path, step: int, words: str = "") -> dict[str, Any]:
     """Steps and tips that were held after training ``step`` and have ``words``, at most :data:`MOST` of
     each. Raises DataError.
     """
-    revision, tips = _at(run, step)
-    wanted = words.lower()
-    found = [tip for tip in tips if wanted in tip.text.lower() or wanted in tip.key.lower()]
+    revision, tips = _state_at_step(run, step)
+    query = words.lower()
+    matches = [tip for tip in tips if query in tip.text.lower() or query in tip.key.lower()]
     view: dict[str, Any] = {
         "step": step,
-        "tips": {"total": len(found), "items": [_tip(one) for one in found[:MOST]]},
+        "tips": {"total": len(matches), "items": [_tip(match) for match in matches[:MOST]]},
         "steps": {"total": 0, "items": [], "revision": revision},
     }
     path = run / "buffer.sqlite"
     if path.is_file():
         revision = newest_revision(path) if revision is None else revision
-        total, items = steps_at(path, revision, words, limit=MOST)
+        total, items = search_steps(path, revision, words, limit=MOST)
         view["steps"] = {"total": total, "items": items, "revision": revision}
     return view
 
@@ -48,7 +48,7 @@ def neighbours(run: Path, step: int, words: str, *, memory: str, k: int = 20) ->
     and what the run's embedder raises where it is not installed.
     """
     config = read_run(run).settings
-    revision, tips = _at(run, step)
+    revision, tips = _state_at_step(run, step)
     if memory == "steps":
         embedder = load_embedder(config.get("buffer.embedder", "minilm"))
         with StepTraceBuffer(run / "buffer.sqlite", embedder, mode="read", revision=revision) as buffer:
@@ -62,22 +62,24 @@ def neighbours(run: Path, step: int, words: str, *, memory: str, k: int = 20) ->
     return [_tip(tips[i]) | {"similarity": float(similarities[i])} for i in best.tolist()]
 
 
-def shown(
+def insertions(
     run: Path, *, until: int | None = None, memory: str = "", key: str = "", item: int = -1
 ) -> list[dict[str, Any]]:
     """Where retrieved steps and tips were put into rollouts, newest first, at most :data:`MOST`: of training
     step ``until`` alone, or of one ``item`` over the run.
     """
     steps = [until] if until is not None else list(reversed(StepFiles(run / "traces").steps()))
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for step in steps:
-        found += [one for one in _shown_at(run, step) if item < 0 or _is_of(one, memory, key, item)]
-        if len(found) >= MOST:
+        rows += [
+            row for row in _insertions_at_step(run, step) if item < 0 or _matches_item(row, memory, key, item)
+        ]
+        if len(rows) >= MOST:
             break
-    return found[:MOST]
+    return rows[:MOST]
 
 
-def _at(run: Path, step: int) -> tuple[int | None, list[MemoryChange]]:
+def _state_at_step(run: Path, step: int) -> tuple[int | None, list[MemoryChange]]:
     """The revision of the steps, None where no file tells it, and the tips that were held."""
     revision: int | None = None
     tips: dict[tuple[str, int], MemoryChange] = {}
@@ -91,7 +93,7 @@ def _at(run: Path, step: int) -> tuple[int | None, list[MemoryChange]]:
     return revision, list(tips.values())
 
 
-def _shown_at(run: Path, step: int) -> Iterator[dict[str, Any]]:
+def _insertions_at_step(run: Path, step: int) -> Iterator[dict[str, Any]]:
     columns = ["step", "task_key", "trace_id", "rollout", "node_id", "origin", "metadata", "text"]
     name = step_file(step)
     try:
@@ -100,25 +102,25 @@ def _shown_at(run: Path, step: int) -> Iterator[dict[str, Any]]:
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
     for row in table.filter(pc.is_in(table["origin"], pa.array(["buffer", "memory"]))).to_pylist():
-        told = json.loads(row.pop("metadata") or "{}")
+        metadata = json.loads(row.pop("metadata") or "{}")
         row["text"] = row["text"][:300]
         yield row | {
             "where": name.removesuffix(".parquet"),
-            "ids": told.get("step_ids") or told.get("tip_ids") or [],
-            "similarity": _number(told.get("similarity", told.get("similarities"))),
-            "source": told.get("source") or ", ".join(map(str, told.get("writers", ()))),
+            "ids": metadata.get("step_ids") or metadata.get("tip_ids") or [],
+            "similarity": _number(metadata.get("similarity", metadata.get("similarities"))),
+            "source": metadata.get("source") or ", ".join(map(str, metadata.get("writers", ()))),
         }
 
 
-def _is_of(one: dict[str, Any], memory: str, key: str, item: int) -> bool:
+def _matches_item(row: dict[str, Any], memory: str, key: str, item: int) -> bool:
     """A tip's number counts within its buffer, which with the scope ``task`` is the task's."""
-    is_there = one["origin"] == ("buffer" if memory == "steps" else "memory")
-    return is_there and item in one["ids"] and (memory == "steps" or key in (one["task_key"], "all"))
+    is_same_memory = row["origin"] == ("buffer" if memory == "steps" else "memory")
+    return is_same_memory and item in row["ids"] and (memory == "steps" or key in (row["task_key"], "all"))
 
 
 def _number(value: object) -> float | None:
-    found = max(value, default=None) if isinstance(value, list) else value
-    return float(found) if isinstance(found, int | float) and found == found else None
+    number = max(value, default=None) if isinstance(value, list) else value
+    return float(number) if isinstance(number, int | float) and number == number else None
 
 
 def _tip(tip: MemoryChange) -> dict[str, Any]:

@@ -25,12 +25,12 @@ class RolloutIndex:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._lock = Lock()
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._known_facts: dict[str, tuple[int, int]] = {}
         self._parts: dict[str, pa.Table] = {}
         self._table: pa.Table | None = None
         self.notes: dict[str, str] = {}  # what is wrong with a file, by its place
 
-    def places(self) -> list[str]:
+    def stems(self) -> list[str]:
         """Steps in order, then evaluations."""
         files = TraceReader(self._run / "traces").files
         return [
@@ -38,56 +38,56 @@ class RolloutIndex:
             *(evaluation_file(number).removesuffix(".parquet") for number in files.evaluations()),
         ]
 
-    def table(self, where: str = "") -> pa.Table:
+    def table(self, only: str = "") -> pa.Table:
         """Of all that is on file now, without those that cannot be read: they are in ``notes``. Of one file
         alone: raises DataError.
         """
-        if where:
-            return self._of(where) if where in self.places() else _EMPTY
+        if only:
+            return self._read_table(only) if only in self.stems() else _EMPTY
         with self._lock:
-            places = self.places()
-            found = {place: self._facts(place) for place in places}
-            news = [place for place in places if self._seen.get(place) != found[place]]
-            if news or self._table is None or found.keys() != self._seen.keys():
+            stems = self.stems()
+            facts = {stem: self._facts(stem) for stem in stems}
+            changed = [stem for stem in stems if self._known_facts.get(stem) != facts[stem]]
+            if changed or self._table is None or facts.keys() != self._known_facts.keys():
                 with ThreadPoolExecutor(_READERS) as readers:
-                    for place, part in zip(news, readers.map(self._read, news), strict=True):
-                        self._parts[place] = part
-                self.notes = {place: told for place, told in self.notes.items() if place in found}
-                self._parts = {place: self._parts[place] for place in places}
-                self._seen = found
+                    for stem, part in zip(changed, readers.map(self._read, changed), strict=True):
+                        self._parts[stem] = part
+                self.notes = {stem: problem for stem, problem in self.notes.items() if stem in facts}
+                self._parts = {stem: self._parts[stem] for stem in stems}
+                self._known_facts = facts
                 self._table = pa.concat_tables([_EMPTY, *self._parts.values()]).unify_dictionaries()
                 self._table = self._table.combine_chunks()
             return self._table
 
-    def _facts(self, place: str) -> tuple[int, int]:
+    def _facts(self, stem: str) -> tuple[int, int]:
         for folder in (ROLLOUTS, "traces"):
-            path = self._run / folder / f"{place}.parquet"
+            path = self._run / folder / f"{stem}.parquet"
             if path.is_file():
                 facts = path.stat()
                 return facts.st_size, facts.st_mtime_ns
         return -1, -1
 
-    def _read(self, place: str) -> pa.Table:
+    def _read(self, stem: str) -> pa.Table:
         try:
-            found = self._of(place)
+            table = self._read_table(stem)
         except DataError as error:
-            self.notes[place] = str(error)
+            self.notes[stem] = str(error)
             return _EMPTY
-        self.notes.pop(place, None)
-        return found
+        self.notes.pop(stem, None)
+        return table
 
-    def _of(self, place: str) -> pa.Table:
-        return _encoded(read_rollouts(self._run, f"{place}.parquet"), place)
+    def _read_table(self, stem: str) -> pa.Table:
+        return _encode(read_rollouts(self._run, f"{stem}.parquet"), stem)
 
 
-def _encoded(found: pa.Table, place: str) -> pa.Table:
+def _encode(table: pa.Table, stem: str) -> pa.Table:
     columns = [
-        pc.dictionary_encode(found[name]) if name in _FEW else found[name] for name in ROLLOUT_SCHEMA.names
+        pc.dictionary_encode(table[name]) if name in _FEW else table[name] for name in ROLLOUT_SCHEMA.names
     ]
     return pa.table(
-        [*columns, pc.dictionary_encode(pa.array([place] * len(found), pa.string()))],
+        [*columns, pc.dictionary_encode(pa.array([stem] * len(table), pa.string()))],
         names=[*ROLLOUT_SCHEMA.names, "where"],
     )
 
 
-_EMPTY: Final = _encoded(ROLLOUT_SCHEMA.empty_table(), "")
+_EMPTY: Final = _encode(ROLLOUT_SCHEMA.empty_table(), "")

@@ -34,20 +34,20 @@ class Query:
     offset: int = 0
 
     @classmethod
-    def of(cls, given: Mapping[str, str]) -> "Query":
+    def from_params(cls, params: Mapping[str, str]) -> "Query":
         """Of an address. Raises ValueError for what is no number or no column."""
-        sort = given.get("sort", "step")
+        sort = params.get("sort", "step")
         if sort not in COLUMNS:
             raise ValueError(f"no column {sort!r}")
-        low, high = (_number(given.get(name)) for name in ("low", "high"))
+        low, high = (_number(params.get(name)) for name in ("low", "high"))
         return cls(
-            choices={name: given[name] for name in _CHOICES if given.get(name)},
+            choices={name: params[name] for name in _CHOICES if params.get(name)},
             low=low,
             high=high,
-            training=given.get("training") == "1",
+            training=params.get("training") == "1",
             sort=sort,
-            descending=given.get("descending") == "1",
-            offset=max(0, int(given.get("offset", "0"))),
+            descending=params.get("descending") == "1",
+            offset=max(0, int(params.get("offset", "0"))),
         )
 
 
@@ -56,12 +56,14 @@ def find(table: pa.Table, query: Query) -> dict[str, Any]:
     and how often each kind, mode and outcome occurs.
     """
     chosen = table.filter(_mask(table, query)) if query.choices or query.training else table
-    bounded = _within(chosen, query)
+    bounded = _filter_returns(chosen, query)
     order = "descending" if query.descending else "ascending"
-    by = bounded[query.sort]
-    by = pc.cast(by, pa.string()) if pa.types.is_dictionary(by.type) else by
+    sort_column = bounded[query.sort]
+    sort_column = (
+        pc.cast(sort_column, pa.string()) if pa.types.is_dictionary(sort_column.type) else sort_column
+    )
     keys = pa.table(
-        {"by": by, "place": pa.array(np.arange(len(bounded)))}
+        {"by": sort_column, "place": pa.array(np.arange(len(bounded)))}
     )  # equal ones in the order of files
     indices = pc.sort_indices(keys, sort_keys=[("by", order), ("place", "ascending")])
     page = bounded.take(indices[query.offset : query.offset + PAGE])
@@ -105,16 +107,16 @@ def _mask(table: pa.Table, query: Query) -> pa.Array:
     return whole
 
 
-def _within(table: pa.Table, query: Query) -> pa.Table:
-    for bound, keeps in ((query.low, pc.greater_equal), (query.high, pc.less_equal)):
+def _filter_returns(table: pa.Table, query: Query) -> pa.Table:
+    for bound, compare in ((query.low, pc.greater_equal), (query.high, pc.less_equal)):
         if bound is not None:
-            table = table.filter(pc.fill_null(keeps(table["episode_return"], bound), False))
+            table = table.filter(pc.fill_null(compare(table["episode_return"], bound), False))
     return table
 
 
 def _counts(table: pa.Table, name: str) -> dict[str, int]:
-    found = pc.value_counts(table[name].combine_chunks() if len(table) else table[name])
-    return {str(one["values"]): one["counts"] for one in found.to_pylist()}
+    counts = pc.value_counts(table[name].combine_chunks() if len(table) else table[name])
+    return {str(entry["values"]): entry["counts"] for entry in counts.to_pylist()}
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ def serve(
     host: str,
     port: int,
     opens: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Serve until Ctrl-C. Bound to another address than loopback, the printed one has a token without which
     nothing is answered. Raises ConfigError for an address that cannot be bound.
@@ -32,8 +32,8 @@ def serve(
     token = None if is_own else secrets.token_urlsafe(24)
     bound = _bound(host, port)
     name = f"[{host}]" if ":" in host else host
-    shown = name if is_own or host not in ("0.0.0.0", "::") else socket.gethostname()
-    address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    display_host = name if is_own or host not in ("0.0.0.0", "::") else socket.gethostname()
+    address = f"http://{display_host}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
     hosts = (*_OWN_NAMES, host) if is_own else None
     app = make_app(catalogue, compare=compare, hosts=hosts, token=token, is_ending=lambda: server.should_exit)
     server = uvicorn.Server(
@@ -45,7 +45,7 @@ def serve(
             limit_concurrency=MOST_CONNECTIONS,
         )
     )
-    say(address)
+    log(address)
     if opens:
         webbrowser.open(address)
     with bound:
@@ -54,12 +54,12 @@ def serve(
 
 def _bound(host: str, port: int) -> socket.socket:
     try:
-        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(where)
+        address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound_socket = socket.socket(address_family, socket.SOCK_STREAM)
+        bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound_socket.bind(address)
     except OSError as error:
         raise ConfigError(
             f"--host {host} --port {port} cannot be bound: {error.strerror or error}"
         ) from error
-    return found
+    return bound_socket

@@ -81,19 +81,19 @@ class _Server:
             return JSONResponse({"error": "no such page"}, status_code=404)
         try:
             async with self._answering:
-                found = await run_in_threadpool(
+                body = await run_in_threadpool(
                     lambda: _as_json(answer(self._viewer, dict(request.query_params)))
                 )
         except KeyError as error:
             return JSONResponse({"error": f"no run or value {error}"}, status_code=404)
         except _REFUSED as error:
             return JSONResponse({"error": str(error)}, status_code=400)
-        return Response(found, media_type="application/json")
+        return Response(body, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: one whenever something of a run has changed."""
         try:
-            run = self._viewer.catalogue.of(request.query_params.get("run", ""))
+            run = self._viewer.catalogue.get(request.query_params.get("run", ""))
         except KeyError:
             return JSONResponse({"error": "no such run"}, status_code=404)
         if self._num_followers >= MOST_FOLLOWERS:
@@ -118,7 +118,7 @@ class _Server:
         """The page of ``outrider compare`` over the chosen runs."""
         try:
             names = dict.fromkeys(request.query_params.getlist("run"))
-            runs = [self._viewer.catalogue.of(name).path for name in names]
+            runs = [self._viewer.catalogue.get(name).path for name in names]
             async with self._answering:
                 page = await run_in_threadpool(self._compare, runs)
             return HTMLResponse(page, headers={"content-security-policy": STILL_PAGE})
@@ -129,11 +129,13 @@ class _Server:
 
     async def stop(self, request: Request) -> Response:
         """SIGTERM, which a run answers with a checkpoint."""
-        given = request.headers.get("x-outrider-stop", "")
-        if not hmac.compare_digest(given.encode(), self._stop_token.encode()):
+        token = request.headers.get("x-outrider-stop", "")
+        if not hmac.compare_digest(token.encode(), self._stop_token.encode()):
             return JSONResponse({"error": "reload the page: its token is of another server"}, status_code=403)
         try:
-            await run_in_threadpool(stop, self._viewer.catalogue.of(request.query_params.get("run", "")).path)
+            await run_in_threadpool(
+                stop, self._viewer.catalogue.get(request.query_params.get("run", "")).path
+            )
         except KeyError:
             return JSONResponse({"error": "no such run"}, status_code=404)
         except OutriderError as error:

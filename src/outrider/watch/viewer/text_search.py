@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 MOST_HITS: Final = 200
 _READERS: Final = 2
 _BATCH: Final = 32  # files; between two the search may end early
-_AHEAD: Final = 4  # files that are read before anybody searches; one who does waits for no more
+_WARM_BATCH: Final = 4  # files that are read before anybody searches; one who does waits for no more
 _COLUMNS: Final = ("task_key", "trace_id", "node_id", "rollout", "origin", "text")
-_KEPT_BYTES: Final = 96 * 2**20
+_MAX_CACHE_BYTES: Final = 96 * 2**20
 # Gone or damaged since it was listed; the page of the step says so.
 _UNREADABLE: Final = (OSError, pa.ArrowException, KeyError)
-_AROUND: Final = 60  # letters of a hit's surroundings
+_CONTEXT_CHARS: Final = 60  # letters of a hit's surroundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class _Texts:
     ends_N: NDArray[np.int64]
 
     @classmethod
-    def of(cls, whole: bytes, ends_N: NDArray[np.int64]) -> "_Texts":
+    def from_bytes(cls, whole: bytes, ends_N: NDArray[np.int64]) -> "_Texts":
         return cls(pa.compress(whole, codec="lz4"), len(whole), ends_N)
 
     def whole(self) -> bytes:
-        found: bytes = pa.decompress(self.packed, self.size, codec="lz4", asbytes=True)
-        return found
+        content: bytes = pa.decompress(self.packed, self.size, codec="lz4", asbytes=True)
+        return content
 
 
 class TextSearch:
@@ -57,72 +57,72 @@ class TextSearch:
     def __init__(self, run: Path) -> None:
         self._folder = run / "traces"
         self._lock = Lock()
-        self._kept: OrderedDict[tuple[str, int, int], _Texts] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int, int], _Texts] = OrderedDict()
         self._num_bytes = 0
         self._reading: dict[tuple[str, int, int], Future[tuple[bytes, NDArray[np.int64]]]] = {}
         self._readers = ThreadPoolExecutor(_READERS)
-        self._is_left = False
+        self._is_cancelled = False
 
-    def find(self, words: str, places: Sequence[str]) -> dict[str, Any]:
-        """Up to :data:`MOST_HITS` nodes that hold ``words``, of the newest of ``places`` first, and whether
+    def find(self, words: str, stems: Sequence[str]) -> dict[str, Any]:
+        """Up to :data:`MOST_HITS` nodes that hold ``words``, of the newest of ``stems`` first, and whether
         there may be more.
         """
-        wanted = words.encode("utf-8", "replace").lower()
+        query = words.encode("utf-8", "replace").lower()
         hits: list[dict[str, Any]] = []
-        newest_first = list(reversed(places))
+        newest_first = list(reversed(stems))
         for start in range(0, len(newest_first), _BATCH):
             batch = newest_first[start : start + _BATCH]
-            for found in self._readers.map(lambda place: self._hits(place, wanted, words), batch):
-                hits += found
+            for file_hits in self._readers.map(lambda place: self._hits(place, query, words), batch):
+                hits += file_hits
             if len(hits) >= MOST_HITS:
                 return {"hits": hits[:MOST_HITS], "more": True}
         return {"hits": hits, "more": False}
 
-    def warm(self, places: Sequence[str]) -> None:
+    def warm(self, stems: Sequence[str]) -> None:
         """Read what fits into the bound, newest first: a first search need not."""
-        newest_first = list(reversed(places))
-        for start in range(0, len(newest_first), _AHEAD):
-            if self._is_left or self._num_bytes > _KEPT_BYTES * 0.9:
+        newest_first = list(reversed(stems))
+        for start in range(0, len(newest_first), _WARM_BATCH):
+            if self._is_cancelled or self._num_bytes > _MAX_CACHE_BYTES * 0.9:
                 return
-            for _ in self._readers.map(self._ahead, newest_first[start : start + _AHEAD]):
+            for _ in self._readers.map(self._prefetch, newest_first[start : start + _WARM_BATCH]):
                 pass
 
     def leave(self) -> None:
         """Another run is looked at: read no more ahead."""
-        self._is_left = True
+        self._is_cancelled = True
 
-    def _hits(self, place: str, wanted: bytes, words: str) -> list[dict[str, Any]]:
+    def _hits(self, stem: str, query: bytes, words: str) -> list[dict[str, Any]]:
         try:
-            whole, ends_N = self._texts(place)
-            nodes = list(islice(_places(whole, wanted, ends_N), MOST_HITS))
-            return self._told(place, nodes, words) if nodes else []
+            whole, ends_N = self._texts(stem)
+            nodes = list(islice(_matching_nodes(whole, query, ends_N), MOST_HITS))
+            return self._to_hits(stem, nodes, words) if nodes else []
         except _UNREADABLE:
             return []
 
-    def _ahead(self, place: str) -> None:
+    def _prefetch(self, stem: str) -> None:
         with suppress(*_UNREADABLE):
-            self._texts(place)
+            self._texts(stem)
 
-    def _texts(self, place: str) -> tuple[bytes, NDArray[np.int64]]:
-        path = self._folder / f"{place}.parquet"
+    def _texts(self, stem: str) -> tuple[bytes, NDArray[np.int64]]:
+        path = self._folder / f"{stem}.parquet"
         facts = path.stat()
-        key = place, facts.st_size, facts.st_mtime_ns
+        key = stem, facts.st_size, facts.st_mtime_ns
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-            is_mine = kept is None and key not in self._reading
-            reading = None if kept is not None else self._reading.setdefault(key, Future())
-        if kept is not None:
-            return kept.whole(), kept.ends_N
+            cached = self._cache.get(key)
+            if cached is not None:
+                self._cache.move_to_end(key)
+            is_owner = cached is None and key not in self._reading
+            reading = None if cached is not None else self._reading.setdefault(key, Future())
+        if cached is not None:
+            return cached.whole(), cached.ends_N
         assert reading is not None
-        if not is_mine:
+        if not is_owner:
             return reading.result()  # another thread is at it
         try:
-            made = _read(path)
-            reading.set_result(made)
-            self._keep(key, _Texts.of(*made))
-            return made
+            texts = _read(path)
+            reading.set_result(texts)
+            self._store(key, _Texts.from_bytes(*texts))
+            return texts
         except BaseException as error:
             if not reading.done():
                 reading.set_exception(error)
@@ -131,19 +131,19 @@ class TextSearch:
             with self._lock:
                 del self._reading[key]
 
-    def _keep(self, key: tuple[str, int, int], texts: _Texts) -> None:
+    def _store(self, key: tuple[str, int, int], texts: _Texts) -> None:
         with self._lock:
-            self._kept[key] = texts
+            self._cache[key] = texts
             self._num_bytes += texts.packed.size + texts.ends_N.nbytes
-            while self._num_bytes > _KEPT_BYTES:
-                _, gone = self._kept.popitem(last=False)
-                self._num_bytes -= gone.packed.size + gone.ends_N.nbytes
+            while self._num_bytes > _MAX_CACHE_BYTES:
+                _, evicted = self._cache.popitem(last=False)
+                self._num_bytes -= evicted.packed.size + evicted.ends_N.nbytes
 
-    def _told(self, place: str, nodes: Sequence[int], words: str) -> list[dict[str, Any]]:
-        rows = _column_table(self._folder / f"{place}.parquet", _COLUMNS).take(nodes).to_pylist()
+    def _to_hits(self, stem: str, nodes: Sequence[int], words: str) -> list[dict[str, Any]]:
+        rows = _column_table(self._folder / f"{stem}.parquet", _COLUMNS).take(nodes).to_pylist()
         return [
             {name: row[name] for name in _COLUMNS[:-1]}
-            | {"where": place, "text": _around(row["text"], words)}
+            | {"where": stem, "text": _excerpt(row["text"], words)}
             for row in rows
         ]
 
@@ -170,20 +170,20 @@ def _read(path: Path) -> tuple[bytes, NDArray[np.int64]]:
     return b"".join(pieces), np.concatenate(ends)
 
 
-def _places(whole: bytes, wanted: bytes, ends_N: NDArray[np.int64]) -> Iterator[int]:
+def _matching_nodes(whole: bytes, query: bytes, ends_N: NDArray[np.int64]) -> Iterator[int]:
     """Nodes in which the bytes are, without those that begin in one and end in the next."""
-    at = whole.find(wanted) if wanted else -1
-    while at != -1:
-        node = int(np.searchsorted(ends_N, at, side="right"))
+    position = whole.find(query) if query else -1
+    while position != -1:
+        node = int(np.searchsorted(ends_N, position, side="right"))
         end = int(ends_N[node])
-        if at + len(wanted) <= end:
+        if position + len(query) <= end:
             yield node
-            at = whole.find(wanted, end)  # one hit a node is enough
+            position = whole.find(query, end)  # one hit a node is enough
         else:
-            at = whole.find(wanted, at + 1)
+            position = whole.find(query, position + 1)
 
 
-def _around(text: str, words: str) -> str:
-    at = max(0, text.lower().find(words.lower()))
-    start, end = max(0, at - _AROUND), at + len(words) + _AROUND
+def _excerpt(text: str, words: str) -> str:
+    position = max(0, text.lower().find(words.lower()))
+    start, end = max(0, position - _CONTEXT_CHARS), position + len(words) + _CONTEXT_CHARS
     return ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")

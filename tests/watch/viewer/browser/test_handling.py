@@ -12,7 +12,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.types import Origin, Outcome
-from outrider.watch.rollout_rows import RolloutWriter, rollouts_on_file
+from outrider.watch.rollout_rows import RolloutWriter, rollouts_from_traces
 from outrider.watch.traces import TraceRow, TraceWriter
 from tests.watch.viewer.browser.conftest import AXE
 from tests.watch.viewer.browser.places import VIEWS, place, row_with, until, views
@@ -111,7 +111,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ),
     ]  # fmt: skip
     TraceWriter(run / "traces").write(1, rows)
-    RolloutWriter(run).write(1, list(rollouts_on_file(rows)))
+    RolloutWriter(run).write(1, list(rollouts_from_traces(rows)))
     with serving([run]) as found:
         yield found
 

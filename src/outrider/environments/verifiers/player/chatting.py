@@ -13,7 +13,7 @@ def register_chat_harness() -> None:
     from verifiers.v1.harnesses.null import NullHarness
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
 
-    program = module_of("outrider_chat_program", CHAT_PROGRAM_SOURCE)
+    program = make_module("outrider_chat_program", CHAT_PROGRAM_SOURCE)
     share_connections(program)
 
     class ChatHarness(NullHarness):  # type: ignore[misc]
@@ -24,13 +24,13 @@ def register_chat_harness() -> None:
 
         async def launch(self, ctx: Any, trace: Any, runtime: Any, *args: Any, **options: Any) -> Any:
             """See verifiers' ``Harness.launch``."""
-            return await super().launch(ctx, trace, Here(runtime, program), *args, **options)
+            return await super().launch(ctx, trace, InProcessRuntime(runtime, program), *args, **options)
 
-    harness = module_of(HARNESS, "")
+    harness = make_module(HARNESS, "")
     harness.__dict__.update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
 
 
-def module_of(name: str, source: str) -> Any:
+def make_module(name: str, source: str) -> Any:
     """A module made of a text."""
     module = type(sys)(name)
     sys.modules[name] = module
@@ -41,17 +41,17 @@ def module_of(name: str, source: str) -> Any:
 def share_connections(program: Any) -> None:
     """Let all conversations ask through one HTTP client, which the program makes anew each time."""
     make = program.DefaultAsyncHttpxClient
-    made: list[Any] = []
+    clients: list[Any] = []
 
     def shared(**options: Any) -> Any:
-        if not made:
-            made.append(make(**options))
-        return made[0]
+        if not clients:
+            clients.append(make(**options))
+        return clients[0]
 
     program.DefaultAsyncHttpxClient = shared
 
 
-class Here:
+class InProcessRuntime:
     """Stands for the runtime where the chat program is told to run: it runs in this process."""
 
     def __init__(self, runtime: Any, program: Any) -> None:
@@ -71,8 +71,10 @@ class Here:
         from verifiers.v1.runtimes import ProgramResult
 
         mark = "--initial-messages-file="
-        at = f"{mark}{self._runtime.workdir}/"
-        sys.argv[1:] = [one.replace(mark, at, 1) if one.startswith(mark) else one for one in argv]
+        prefix = f"{mark}{self._runtime.workdir}/"
+        sys.argv[1:] = [
+            argument.replace(mark, prefix, 1) if argument.startswith(mark) else argument for argument in argv
+        ]
         try:
             await self._program.main()  # reads the arguments before it first waits
         except SystemExit as error:

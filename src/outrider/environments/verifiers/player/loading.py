@@ -24,24 +24,24 @@ class Loaded:
         return {"ready": True, "versions": self.versions, "rows": rows}
 
 
-def load(given: dict[str, Any]) -> Loaded:
+def load(request: dict[str, Any]) -> Loaded:
     """Import verifiers and the taskset, and read as many rows as are asked for."""
     import verifiers
     from verifiers.v1.utils.loaders import import_taskset, load_environment, resolve_env_config
 
     logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # what matters is in an episode's errors
     register_chat_harness()
-    config = resolve_env_config(with_defaults(given["id"], given["options"]))
+    config = resolve_env_config(with_defaults(request["id"], request["options"]))
     taskset = load_environment(config).taskset
-    number = given["num_rows"]
-    if given["shuffle_seed"] is not None:
+    number = request["num_rows"]
+    if request["shuffle_seed"] is not None:
         bounded = taskset if taskset.bounded else taskset.take(number)
-        taskset = bounded.shuffle(given["shuffle_seed"])
+        taskset = bounded.shuffle(request["shuffle_seed"])
     rows = list(islice(taskset, number))
     if len(rows) < number:
-        raise ValueError(f"{given['id']} has {len(rows)} rows, and the splits need {number}")
-    module = import_taskset(given["id"])
-    return Loaded(config, rows, {"verifiers": verifiers.__version__, "taskset": version_of(module)})
+        raise ValueError(f"{request['id']} has {len(rows)} rows, and the splits need {number}")
+    module = import_taskset(request["id"])
+    return Loaded(config, rows, {"verifiers": verifiers.__version__, "taskset": package_version(module)})
 
 
 def with_defaults(taskset_id: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def with_defaults(taskset_id: str, options: dict[str, Any]) -> dict[str, Any]:
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type
 
     taskset = {**options.get("taskset", {}), "id": taskset_id}
-    found = {**options, "taskset": taskset}
+    config = {**options, "taskset": taskset}
     bundled = default_harness_id(taskset_id) == taskset_id
     for name, field in env_config_type(taskset_id, options.get("id", "")).model_fields.items():
         declared = field.default
@@ -62,11 +62,11 @@ def with_defaults(taskset_id: str, options: dict[str, Any]) -> dict[str, Any]:
                 agent.setdefault("runtime", {"type": "subprocess"})
             if declared.harness is None and not bundled:
                 agent.setdefault("harness", {"id": HARNESS})
-            found[name] = agent
-    return found
+            config[name] = agent
+    return config
 
 
-def version_of(module: Any) -> str:
+def package_version(module: Any) -> str:
     """The version of a taskset's package; of a file that belongs to none, what its text hashes to."""
     top = module.__name__.partition(".")[0]
     names = importlib.metadata.packages_distributions().get(top, [])

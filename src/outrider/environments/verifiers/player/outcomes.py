@@ -5,7 +5,7 @@ from typing import Any
 POLICY_ERRORS = ("HarnessError",)  # of the agent's program, which did what the policy told it
 
 
-def outcome_of(episode: Any, variable: str) -> dict[str, Any]:
+def episode_outcome(episode: Any, variable: str) -> dict[str, Any]:
     """What an episode was worth: the mean reward of its traces that are trained, as verifiers reports it. Or
     why it has no reward: an ``error`` of the agent, or a ``fault`` of everything else.
     """
@@ -15,7 +15,7 @@ def outcome_of(episode: Any, variable: str) -> dict[str, Any]:
         if error is None:
             return {"fault": "verifiers calls the episode failed and does not say why"}
         kind = "error" if error.type in POLICY_ERRORS and not episode.errors else "fault"
-        return {kind: problem_of(error.type, error.message)}
+        return {kind: format_problem(error.type, error.message)}
     for trace in episode.traces:
         if not trace.agent.trainable and trace.agent.config.client.api_key_var == variable:
             name = trace.agent.name
@@ -36,11 +36,11 @@ def outcome_of(episode: Any, variable: str) -> dict[str, Any]:
         return {"fault": "the environment gave no reward"}
     value = sum(float(trace.reward) for trace in trained) / len(trained)
     means = {name: sum(values) / len(values) for name, values in scores.items()}
-    if not all(abs(one) < float("inf") for one in (value, *means.values())):
+    if not all(abs(number) < float("inf") for number in (value, *means.values())):
         return {"fault": f"the environment gave the reward {value} and {means}, which are no finite numbers"}
     return {"value": {"reward": value, "metrics": means}}
 
 
-def problem_of(kind: str, message: str) -> str:
+def format_problem(kind: str, message: str) -> str:
     """An error in one line."""
     return f"{kind}: {' '.join(message.split())}"[:300]

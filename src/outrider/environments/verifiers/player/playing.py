@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 from .loading import Loaded, load
-from .outcomes import outcome_of, problem_of
+from .outcomes import episode_outcome, format_problem
 from .serving import Serving
 
 # An episode has a key and so an HTTP client of its own, which verifiers keeps as long as its servers.
@@ -31,15 +31,15 @@ def main() -> None:
     os.dup2(null, 1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
     lines = sock.makefile("rb")
-    given = json.loads(lines.readline())
-    sys.path += [folder for folder in given["path"] if folder not in sys.path]
+    request = json.loads(lines.readline())
+    sys.path += [folder for folder in request["path"] if folder not in sys.path]
     try:
-        found = load(given)
+        loaded = load(request)
     except (Exception, SystemExit) as error:
-        say(sock, {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+        send_line(sock, {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"})
         return
-    say(sock, found.ready(with_rows=given["lists"]))
-    asyncio.run(Player(sock, found).play(lines))
+    send_line(sock, loaded.ready(with_rows=request["lists"]))
+    asyncio.run(Player(sock, loaded).play(lines))
 
 
 class Player:
@@ -60,7 +60,7 @@ class Player:
         def read() -> None:  # a thread: a task that never waits must not keep the process alive
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 for line in lines:
-                    loop.call_soon_threadsafe(self._requested, json.loads(line))
+                    loop.call_soon_threadsafe(self._handle_request, json.loads(line))
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(over.set)
             threading.Event().wait(END_S)
@@ -77,30 +77,30 @@ class Player:
         await asyncio.gather(*self._holders, return_exceptions=True)
         os._exit(0)
 
-    def _requested(self, request: dict[str, Any]) -> None:
+    def _handle_request(self, request: dict[str, Any]) -> None:
         if "kill" in request:
             task = self._running.get(request["kill"])
             if task is not None:
                 task.cancel()
             return
         number = request["name"]
-        task = asyncio.create_task(self._played(number, request))
+        task = asyncio.create_task(self._play_episode(number, request))
         self._running[number] = task
         # not within the task: one that is cancelled before its first step runs none of its lines
-        task.add_done_callback(lambda done: self._ended(number, done))
+        task.add_done_callback(lambda done: self._report(number, done))
 
-    def _ended(self, number: int, done: asyncio.Task[dict[str, Any]]) -> None:
+    def _report(self, number: int, done: asyncio.Task[dict[str, Any]]) -> None:
         del self._running[number]
         if done.cancelled():
-            found: dict[str, Any] = {"fault": "the episode was cancelled"}
+            outcome: dict[str, Any] = {"fault": "the episode was cancelled"}
         elif (error := done.exception()) is not None:
-            found = {"fault": problem_of(type(error).__name__, str(error))}
+            outcome = {"fault": format_problem(type(error).__name__, str(error))}
         else:
-            found = done.result()
+            outcome = done.result()
         with contextlib.suppress(OSError):
-            say(self._sock, {"name": number, "status": 0, "result": json.dumps(found), "tail": ""})
+            send_line(self._sock, {"name": number, "status": 0, "result": json.dumps(outcome), "tail": ""})
 
-    async def _played(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+    async def _play_episode(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         row = self._rows.get(request["key"])
@@ -119,7 +119,7 @@ class Player:
         finally:
             serving.leave()
             del os.environ[variable]
-        return outcome_of(episode, variable)
+        return episode_outcome(episode, variable)
 
     def _current_serving(self) -> Serving:
         serving = self._serving
@@ -132,6 +132,6 @@ class Player:
         return serving
 
 
-def say(sock: socket.socket, value: dict[str, Any]) -> None:
+def send_line(sock: socket.socket, value: dict[str, Any]) -> None:
     """A line to the trainer."""
     sock.sendall(json.dumps(value).encode() + b"\n")

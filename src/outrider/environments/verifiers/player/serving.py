@@ -14,9 +14,9 @@ class Serving:
         self._is_retired = False
         self._over = asyncio.Event()
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.holder = asyncio.create_task(self._hold())
+        self.holder = asyncio.create_task(self._serve())
 
-    async def _hold(self) -> None:
+    async def _serve(self) -> None:
         """In a task of its own: what is opened here has to be closed by the same task."""
         from verifiers.v1.utils.loaders import load_environment
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.algorithms.algorithm import Algorithm
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, group_advantages, write_credit
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages, group_advantages
 from outrider.metrics import Metric
 from outrider.trace import Trace
 
@@ -50,7 +50,7 @@ class Remembered(Algorithm):
         self.modes = ("on_policy",) * settings.group_size
         self._known: dict[str, float] = {}
 
-    def credit(self, trace: Trace) -> GroupCredit:
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         known = self._known.get(trace.task.key, 0.0)
         kept = [leaf.episode_return for leaf, _ in trace.rollouts() if leaf.episode_return is not None]
         if kept:
@@ -63,8 +63,8 @@ class Remembered(Algorithm):
         advantages = group_advantages(shaped, "group_centered")
         # The memory decides the numbers, so a resumed run without it would have other ones.
         advantages.values[:] = np.where(advantages.assigned, advantages.values - known, 0.0)
-        write_credit(trace, advantages)
-        return GroupCredit(
+        assign_advantages(trace, advantages)
+        return GroupAdvantages(
             advantages=advantages,
             measurements={"remembered/mean": list(self._known.values())},
         )
