@@ -13,13 +13,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from outrider.errors import DataError
 
-SettingsT = TypeVar("SettingsT")
+TreeT = TypeVar("TreeT")
 Folders: TypeAlias = Callable[[str], Sequence[Path]]
 """The folders in which the path of a dotted key is looked up, the first one first."""
 _reported: set[tuple[str, Path]] = set()
 
 
-def absolute_paths(settings: SettingsT, folders: Folders, prefix: str = "") -> SettingsT:
+def absolute_paths(settings: TreeT, folders: Folders, prefix: str = "") -> TreeT:
     """The settings with every relative path made absolute. An input that is in none of the folders stays as
     it is, for :func:`require_paths`; any other path that does not exist is one below the current folder.
     """

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.common.losses import (
-    SurrogateLoss,
+    TokenLoss,
     clipped_surrogate_per_token,
     token_weights,
     weighted_loss,
@@ -184,7 +184,7 @@ NAMES = ("gppo_code", "gppo_paper", "cispo_cap", "cispo_verl", "clip")
 C = 3.0
 
 
-def per_token(name: str, **tensors: torch.Tensor) -> SurrogateLoss:
+def per_token(name: str, **tensors: torch.Tensor) -> TokenLoss:
     if name == "cispo_cap":
         return cispo_per_token(**tensors, cap=1.28)
     if name == "cispo_verl":
@@ -279,7 +279,7 @@ def unpack(rollouts: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     )
 
 
-def every_loss(logprobs: Any, old: Any, advantages: Any, index: torch.Tensor) -> dict[str, SurrogateLoss]:
+def every_loss(logprobs: Any, old: Any, advantages: Any, index: torch.Tensor) -> dict[str, TokenLoss]:
     tensors = three(logprobs, old, advantages)
     return {
         "reinforce": reinforce_per_token(logprobs=logprobs, advantages=advantages),
@@ -467,7 +467,7 @@ def test_reinforce_weights_and_impossible_input() -> None:
         {"advantages": torch.zeros(3, 1)},
         {"old_logprobs": torch.zeros(3, dtype=torch.bfloat16)},
     ]
-    impossible: dict[Callable[..., SurrogateLoss], list[dict[str, Any]]] = {
+    impossible: dict[Callable[..., TokenLoss], list[dict[str, Any]]] = {
         gppo_per_token: [{"clip_low": 1.5}, {"dual_clip": 1.0}, *shapes],
         cispo_per_token: [
             {"cap": 0.0},

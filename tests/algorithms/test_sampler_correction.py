@@ -132,7 +132,7 @@ def test_weighted_losses(name: str) -> None:
     else:
         chosen: dict[str, Any] = {"level": "token", "outside": "zero"}
         if "seq-mask" in name:
-            chosen["decided_by"] = "geometric"
+            chosen["decision_level"] = "geometric"
         low, high = inputs["thresholds"]
         weights = sampler_weights_per_token(
             **tokens_of(inputs, "old_log_prob"), lower=low, upper=high, **chosen

@@ -47,9 +47,9 @@ def parts_of(family: ToyTaskSet, algorithm: Any) -> Components:
     train = SimpleNamespace(max_retries=1, expert_timeout_s=5.0)
     settings = SimpleNamespace(limits=Limits(step_timeout_s=60), seed=SEED, num_concurrent=4, train=train)
     parts = SimpleNamespace(
-        family=family, factory=family.make(), settings=settings, algorithm=algorithm,
+        task_set=family, factory=family.make(), settings=settings, algorithm=algorithm,
         renderer=ChatRenderer(TOKENIZER), engine=SimpleNamespace(context_length=4096),
-        whereabouts=RolloutStatus(),
+        rollout_status=RolloutStatus(),
     )  # fmt: skip
     return cast(Components, parts)
 

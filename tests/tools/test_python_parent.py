@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.tools.python_process import _BOOT, _SOURCE
-from outrider.tools.python_server import REPLY, REQUEST, Settings
+from outrider.tools.python_server import REPLY, REQUEST, ServerSettings
 from outrider.tools.sandbox import Limits
 
 
@@ -24,7 +24,7 @@ def test_e7_a_server_without_a_trainer_leaves_neither_traceback_nor_folder(
     root = tmp_path / "root"
     root.mkdir()
     limits = Limits(wall_seconds=5.0, cpu_seconds=5, memory_bytes=2**28, disk_bytes=2**20, output_bytes=2**16)
-    settings = Settings(
+    settings = ServerSettings(
         root=str(root),
         parent=os.getpid(),
         packages=(),

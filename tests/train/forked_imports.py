@@ -15,10 +15,9 @@ import transformers.models.llama.modeling_llama
 import transformers.tokenization_utils_fast  # noqa: F401
 from transformers import conversion_mapping
 
-import outrider.train.launch
-import outrider.train.replay
-import outrider.watch.report  # noqa: F401
 from outrider.engines.local.onednn import can_pack
+from outrider.train import launch, replay  # noqa: F401
+from outrider.watch import report  # noqa: F401
 
 torch.set_num_threads(1)
 can_pack(torch.float32)

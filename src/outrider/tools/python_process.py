@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from outrider.tools.python_server import REPLY, REQUEST, STATUSES, Settings
+from outrider.tools.python_server import REPLY, REQUEST, STATUSES, ServerSettings
 from outrider.tools.sandbox import Limits
 
 _START_SECONDS = 120.0  # a cold disk and a large package
@@ -72,7 +72,7 @@ class ServerProcess:
         self._root = tempfile.mkdtemp(
             prefix="outrider-python-", dir=self._folder and os.path.abspath(self._folder)
         )
-        settings = Settings(
+        settings = ServerSettings(
             root=self._root,
             parent=os.getpid(),
             packages=self._packages,

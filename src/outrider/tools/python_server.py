@@ -70,7 +70,7 @@ _PRELOADED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """Settings of the server, handed over on its command line. ``root`` is an empty folder that the server
     owns.
     """
@@ -84,7 +84,7 @@ class Settings:
     limits: sandbox.Limits
 
     @classmethod
-    def from_json(cls, text: str) -> "Settings":
+    def from_json(cls, text: str) -> "ServerSettings":
         """Inverse of ``json.dumps(dataclasses.asdict(settings))``."""
         fields = json.loads(text)
         limits = sandbox.Limits(**fields.pop("limits"))
@@ -93,7 +93,7 @@ class Settings:
 
 def main(argument: str) -> None:
     """Serve until the parent closes the socket or ends; then remove the scratch folder."""
-    settings = Settings.from_json(argument)
+    settings = ServerSettings.from_json(argument)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_NUM_SERVER_FILES, _NUM_SERVER_FILES))
     with socket.socket(fileno=os.dup(0)) as sock:
         _null_input()
@@ -119,7 +119,7 @@ def main(argument: str) -> None:
             shutil.rmtree(settings.root, ignore_errors=True)
 
 
-def _prepare(settings: Settings) -> Callable[[str, int], int]:
+def _prepare(settings: ServerSettings) -> Callable[[str, int], int]:
     """Load everything, close the rest of the installed packages, and return the function that locks a worker
     into a folder.
     """
@@ -159,7 +159,9 @@ def _prepare(settings: Settings) -> Callable[[str, int], int]:
     return lock
 
 
-def _serve(sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool) -> None:
+def _serve(
+    sock: socket.socket, settings: ServerSettings, lock: Callable[[str, int], int], sized: bool
+) -> None:
     requests = select.poll()
     requests.register(sock, select.POLLIN)
     # A death signal would come when the *thread* that started this server ends, and episodes run in
@@ -179,7 +181,7 @@ def _serve(sock: socket.socket, settings: Settings, lock: Callable[[str, int], i
 
 
 def _supervise(
-    sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool
+    sock: socket.socket, settings: ServerSettings, lock: Callable[[str, int], int], sized: bool
 ) -> NoReturn:
     """Answer one request and end this process; status 1 where that was not possible."""
     status = 1
@@ -194,7 +196,9 @@ def _supervise(
     os._exit(status)
 
 
-def _handle(sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool) -> None:
+def _handle(
+    sock: socket.socket, settings: ServerSettings, lock: Callable[[str, int], int], sized: bool
+) -> None:
     """Read one request, run it in a locked child, remove its folder, answer."""
     (length,) = REQUEST.unpack(_receive(sock, REQUEST.size))
     code = _receive(sock, length).decode("utf-8", "surrogatepass")

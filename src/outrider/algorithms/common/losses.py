@@ -25,7 +25,7 @@ KlEstimator = Literal["k1", "k2", "k3", "k3_ratio"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SurrogateLoss:
+class TokenLoss:
     """Per-token surrogate ``losses`` [T] and which branch of the clip acted, as masks [T].
 
     ``clipped_high``: positive advantage, ratio above 1 + high. ``clipped_low``: negative advantage, ratio
@@ -49,7 +49,7 @@ def clipped_surrogate_per_token(
     dual_clip: float | None = None,
     ratio_scale: Tensor | None = None,
     keep_clipped_gradient: bool = False,
-) -> SurrogateLoss:
+) -> TokenLoss:
     """``max(-A r, -A clip(r, 1 - low, 1 + high))`` [T] (PPO, arXiv 1707.06347 Eq. 7); unequal bounds are
     DAPO's clip-higher.
 
@@ -82,7 +82,7 @@ def clipped_surrogate_shared_per_token(
     dual_clip: float | None = None,
     ratio_scale: Tensor | None = None,
     keep_clipped_gradient: bool = False,
-) -> SurrogateLoss:
+) -> TokenLoss:
     """The sum over leaves of :func:`clipped_surrogate_per_token` for tokens that several rollouts share,
     computed once.
 
@@ -112,7 +112,7 @@ def clipped_surrogate_shared_per_token(
     ratio_negative = torch.where(under, torch.full_like(ratio, 1.0 - clip_low), ratio)
     if dual_clip is not None:
         ratio_negative = torch.where(over_dual, torch.full_like(ratio, dual_clip), ratio_negative)
-    return SurrogateLoss(
+    return TokenLoss(
         losses=-(positive * ratio_positive + negative * ratio_negative),
         clipped_high=over & (positive > 0.0),
         clipped_low=under & (negative < 0.0),

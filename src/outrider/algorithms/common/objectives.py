@@ -1,7 +1,7 @@
 """Token losses beside the plain clip of :mod:`outrider.algorithms.common.losses`; all of them are minimised.
 
 Shapes: T tokens in the flat packed layout. Each function returns a
-:class:`~outrider.algorithms.common.losses.SurrogateLoss`: losses [T] to be aggregated with ``token_weights``,
+:class:`~outrider.algorithms.common.losses.TokenLoss`: losses [T] to be aggregated with ``token_weights``,
 and masks [T] of the branch that acted. Below, ``r = pi / pi_old`` from the log-ratio clamped to +-20, and
 ``k`` is the coefficient in ``d loss / d log pi = -A k``. Only ``logprobs`` carries gradient. Sources:
 docs/algorithms/objectives.md.
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outrider.algorithms.common.losses import SurrogateLoss, clipped_surrogate_per_token
+from outrider.algorithms.common.losses import TokenLoss, clipped_surrogate_per_token
 from outrider.algorithms.common.ratios import log_ratio, require_tokens, token_ratio
 from outrider.algorithms.common.sampler_correction import over_rollouts
 
@@ -29,7 +29,7 @@ def gppo_per_token(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float | None = None,
-) -> SurrogateLoss:
+) -> TokenLoss:
     """GPPO (Klear-Reasoner): the value of the clipped surrogate, but a clipped token keeps the gradient of
     its bound.
 
@@ -56,7 +56,7 @@ def gppo_per_token(
 
 def cispo_per_token(
     *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cap: float, floor: float = 0.0
-) -> SurrogateLoss:
+) -> TokenLoss:
     """CISPO (MiniMax-M1, arXiv 2506.13585): ``-sg(clip(r, floor, cap)) A log pi``; every token keeps its
     gradient, k = clip(r).
 
@@ -72,7 +72,7 @@ def cispo_per_token(
         token_ratio(logprobs=logprobs.detach(), old_logprobs=old_logprobs),
         advantages.detach(),
     )
-    return SurrogateLoss(
+    return TokenLoss(
         losses=-weights.clamp(floor, cap) * detached_advantages * logprobs,
         clipped_high=(weights > cap) & (detached_advantages != 0.0),
         clipped_low=(weights < floor) & (detached_advantages != 0.0),
@@ -80,9 +80,7 @@ def cispo_per_token(
     )
 
 
-def reinforce_per_token(
-    *, logprobs: Tensor, advantages: Tensor, weights: Tensor | None = None
-) -> SurrogateLoss:
+def reinforce_per_token(*, logprobs: Tensor, advantages: Tensor, weights: Tensor | None = None) -> TokenLoss:
     """``-sg(w) A log pi`` (REINFORCE), without ratio and clip; ``weights`` [T] are importance weights, 1 when
     left out.
 
@@ -91,7 +89,7 @@ def reinforce_per_token(
     coefficients = advantages.detach() if weights is None else advantages.detach() * weights.detach()
     require_tokens(logprobs=logprobs, coefficients=coefficients)
     never = torch.zeros_like(coefficients, dtype=torch.bool)
-    return SurrogateLoss(
+    return TokenLoss(
         losses=-coefficients * logprobs, clipped_high=never, clipped_low=never, dual_clipped=never
     )
 
@@ -106,7 +104,7 @@ def gspo_per_token(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
     form: SequenceForm = "token",
-) -> SurrogateLoss:
+) -> TokenLoss:
     """GSPO (arXiv 2507.18071): the clipped surrogate with one ratio per rollout, ``s = exp(mean over its
     tokens of log r)``.
 
@@ -151,7 +149,7 @@ def luffy_per_token(
     shaping: float | None = 0.1,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-) -> SurrogateLoss:
+) -> TokenLoss:
     """LUFFY (arXiv 2504.14945): the clipped surrogate, but ``-A f(pi)`` without a clip where
     ``is_demonstration`` [T] is True.
 
@@ -185,7 +183,7 @@ def replay_centred_per_token(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     weight_cap: float | None = None,
-) -> SurrogateLoss:
+) -> TokenLoss:
     """RolloutReplay's loss for stored rollouts: ``max(-A r, -A clip(r, (1 - low) r0, (1 + high) r0))``.
 
     Here ``r = pi / behaviour`` and ``r0 = old / behaviour``, with ``old`` the policy when the update began

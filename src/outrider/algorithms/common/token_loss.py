@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.algorithms.common.losses import SurrogateLoss as TokenLoss
+from outrider.algorithms.common.losses import TokenLoss
 
 __all__ = ["Measures", "OldLogprobs", "TokenLoss", "TokenLossInputs"]
 

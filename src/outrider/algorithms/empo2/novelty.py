@@ -5,13 +5,11 @@ predictor has not learned.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from outrider.memory.distillation import RandomDistillation
 from outrider.memory.novelty import NoveltyStore
-
-Key = NDArray[np.float32]
+from outrider.memory.tips import Key
 
 
 class Novelty(Protocol):
