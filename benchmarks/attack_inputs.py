@@ -17,14 +17,14 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cli import main as command_line
-from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
+from outrider.engines.chat import ChatEndpoint, EndpointSettings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import OutriderError
-from outrider.memory.steps.sources import import_trajectories
+from outrider.memory.chat_files import import_trajectories
 from outrider.tokens import ChatRenderer
 from outrider.types import Message, Origin, Outcome
-from outrider.watch.report import write_report
-from outrider.watch.traces import TraceRow, TraceWriter
+from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.report import write_report
 
 _GOOD = {"question": "q", "answer": "a", "messages": [{"role": "assistant", "content": "a"}], "reward": 1.0}
 _ODD = (

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.attack_programs import PROGRAMS
 from outrider.errors import ToolFault
-from outrider.tools.python import PythonTool, PythonToolConfig
+from outrider.tools.python.tool import PythonTool, PythonToolConfig
 
 _WALL = 1.5
 _CANARY = "import os\nprint(os.listdir('.'), 6 * 7)"

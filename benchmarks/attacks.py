@@ -22,8 +22,8 @@ from rich.table import Table
 from benchmarks.attack_inputs import CHECKS
 from benchmarks.attack_programs import PROGRAMS
 from benchmarks.attack_sandbox import sandbox
-from outrider.atomic_io import append
-from outrider.train.machine.processor import processor
+from outrider.doctor import processor
+from outrider.files import append
 
 AREAS = ("sandbox", *CHECKS)
 

@@ -3,7 +3,7 @@ enumerate.
 
 Run ``python benchmarks/branching_bias.py``. Nothing is sampled: a rollout writes two turns of one of three
 actions, a tool result between them, and the expected estimate is a sum over all groups. Decisions are those
-of :mod:`outrider.algorithms.arpo.formulas`, in the order of the rollouts' numbers; credit is leave-one-out
+of :mod:`outrider.algorithms.entropy_branching`, in the order of the rollouts' numbers; credit is leave-one-out
 with soft attribution, where a shared token has every leaf's advantage.
 
 Shapes: A = 3 actions; a gradient is [1 + A, A], the logits of the first turn and of the second after each
@@ -20,8 +20,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.algorithms.arpo.formulas import branch_probability, branches, segment_entropy
-from outrider.algorithms.common.advantages import leave_one_out_advantages_per_rollout
+from outrider.algorithms.advantages import leave_one_out_advantages_per_rollout
+from outrider.algorithms.entropy_branching import branch_probability, branches, segment_entropy
 
 Float64Array: TypeAlias = NDArray[np.float64]
 Rule: TypeAlias = Callable[[float], float]  # change of entropy -> probability that a rollout leaves there

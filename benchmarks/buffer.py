@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.memory.embedder import Vectors, load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.memory.steps.records import StepFilter
+from outrider.memory.embedders import Vectors, load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.memory.step_store import StepFilter
 from outrider.types import Message, Step, Trajectory
 
 STEPS_A_TRAJECTORY = 4
@@ -35,7 +35,7 @@ class RandomEmbedder:
         self._generator = np.random.Generator(np.random.PCG64(0))
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """See :class:`outrider.memory.embedder.Embedder`."""
+        """See :class:`outrider.memory.embedders.Embedder`."""
         rows = self._generator.standard_normal((len(texts), self.dim), np.float32)
         unit: Vectors = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         return unit

@@ -24,8 +24,8 @@ from typing import Final
 
 from benchmarks.by_task_runs import METHODS, TRAINED, Piece, Plan, play, play_smoke
 from outrider.errors import ConfigError, OutriderError
-from outrider.evals.compare.render import compare_tasks
-from outrider.terminal import Terminal
+from outrider.evaluation.compare_report import compare_tasks
+from outrider.printing import Terminal
 
 TASKS: Final = (
     "chemistry-mix", "chemistry-mix-paint-secondary-color", "chemistry-mix-paint-tertiary-color",

@@ -21,7 +21,7 @@ from typing import Final
 
 from benchmarks.markdown_table import markdown
 from outrider.errors import OutriderError
-from outrider.watch.run_directory import read_run
+from outrider.viewer.run_reader import read_run
 
 WINDOW: Final = 3  # steps
 LEVELS: Final = (0.2, 0.3, 0.4)

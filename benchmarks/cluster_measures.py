@@ -20,14 +20,13 @@ from tests.scale.groups import groups
 from tests.tiny import save_tiny_model
 
 from outrider.config import validate
-from outrider.rollout.loop_lag import LoopLag
-from outrider.scale.placement import Shape, assign_to_ranks
-from outrider.scale.start import remote_rollouts, sharded_learner
-from outrider.train.building import build
-from outrider.train.components import Components
-from outrider.train.models import local_learner
-from outrider.train.settings import RunSettings
-from outrider.train.update.update import rollout_paths
+from outrider.distributed import remote_rollouts, sharded_learner
+from outrider.distributed.fsdp import Shape, assign_to_ranks
+from outrider.rollout.batching import LoopLag
+from outrider.training.components import Components
+from outrider.training.settings import RunSettings
+from outrider.training.setup import build, local_learner
+from outrider.training.update import rollout_paths
 
 _OVERLAP = (
     "environment.type=factbook", "environment.hops=[1]", "environment.num_train=64", "algorithm.type=grpo",
@@ -106,7 +105,7 @@ def two_ranks(model: str, folder: Path, num: int) -> list[Figure]:
 
 
 def _algorithm(settings: RunSettings) -> Any:
-    from outrider.train.building import make_algorithm
+    from outrider.training.setup import make_algorithm
 
     return make_algorithm(settings, None, vocabulary_size=100, stateful=False, num_tokens=len, train_tasks=())
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from outrider.config import load_settings
 from outrider.errors import ConfigError
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 
 # what may change between two calls: it decides how fast and how safely, not what is computed
 _FREE: Final = frozenset((

@@ -22,7 +22,7 @@ from tests.train.whole_runs import CASES, command, differences, write_data
 
 from benchmarks.kills import read
 from benchmarks.markdown_table import markdown
-from outrider.train.machine.processor import processor
+from outrider.doctor import processor
 
 NUM_STEPS = 3
 STATES = ("ended", "killed")

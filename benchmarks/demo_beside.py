@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.atomic_io import replace_file
 from outrider.errors import DataError
+from outrider.files import replace_file
 from outrider.printing import points, score
-from outrider.rollout.paired import PairedGain, paired_gain
-from outrider.watch.curves import Chart, Point, Series, svg_chart
+from outrider.rollout.evaluate import PairedGain, paired_gain
+from outrider.viewer.report_parts import Chart, Point, Series, svg_chart
 
 METHODS: Final = {"rapo": "RAPO", "grpo": "GRPO"}
 _PAGE: Final = Markup(

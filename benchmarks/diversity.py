@@ -29,8 +29,8 @@ import numpy as np
 from benchmarks.diversity_clusters import Count, HybridBy, Steps, count, steps_by_task
 from benchmarks.markdown_table import markdown
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.memory.embedder import Embedder, load_embedder
-from outrider.rollout.paired import difference_interval
+from outrider.memory.embedders import Embedder, load_embedder
+from outrider.rollout.evaluate import difference_interval
 from outrider.runs import Run
 
 EPS: Final = (0.1, 0.3, 0.5)

@@ -21,9 +21,10 @@ from rich.table import Table
 
 from outrider.engines.local.model import load_model, resolve_precision
 from outrider.trace import Node, Trace, without_memory
-from outrider.train.update.off_policy import score_with_tips
-from outrider.train.update.pack import RolloutPath, pack
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.training.packing import RolloutPath, pack
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings
+from outrider.training.update import score_with_tips
 from outrider.types import Message, Origin, Task
 
 PROMPT, ACTION, OBSERVATION, TIP = 200, 12, 30, 20

@@ -26,8 +26,9 @@ from benchmarks.markdown_table import markdown
 from benchmarks.paths import PATHS, paths_of, record, written_by
 from outrider.engines.local.model import Forward, LanguageModel, Precision, load_model
 from outrider.errors import ModelError
-from outrider.train.update.pack import RolloutPath, pack
-from outrider.train.update.policy import OptimizerSettings, Policy, set_threads
+from outrider.training.packing import RolloutPath, pack
+from outrider.training.policy import Policy, set_threads
+from outrider.training.settings import OptimizerSettings
 
 _NUM_EXPERTS, _NUM_CHOSEN = 16, 4
 _SIZES: Final[Mapping[str, Any]] = {

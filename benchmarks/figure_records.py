@@ -29,9 +29,8 @@ from benchmarks import calls_to_reward
 from benchmarks.demo_beside import heads, read_pairs, rows
 from benchmarks.markdown_table import markdown
 from outrider.errors import DataError
-from outrider.evals.pack.exact import read_exact
-from outrider.evals.pack.format import EXACT
-from outrider.evals.pack.verify import verified_tables
+from outrider.evaluation.packs import EXACT, read_exact
+from outrider.evaluation.verify import verified_tables
 from outrider.printing import score
 from outrider.rollout.evaluate import interval
 
@@ -303,7 +302,7 @@ def _toys(record: Toys, packs: Path) -> dict[str, str]:
 def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
     from benchmarks.learning_methods import factbook_methods
     from benchmarks.learning_tables import factbook_notes, factbook_table
-    from outrider.evals.compare.compare import compare
+    from outrider.evaluation.compare import compare
 
     # their names are wanted, not their settings
     methods = {method.key: method for method in factbook_methods(2, 1)}

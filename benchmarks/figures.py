@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.figure_records import render_all
-from outrider.atomic_io import replace_file
 from outrider.errors import DataError, OutriderError
+from outrider.files import replace_file
 
 _MARKED: Final = re.compile(r"<!-- figure(s?): (\S+) -->(.*?)<!-- /figure\1 -->", re.DOTALL)
 _MARK: Final = re.compile(r"<!-- /?figures?\b.*?-->")

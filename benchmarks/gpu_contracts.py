@@ -17,16 +17,15 @@ from benchmarks.gpu_models import Made, make_model
 from benchmarks.gpu_rows import RowFile
 from benchmarks.speed_update import rollout_batch
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.engines.base import Generation, Request
+from outrider.engines.base import Generation, Request, VllmSettings
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import load_model
-from outrider.engines.vllm import VllmEngine, VllmSettings
+from outrider.engines.vllm.engine import VllmEngine
 from outrider.smoke.model import save_model
-from outrider.testing.engine import check_engine
-from outrider.train.learning_settings import OptimizerSettings, UpdateSettings
-from outrider.train.update.policy import Policy
-from outrider.train.update.update import update
-from outrider.train.update.weight_files import MASTERS
+from outrider.testing import check_engine
+from outrider.training.policy import MASTERS, Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import update
 
 _RECIPE = """
 seed = 0

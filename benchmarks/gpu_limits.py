@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from benchmarks.speed_clock import synchronise
-from outrider.engines.local.machine_rate import median_seconds
+from outrider.engines.local.model import median_seconds
 from outrider.planning.memory import token_bytes, weight_bytes
 from outrider.planning.shape import ModelShape
-from outrider.train.update.pack import PackedBatch
+from outrider.training.packing import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

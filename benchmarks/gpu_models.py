@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.gpu_shapes import KNOWN, TINY
 from outrider.engines.local.attention import IMPLEMENTATION, register
-from outrider.engines.local.fused import fuse
+from outrider.engines.local.cpu_kernels import fuse
 from outrider.engines.local.model import LanguageModel
-from outrider.planning.read_shape import known_models, shape_from_config
-from outrider.planning.shape import ModelShape
+from outrider.planning.shape import ModelShape, known_models, shape_from_config
 from outrider.smoke.model import character_tokenizer
 
 _TINY: Final[Mapping[str, Any]] = {

@@ -11,7 +11,7 @@ from typing import Any, Final
 from benchmarks.figure_records import render_all
 from benchmarks.figures import rewritten
 from benchmarks.gpu_rows import Row
-from outrider.atomic_io import replace_file
+from outrider.files import replace_file
 
 COLUMNS: Final = ["device", "date", "what", "measured", "beside"]
 _PACKAGES: Final = ("outrider", "torch", "transformers", "peft", "vllm")
@@ -35,7 +35,7 @@ def described_device(device: str) -> Device:
         name = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
         more = f", CUDA {torch.version.cuda}"
     else:
-        from outrider.train.machine.processor import processor
+        from outrider.doctor import processor
 
         name, more = processor(), ""
     found = [f"{package} {version}" for package in _PACKAGES if (version := _version(package))]

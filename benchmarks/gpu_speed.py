@@ -24,8 +24,8 @@ from outrider.engines.base import Request
 from outrider.engines.local.attention import IMPLEMENTATION
 from outrider.engines.local.engine import LocalEngine
 from outrider.planning.memory import MARGIN, Training, rank_bytes
-from outrider.train.learning_settings import LoraSettings, OptimizerSettings
-from outrider.train.update.policy import Policy
+from outrider.training.policy import Policy
+from outrider.training.settings import LoraSettings, OptimizerSettings
 
 _MANY = {"64 prompts of 256 x 4, 128 new": Workload(num_prompts=64, samples=4, prompt=256, new=128)}
 _TINY = {"2 prompts of 8 x 2, 4 new": Workload(num_prompts=2, samples=2, prompt=8, new=4)}

@@ -15,7 +15,7 @@ from benchmarks.gpu_limits import Limits, measure_limits
 from benchmarks.gpu_rows import RowFile
 from benchmarks.gpu_shapes import SHAPES, TINY
 from benchmarks.gpu_speed import generation, updates
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 
 LIMITS = "limits.json"
 

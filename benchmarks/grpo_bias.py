@@ -19,12 +19,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.algorithms.common.advantages import (
+from outrider.algorithms.advantages import (
     RolloutAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
-from outrider.algorithms.rapo.formulas import (
+from outrider.algorithms.retrieval import (
     combined_advantages_per_rollout,
     retrieval_advantages_per_rollout,
     retrieval_factors_per_rollout,

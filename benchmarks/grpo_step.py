@@ -27,8 +27,9 @@ from outrider.engines.base import Request
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import load_model, resolve_model, resolve_precision
 from outrider.trace import Leaf, Trace
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.update import UpdateSettings, update
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import update
 from outrider.types import Message, Origin, Outcome, Task
 
 PROMPT, NEW, GROUP = 207, 64, 8

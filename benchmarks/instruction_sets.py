@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from outrider.engines.local import onednn
+from outrider.engines.local import cpu_kernels as onednn
 
 SETTINGS = (
     "ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=SSE41",
@@ -31,7 +31,7 @@ def main() -> None:
     if CHILD in sys.argv:
         print(" ".join(results()))
         return
-    from outrider.train.machine.processor import kernels, processor  # half a process's start
+    from outrider.doctor import kernels, processor
 
     plain = measured({})
     table = Table("variable", *operations(), title="bits against those without the variable")

@@ -26,8 +26,8 @@ from tests.train.whole_runs import CASES, command, differences, write_data
 
 from benchmarks import kill_moments
 from benchmarks.markdown_table import markdown
-from outrider.train.machine.processor import processor
-from outrider.train.state.checkpoint import newest_step
+from outrider.doctor import processor
+from outrider.training.checkpoint import newest_step
 
 NUM_STEPS: Final = 4
 MOMENTS: Final = ("time", "write")

@@ -29,7 +29,7 @@ from benchmarks.learning_status import progress, status_table
 from benchmarks.learning_tables import factbook_notes, factbook_table, toy_table
 from benchmarks.learning_toys import ARENAS, play_all, toy_jobs
 from outrider.errors import ConfigError, OutriderError
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,10 +19,10 @@ from benchmarks.learning_jobs import Job
 from benchmarks.learning_methods import IMITATION, REFERENCE, Method, factbook_methods
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
-from outrider.evals.compare.compare import Comparison, compare
-from outrider.train.settings import RunSettings
+from outrider.evaluation.compare import Comparison, compare
+from outrider.training.settings import RunSettings
 from outrider.types import Json
-from outrider.watch.run_directory import read_run
+from outrider.viewer.run_reader import read_run
 
 Launch = Callable[[Sequence[str]], None]
 

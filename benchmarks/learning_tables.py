@@ -10,10 +10,20 @@ import numpy as np
 
 from benchmarks.learning_methods import BASELINE, Method
 from benchmarks.markdown_table import markdown
-from outrider.evals.compare.compare import Comparison, Pair
-from outrider.evals.compare.tables import notes
-from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, verdict
-from outrider.evals.statistics import Estimate, Sample, improvement_estimate, iqm_difference, iqm_estimate
+from outrider.evaluation.compare import Comparison, Pair
+from outrider.evaluation.compare_tables import notes
+from outrider.evaluation.statistics import (
+    Estimate,
+    PairedTest,
+    Sample,
+    Verdict,
+    holm,
+    improvement_estimate,
+    iqm_difference,
+    iqm_estimate,
+    paired_test,
+    verdict,
+)
 
 if TYPE_CHECKING:  # torch: the figures' check reads tables without it
     from tests.toy_result import Result
@@ -61,7 +71,7 @@ def toy_standings(results: "Mapping[str, Mapping[int, Result]]", *, num_seeds: i
     """Every method against the baseline, over seeds.
 
     A seed is a toy of its own (its combination is drawn from it) and the same for all methods, so the paired
-    test runs over seeds where :func:`~outrider.evals.significance.verdict` speaks of tasks, and no other test
+    test runs over seeds where :func:`~outrider.evaluation.statistics.verdict` speaks of tasks, and no other test
     over seeds is asked for. Holm's correction is over all methods of the toy.
     """
     samples = {key: _sample(key, found) for key, found in results.items() if found}

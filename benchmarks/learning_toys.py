@@ -25,21 +25,17 @@ from tests.toys_memory import HiddenRun, HiddenToy
 from tests.toys_quest import QuestRun, QuestToy
 
 from benchmarks.learning_jobs import Job
-from benchmarks.learning_methods import (
-    IMITATION,
-    TOY_SUITES,
-    Method,
-)
+from benchmarks.learning_methods import IMITATION, TOY_SUITES, Method
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import Settings, validate
-from outrider.environments.webshop.family import WebShopConfig
+from outrider.environments.webshop.environment import WebShopConfig
 from outrider.errors import ConfigError, DataError
-from outrider.rollout.expert import play_experts
-from outrider.rollout.limits import Limits
-from outrider.train.building import make_algorithm
-from outrider.train.data.sft import ColdStartSettings, cold_start, successful_paths
-from outrider.train.settings import AlgorithmSettings, RunSettings, TrainSettings
+from outrider.rollout.base import Limits
+from outrider.rollout.experts import play_experts
+from outrider.training.cold_start import cold_start, successful_paths
+from outrider.training.settings import AlgorithmSettings, ColdStartSettings, RunSettings, TrainSettings
+from outrider.training.setup import make_algorithm
 from outrider.types import Task
 
 NUM_PASSES: Final = 100  # of imitation over the expert's one rollout

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.engines.local.machine_rate import copy_rate, product_rate
-from outrider.train.machine.processor import kernels, processor
+from outrider.doctor import kernels, processor
+from outrider.engines.local.model import copy_rate, product_rate
 
 
 def main() -> None:

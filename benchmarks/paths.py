@@ -19,12 +19,13 @@ import torch
 
 from benchmarks.markdown_table import markdown
 from outrider.engines.base import Engine, Generation, Request
-from outrider.engines.local.choice import make_engine
+from outrider.engines.local.engine import make_engine
 from outrider.engines.local.model import Forward, LanguageModel, load_model
 from outrider.engines.local.processor import read_processor
 from outrider.trace import Trace
-from outrider.train.update.pack import RolloutPath, pack
-from outrider.train.update.policy import OptimizerSettings, Policy, set_threads
+from outrider.training.packing import RolloutPath, pack
+from outrider.training.policy import Policy, set_threads
+from outrider.training.settings import OptimizerSettings
 from outrider.types import Message, Origin, Task
 
 PATHS: Final[tuple[Forward, ...]] = ("packed", "unpacked")

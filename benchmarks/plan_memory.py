@@ -24,8 +24,8 @@ from typing import Any
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
 from outrider.planning.memory import MARGIN, Training, rank_bytes
-from outrider.planning.read_shape import find_shape
-from outrider.train.learning_settings import LoraSettings
+from outrider.planning.shape import find_shape
+from outrider.training.settings import LoraSettings
 
 _LIMIT_S = 400.0
 MODELS: dict[str, dict[str, Any]] = {

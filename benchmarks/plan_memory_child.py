@@ -13,14 +13,9 @@ from tests.scale.groups import groups
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.engines.local.model import load_model
-from outrider.train.learning_settings import (
-    ColdStartSettings,
-    LoraSettings,
-    OptimizerSettings,
-    UpdateSettings,
-)
-from outrider.train.update.policy import Policy, set_threads
-from outrider.train.update.update import update
+from outrider.training.policy import Policy, set_threads
+from outrider.training.settings import ColdStartSettings, LoraSettings, OptimizerSettings, UpdateSettings
+from outrider.training.update import update
 
 GROUPS, ROLLOUTS, LONGEST = 4, 8, 96
 
@@ -60,7 +55,7 @@ def alone(job: dict[str, Any], folder: str) -> Any:
 
 def sharded(job: dict[str, Any], folder: str, rank: int) -> Any:
     """One rank of several. Rank 0 prints the port at which they meet; the others get it as an argument."""
-    from outrider.scale.rank import Rank, RankSettings
+    from outrider.distributed.learner import Rank, RankSettings
 
     one = Rank(
         RankSettings(

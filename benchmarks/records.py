@@ -23,13 +23,13 @@ from rich.table import Table
 
 from outrider.config import load_settings
 from outrider.trace import Trace
-from outrider.train import trainer as trainer_module
-from outrider.train.launch import run_training
-from outrider.train.metrics import trace_records
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
-from outrider.train.step_files import RecordFiles
-from outrider.train.update import update as update_module
+from outrider.training import step_records as trace_records
+from outrider.training import trainer as trainer_module
+from outrider.training import update as update_module
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
+from outrider.training.step_records import RecordFiles
 
 OLD = 16  # columns of version 1, which come first
 ALONE = [
@@ -77,7 +77,7 @@ def watched(clock: Clock, scratch: Path) -> Iterator[None]:
         began = time.perf_counter()
         with mock.patch.object(trace_records, "_rollout", lambda *given: None):
             rows = trace_records.trace_rows(traces, step=step, tokenizer=parts.renderer.tokenizer).nodes
-        with mock.patch("outrider.watch.step_files.pq.write_table", _without_new):
+        with mock.patch("outrider.viewer.records.pq.write_table", _without_new):
             RecordFiles.from_run(scratch).traces.write(step, rows)
         return time.perf_counter() - began
 

@@ -27,7 +27,7 @@ from outrider.engines.base import Request
 from outrider.engines.local import engine as local
 from outrider.engines.local.model import load_model
 from outrider.engines.local.sampling import request_stream, sample
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 
 VOCABULARY = 49_152
 Sampled = tuple[list[int], list[float], list[float]]

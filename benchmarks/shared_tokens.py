@@ -4,7 +4,7 @@ text once.
     python -m benchmarks.shared_tokens RUN [RUN ...]
 
 A prompt and what branches share is one node of a group's tree. Siblings that wrote, saw or retrieved the same
-behind the same have nodes of their own, which packing merges (``outrider.train.update.pack``). Texts other
+behind the same have nodes of their own, which packing merges (``outrider.training.packing``). Texts other
 than the policy's are counted by the tokenizer of the run's model. Groups without signal are counted too,
 which an update leaves out.
 """
@@ -19,8 +19,8 @@ from benchmarks.markdown_table import markdown
 from outrider.config import load_settings
 from outrider.engines.local.model import load_model
 from outrider.tokens import Tokenizer
-from outrider.train.settings import RunSettings
-from outrider.watch.traces import TraceReader, TraceRow
+from outrider.training.settings import RunSettings
+from outrider.viewer.records import TraceReader, TraceRow
 
 HEADER = ("run", "steps", "every rollout", "shared nodes once", "the same text once", "less")
 

@@ -35,12 +35,12 @@ from benchmarks.markdown_table import markdown
 from benchmarks.soak_faults import STEP_TIMEOUT_S, Faults, FaultyFactory, break_engine
 from benchmarks.soak_measure import growth, held
 from outrider.cli import main as outrider
-from outrider.train import launch as start
-from outrider.train.components import Components
-from outrider.train.machine.processor import processor
-from outrider.train.state.checkpoint import newest_step
+from outrider.doctor import processor
+from outrider.training import setup as start
+from outrider.training.checkpoint import newest_step
+from outrider.training.components import Components
 from outrider.types import Outcome
-from outrider.watch.trackers import TrackerSet
+from outrider.viewer.trackers import TrackerSet
 
 MOST_GROWTH: Final = 0.02
 DEFAULT_CASES: Final = ("arpo", "empo2", "evolve", "rollout_replay")

@@ -28,7 +28,8 @@ from speed_update import UPDATES, packed, padded
 from transformers import AutoModelForCausalLM
 
 from outrider.engines.local.model import LanguageModel, load_model, resolve_model, resolve_precision
-from outrider.train.update.policy import OptimizerSettings, Policy, set_threads
+from outrider.training.policy import Policy, set_threads
+from outrider.training.settings import OptimizerSettings
 
 
 def main() -> None:

@@ -25,7 +25,8 @@ from outrider.engines.local import engine as local
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import LanguageModel, Precision, load_model
 from outrider.tokens import ChatRenderer
-from outrider.train.update.policy import OptimizerSettings, Policy, set_threads
+from outrider.training.policy import Policy, set_threads
+from outrider.training.settings import OptimizerSettings
 from outrider.types import Message
 
 _BATCH = 32

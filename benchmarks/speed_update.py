@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from outrider.trace import Trace
-from outrider.train.update.pack import PackedBatch, RolloutPath, pack
-from outrider.train.update.policy import Policy
+from outrider.training.packing import PackedBatch, RolloutPath, pack
+from outrider.training.policy import Policy
 from outrider.types import Message, Origin, Task
 
 

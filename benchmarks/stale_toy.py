@@ -12,7 +12,7 @@ import argparse
 from tests.toys import MAX_POLICY_TOKENS, TABLE_HEAD, rapo, table_row
 from tests.toys_stale import play
 
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 
 ROWS = ((0, False), (1, False), (2, False), (1, True), (2, True))
 

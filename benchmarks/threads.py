@@ -26,8 +26,9 @@ from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import load_model
 from outrider.engines.local.processor import read_processor
 from outrider.trace import Trace
-from outrider.train.update.pack import RolloutPath, pack
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.training.packing import RolloutPath, pack
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings
 from outrider.types import Message, Origin, Task
 
 

@@ -25,24 +25,22 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from benchmarks.markdown_table import markdown
-from outrider.algorithms.empo2.algorithm import Empo2Settings
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook
-from outrider.algorithms.empo2.modes import PLAIN, TIPS_ON
+from outrider.algorithms.exploration import Empo2Settings
+from outrider.algorithms.tips import PLAIN, TIPS_ON, MemorySettings, TipHook
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult
 from outrider.errors import ConfigError, OutriderError
-from outrider.memory.embedder import Embedder, load_embedder
+from outrider.memory.embedders import Embedder, load_embedder
 from outrider.memory.tips import TipMemory
 from outrider.rollout.episode import Sampling
-from outrider.rollout.evaluate import evaluate
+from outrider.rollout.evaluate import difference_interval, evaluate
 from outrider.rollout.hooks import EpisodeState
-from outrider.rollout.paired import difference_interval
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Trace
-from outrider.train.building import build
-from outrider.train.components import Components, token_counter
-from outrider.train.data.imitation import imitate_experts
-from outrider.train.settings import RunSettings
+from outrider.training.cold_start import imitate_experts
+from outrider.training.components import Components, token_counter
+from outrider.training.settings import RunSettings
+from outrider.training.setup import build
 from outrider.types import Message, Origin, Task
 
 REMOVED, SHUFFLED, KEPT = "no tips", "tips of other worlds", "tips"

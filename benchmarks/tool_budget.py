@@ -18,10 +18,10 @@ from rich.table import Table
 from outrider.config import load_settings
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
-from outrider.train.building import build
-from outrider.train.components import Components
-from outrider.train.metrics.step_metrics import branch_metrics, rollout_metrics
-from outrider.train.settings import RunSettings
+from outrider.training.components import Components
+from outrider.training.settings import RunSettings
+from outrider.training.setup import build
+from outrider.training.step_metrics import branch_metrics, rollout_metrics
 
 
 def main() -> None:

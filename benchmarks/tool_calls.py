@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
-from outrider.tools.python import PythonTool, PythonToolConfig
+from outrider.tools.python.tool import PythonTool, PythonToolConfig
 
 _CODE = "print(sum(i * i for i in range(1000)))"
 _ROOT = Path(__file__).resolve().parents[1]
@@ -127,7 +127,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.calls, arguments.threads)))
         return
     # an earlier commit, which only measures, need not have it
-    from outrider.train.machine.processor import processor
+    from outrider.doctor import processor
 
     with TemporaryDirectory() as folder:
         sources = {"here": _ROOT / "src"}

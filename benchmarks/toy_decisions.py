@@ -25,7 +25,7 @@ from benchmarks.decisions import Lock, rewarded
 from benchmarks.learning_methods import Method
 from benchmarks.learning_toys import ARENAS, Arena, play_all
 from benchmarks.markdown_table import markdown
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 
 NUM_ROLLOUTS: Final = 1500
 METHODS: Final = {"grpo": "GRPO", "rapo": "RAPO"}

@@ -11,9 +11,9 @@ import argparse
 
 from tests.toys import MAX_POLICY_TOKENS, TABLE_HEAD, grpo, play, rapo, table_row
 
+from outrider.algorithms.exploration import RapoSettings
 from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.rapo.algorithm import RapoSettings
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 
 
 def rows() -> dict[str, GrpoSettings | RapoSettings]:

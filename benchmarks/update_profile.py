@@ -23,10 +23,10 @@ from speed_update import UPDATES, packed, padded
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from outrider.engines.local.machine_rate import product_rate
-from outrider.engines.local.model import load_model, resolve_model, resolve_precision
-from outrider.engines.local.segment_attention import _CpuAttention, _fused
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.engines.local.attention import _CpuAttention, _fused
+from outrider.engines.local.model import load_model, product_rate, resolve_model, resolve_precision
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings
 
 SHAPE = UPDATES["4 rows of 512, nothing common"]
 KINDS = ("linear layers", "attention", "the rest")

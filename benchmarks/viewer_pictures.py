@@ -16,9 +16,8 @@ from pathlib import Path
 from tests.train.recorded_run import record_run
 
 from benchmarks.viewer import BROWSERS, server
-from outrider.watch.viewer.catalogue import run_id
-from outrider.watch.viewer.rollout_index import RolloutIndex
-from outrider.watch.viewer.rollout_query import Query, find
+from outrider.viewer.answers import run_id
+from outrider.viewer.search import Query, RolloutIndex, find
 
 
 def views(run: Path) -> dict[str, str]:

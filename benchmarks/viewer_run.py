@@ -19,9 +19,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from outrider.types import Origin, Outcome
-from outrider.watch.rollout_rows import RolloutRow, rollout_row, rollout_table
-from outrider.watch.step_files import FORMAT, step_file
-from outrider.watch.traces import TraceRow, node_table
+from outrider.viewer.records import (
+    FORMAT,
+    RolloutRow,
+    TraceRow,
+    node_table,
+    rollout_row,
+    rollout_table,
+    step_file,
+)
 
 GROUPS, SIZE, TURNS, TOKENS = 16, 16, 3, 40
 PER_STEP = GROUPS * SIZE

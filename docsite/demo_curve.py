@@ -9,7 +9,7 @@ from typing import Final
 
 from benchmarks.demo_beside import charts, read_pairs
 
-from outrider.watch.curves import svg_chart
+from outrider.viewer.report_parts import svg_chart
 
 _ROOT: Final = Path(__file__).parents[1]
 FILE: Final = _ROOT / "docs" / "images" / "demo.svg"

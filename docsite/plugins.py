@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from outrider.metrics import Metric
-from outrider.metrics.docs import metrics_page
+from outrider.metrics.registry import metrics_page
 from outrider.plugins.listing import rows
-from outrider.plugins.names import KINDS, Kind
-from outrider.plugins.presets import preset_types
-from outrider.plugins.registry import load_settings_class, resolve, settings_base
+from outrider.plugins.registry import KINDS, Kind, load_settings_class, preset_types, resolve, settings_base
 
 _HEAD: Final = """# Plug-ins
 

@@ -12,8 +12,8 @@ from pydantic_core import PydanticUndefined
 
 from docsite.plugins import all_metrics_page, plugins_page
 from outrider.commands import make_parser
-from outrider.plugins.fields import Name, field_markers
-from outrider.train.settings import RunSettings
+from outrider.plugins.registry import Name, field_markers
+from outrider.training.settings import RunSettings
 
 _SETTINGS: Final = """# Settings
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from docsite.characters import CharacterTokenizer
-from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
 from outrider.algorithms.base import assign_advantages, outcome_advantages
+from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.base import Limits
+from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, format_retrieved
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer

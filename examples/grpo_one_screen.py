@@ -5,20 +5,20 @@ python examples/grpo_one_screen.py [MODEL]     # an id, a folder, or the package
 
 import sys
 
+from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.base import assign_advantages
-from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.common.losses import clipped_surrogate_per_token
+from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import load_model
 from outrider.environments.base import EpisodeResult, StepResult
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
-from outrider.train.learning_settings import OptimizerSettings
-from outrider.train.update.pack import pack
-from outrider.train.update.policy import Policy
-from outrider.train.update.update import rollout_paths
+from outrider.training.packing import pack
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings
+from outrider.training.update import rollout_paths
 from outrider.types import Message, Task
 
 

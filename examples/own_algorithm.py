@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 import outrider
-from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.base import (
+    Algorithm,
     GroupAdvantages,
     ObjectiveSettings,
     assign_advantages,
@@ -26,7 +26,7 @@ from outrider.runs import Run
 from outrider.trace import Trace
 
 if TYPE_CHECKING:  # settings are read without torch
-    from outrider.algorithms.common.token_loss import TokenLoss, TokenLossInputs
+    from outrider.algorithms.losses import TokenLoss, TokenLossInputs
 
 
 class PastBaselineSettings(ObjectiveSettings):
@@ -84,7 +84,7 @@ class PastBaseline(Algorithm):
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """Minus advantage times ratio, without a clip; one value a trained token."""
-        from outrider.algorithms.common.token_loss import TokenLoss
+        from outrider.algorithms.losses import TokenLoss
 
         ratio = (inputs.logprobs_T - inputs.old_T).exp()
         below = inputs.advantages_T < 0

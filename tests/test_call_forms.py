@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from outrider.config import load_settings
-from outrider.environments.agent.settings import AgentConfig
+from outrider.environments.agent.environment import AgentConfig
 from outrider.errors import ConfigError
-from outrider.plugins.record import plugin_digests
+from outrider.plugins.listing import plugin_digests
 from outrider.testing import check_call_format
 from outrider.tokens import ChatRenderer
-from outrider.tokens.calls import CALL_FORMATS, ParsedCalls, get_call_format, read_turn
-from outrider.tokens.calls.hermes import Hermes
-from outrider.train.settings import RunSettings
+from outrider.tokens.call_formats import CALL_FORMATS, Hermes, get_call_format, read_turn
+from outrider.tokens.tool_calls import ParsedCalls
+from outrider.training.settings import RunSettings
 from outrider.types import Message, ToolCall, ToolSchema
 from tests.conversations import TOOLS
 from tests.templates_of_families import FAMILIES, byte_tokenizer

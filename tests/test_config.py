@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from outrider.config import Settings, load_settings, to_toml, validate
 from outrider.errors import ConfigError
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("**/*.toml"))
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from docsite.models import ARCHITECTURES
 
+from outrider import doctor as processor
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.engines.local import onednn
+from outrider.doctor import Check, examine, examine_model, find, write_recipe
+from outrider.engines.local import cpu_kernels as onednn
 from outrider.errors import ConfigError, ToolUnavailable
-from outrider.train.machine import processor
-from outrider.train.machine.doctor import Check, examine, examine_model, find, write_recipe
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 from tests.tiny import save_tiny_model
 from tests.train.test_families_run import save_model
 
@@ -88,7 +88,7 @@ def test_a_machine_that_lacks_everything(
         "transformers",
         "onnxruntime",
         "outrider.engines.local.model",
-        "outrider.tools.python",
+        "outrider.tools.python.tool.tool",
     ):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.atomic_io import TEMPORARY, append, remove_leftovers, replace_file, replacing
-from outrider.evals.compare.render import compare_runs
-from outrider.memory.steps.database import Database, copy_database
+from outrider.evaluation.compare_report import compare_runs
+from outrider.files import TEMPORARY, append, remove_leftovers, replace_file, replacing
+from outrider.memory.step_store import Database, copy_database
 from outrider.metrics.writer import MetricsWriter
-from outrider.watch.report import write_report
-from outrider.watch.traces import TraceWriter
+from outrider.viewer.records import TraceWriter
+from outrider.viewer.report import write_report
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_d4_traces_and_copies_of_buffers_follow_no_link(tmp_path: Path, victim: 
 def test_d4_comparing_follows_no_link(tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from outrider.evals.compare import render as compare_render
+    from outrider.evaluation import compare_report as compare_render
 
     for name in ("compare_runs", "page"):
         (tmp_path / f"{name}.html.tmp").symlink_to(victim)
@@ -112,7 +112,7 @@ def test_a_file_taken_for_a_leftover_before_its_lock_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter([tmp_path / "first.tmp", tmp_path / "second.tmp"])
-    monkeypatch.setattr("outrider.atomic_io._temporary_name", lambda path: next(names))
+    monkeypatch.setattr("outrider.files._temporary_name", lambda path: next(names))
     lock = fcntl.flock
 
     def late(descriptor: int, operation: int) -> None:
@@ -120,6 +120,6 @@ def test_a_file_taken_for_a_leftover_before_its_lock_is_begun_anew(
             remove_leftovers(tmp_path)
         lock(descriptor, operation)
 
-    monkeypatch.setattr("outrider.file_lock.fcntl.flock", late)
+    monkeypatch.setattr("outrider.files.fcntl.flock", late)
     replace_file(tmp_path / "a", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from outrider import atomic_io
+from outrider import files as atomic_io
 from outrider.cli import main
 from outrider.config import load_settings, validate
 from outrider.engines.local import model
-from outrider.engines.model_names import require_known_model
+from outrider.engines.names import require_known_model
 from outrider.errors import ConfigError, ModelError
-from outrider.evals.benchmark.task_sets import find_benchmark
-from outrider.train import adaptation
-from outrider.train import launch as start
-from outrider.train.settings import RunSettings
-from outrider.train.state import run_directory
-from outrider.train.state.run_directory import RunDirectory
+from outrider.evaluation.tasks import find_benchmark
+from outrider.training import adaptation
+from outrider.training import run_dir as run_directory
+from outrider.training import setup as start
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "demo.toml"

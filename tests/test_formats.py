@@ -9,13 +9,12 @@ import pytest
 from outrider.config import load_settings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.webshop.catalogue import load_catalogue
-from outrider.evals.benchmark.task_sets import load_benchmark
-from outrider.memory.steps.sources import import_trajectories
+from outrider.evaluation.tasks import load_benchmark
+from outrider.memory.chat_files import import_trajectories
 from outrider.tools.browser.pages import PageCollection
 from outrider.tools.search import SearchTool, load_passages
-from outrider.train.data.experts import read_demonstrations
-from outrider.train.data.no_expert import require_experts
-from outrider.train.settings import RunSettings
+from outrider.training.experts import read_demonstrations, require_experts
+from outrider.training.settings import RunSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
 

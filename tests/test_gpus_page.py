@@ -12,7 +12,7 @@ import pytest
 from benchmarks import gpu
 from outrider import api, cli
 from outrider.commands import make_parser
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training.run_dir import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "howto" / "gpus.md", ROOT / "docs" / "gpu.md"]

@@ -22,15 +22,15 @@ from outrider.config import load_settings
 from outrider.engines.local.model import load_model
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import ConfigError, DataError, ModelError, OutriderError
-from outrider.evals.benchmark.task_sets import load_benchmark
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.memory.steps.sources import import_trajectories
+from outrider.evaluation.tasks import load_benchmark
+from outrider.memory.chat_files import import_trajectories
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.records import read_rows
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Step, Trajectory
-from outrider.watch.report import write_report
-from outrider.watch.traces import TraceRow, TraceWriter
+from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.report import write_report
 
 DEEP = "[" * 100_000
 HUGE = "9" * 400

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import CheckpointError, DataError, OutriderError
 from outrider.metrics import DECLARED, MetricsWriter, UndeclaredMetric, declared_metric
-from outrider.metrics.docs import metrics_page
+from outrider.metrics.registry import metrics_page
 
 RAPO_SECTION_12 = {
     "retrieval rate": ["retrieval/rate"],

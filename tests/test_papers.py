@@ -14,13 +14,14 @@ from benchmarks.diversity import make_parser as diversity_parser
 from benchmarks.learning import make_parser as learning_parser
 
 from outrider import api, cli
-from outrider.commands import buffers, viewing
+from outrider.commands import buffer as buffers
+from outrider.commands import view as viewing
 from outrider.environments.scienceworld.tasks import NUM_VARIATIONS
-from outrider.evals import critic_training
-from outrider.evals.compare import render as compare_render
-from outrider.train.data import buffer_commands
-from outrider.train.state.run_directory import RunDirectory
-from outrider.watch import report
+from outrider.evaluation import compare_report as compare_render
+from outrider.evaluation import critic_training
+from outrider.training import buffer_commands
+from outrider.training.run_dir import RunDirectory
+from outrider.viewer import report
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")

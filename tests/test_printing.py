@@ -16,8 +16,7 @@ from rich.text import Text
 import outrider
 from outrider.cli import main
 from outrider.config import Settings, load_settings, to_toml
-from outrider.printing import points, print_lines, score
-from outrider.terminal import Terminal
+from outrider.printing import Terminal, points, print_lines, score
 
 ESCAPES = "a\x1b[2Jb\x1b]0;owned\x07c\x9b31md\u202ee\x00\x7ff"
 

@@ -10,11 +10,10 @@ from pydantic import Field
 
 from outrider.cli import main
 from outrider.config import Settings, load_settings
-from outrider.plugins.names import BUILT_IN
-from outrider.plugins.registry import load_settings_class
+from outrider.plugins.registry import BUILT_IN, load_settings_class
 from outrider.resolved import Leaf, format_toml, key_sources, leaves
-from outrider.train.settings import RunSettings
-from outrider.train.state.same_settings import UNSEEN
+from outrider.training.run_dir import UNSEEN
+from outrider.training.settings import RunSettings
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 MOST = 60  # what a person reads

@@ -13,10 +13,8 @@ from pydantic import BaseModel
 from outrider.cli import main
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.plugins.names import BUILT_IN
-from outrider.plugins.presets import preset_types
-from outrider.plugins.registry import load_settings_class
-from outrider.train.settings import RunSettings
+from outrider.plugins.registry import BUILT_IN, load_settings_class, preset_types
+from outrider.training.settings import RunSettings
 
 BASE: dict[str, Any] = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}}
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.tokens.token_bytes import token_bytes, token_text
-from outrider.tokens.tokenizer import decode_text
+from outrider.tokens.tokenizer import decode_text, token_bytes, token_text
 from tests.tiny import tiny_tokenizer
 
 CORPUS = [

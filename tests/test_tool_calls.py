@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, describe_unwritable, read_turn
-from outrider.tokens.parsed import opened_thinking, split_thinking
+from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, describe_unwritable, read_turn
+from outrider.tokens.tool_calls import opened_thinking, split_thinking
 from outrider.types import Json, ToolCall, ToolSchema
 from tests.conversations import TOOLS
 

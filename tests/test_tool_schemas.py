@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, find_call_error, find_schema_flaw, read_turn
-from outrider.tools.described import trial_arguments, usage_line
+from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, find_call_error, read_turn
+from outrider.tokens.tool_calls import find_schema_flaw
+from outrider.tools.base import trial_arguments, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
 PLAIN = st.none() | st.booleans() | st.integers(-99, 99) | st.floats(-9, 9) | st.text(max_size=5)

@@ -20,24 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.common.loss_settings import ClipLoss
+from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.rapo.algorithm import Rapo, RapoSettings
-from outrider.algorithms.rapo.hook import RetrievalSettings
+from outrider.algorithms.loss_settings import ClipLoss
+from outrider.algorithms.retrieval import RetrievalSettings
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.attention import TreePlan
 from outrider.engines.local.model import LanguageModel
 from outrider.engines.local.sampling import request_stream, sample
 from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.update import UpdateSettings, update
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import update
 from outrider.types import Message, Step, Task, Trajectory
 from tests.tiny import tiny_tokenizer
 from tests.toy_result import Result

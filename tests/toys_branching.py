@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.algorithms.arpo.algorithm import Arpo, ArpoSettings
+from outrider.algorithms.exploration import Arpo, ArpoSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.config import validate
 from outrider.environments.base import EpisodeResult, StepResult

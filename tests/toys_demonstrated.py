@@ -5,8 +5,7 @@ environment in every step.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.rollout.demonstrations import join_demonstration
-from outrider.rollout.expert import play_experts
+from outrider.rollout.experts import join_demonstration, play_experts
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.types import Step, Task
 from tests.toys import ToyRun, expert_trajectory

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from outrider.environments.base import Environment, EpisodeResult, StepResult
-from outrider.environments.webshop.family import WebShopConfig
+from outrider.environments.webshop.environment import WebShopConfig
 from outrider.seeding import stream
 from outrider.tokens import Tokenizer
-from outrider.train.building import make_algorithm
-from outrider.train.settings import RunSettings, TrainSettings
+from outrider.training.settings import RunSettings, TrainSettings
+from outrider.training.setup import make_algorithm
 from outrider.types import Message, Step, Task, Trajectory
 from tests.toys import ACTIONS, ROOMS, Toy, ToyRun
 from tests.toys_memory import EAGER, GIVE_UP, PLACES, ReadingEngine, ReadingModel

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.algorithms.common.loss_settings import ClipLoss
-from outrider.algorithms.empo2.algorithm import Empo2, Empo2Settings
+from outrider.algorithms.exploration import Empo2, Empo2Settings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.loss_settings import ClipLoss
 from outrider.config import validate
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.attention import TreePlan
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
 from outrider.memory.tips import Key, TipMemory
 from outrider.seeding import stream
 from outrider.tokens import Tokenizer

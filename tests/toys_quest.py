@@ -15,19 +15,13 @@ from typing import Any, Final
 import torch
 
 from outrider.engines.base import Generation, Request
-from outrider.rollout.limits import Limits
+from outrider.rollout.base import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.seeding import stream
 from outrider.tokens import Tokenizer
 from outrider.types import Task, Trajectory
 from tests.toys import ACTIONS, ROOMS, Toy
-from tests.toys_expedition import (
-    Expedition,
-    ExpeditionFactory,
-    ExpeditionModel,
-    ExpeditionRun,
-    unrewarded,
-)
+from tests.toys_expedition import Expedition, ExpeditionFactory, ExpeditionModel, ExpeditionRun, unrewarded
 from tests.toys_memory import GIVE_UP, PLACES, ReadingEngine
 
 KINDS: Final = "mlchv"

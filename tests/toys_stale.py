@@ -8,8 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from outrider.algorithms.exploration import RapoSettings
 from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.rapo.algorithm import RapoSettings
 from outrider.engines.base import Generation, Request
 from outrider.seeding import stream
 from tests.toy_result import Result

@@ -6,17 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outrider.api import evaluate, evaluate_tasks, load_run
-    from outrider.api import train as train
+    from outrider.api import evaluate, evaluate_tasks, load_run, train
 
 __version__ = "0.3.0"
 __all__ = ["__version__", "evaluate", "evaluate_tasks", "load_run", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The API, at its first use. ``train`` is the package of that name, which can be called."""
-    if name == "train":
-        return import_module("outrider.train")
+    """Import the API at its first use."""
     if name in __all__:
         return getattr(import_module("outrider.api"), name)
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")

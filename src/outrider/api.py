@@ -15,20 +15,18 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from outrider.config import Settings, load_settings
-from outrider.config_paths import require_paths
+from outrider.config import Settings, load_settings, require_paths
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import add_search_folder, search_folders
-from outrider.plugins.names import Kind
-from outrider.plugins.record import require_kinds
-from outrider.plugins.registry import substitute
+from outrider.plugins.listing import require_kinds
+from outrider.plugins.registry import Kind, substitute
 from outrider.runs import Run
-from outrider.stopping import stop_on_interrupt
+from outrider.signals import stop_on_interrupt
 
 if TYPE_CHECKING:
-    from outrider.evals.benchmark.settings import EvalTasksSettings
-    from outrider.train.models import StartLearner, StartRemote
-    from outrider.train.settings import RunSettings
+    from outrider.evaluation.tasks import EvalTasksSettings
+    from outrider.training.settings import RunSettings
+    from outrider.training.setup import StartLearner, StartRemote
 
 Recipe: TypeAlias = "str | Path | Mapping[str, Any] | RunSettings"
 """A TOML file, its content as a mapping, or settings that were read before."""
@@ -79,8 +77,8 @@ def train(
         assert recipe is not None
         settings = run_settings(recipe, overrides=overrides, sections=sections)
         folder = _validate_run(run, settings)
-        from outrider.train.launch import run_training  # torch, which takes longer than all that came before
-        from outrider.train.state.run_directory import RunDirectory
+        from outrider.training.run_dir import RunDirectory
+        from outrider.training.setup import run_training
 
         opened = RunDirectory.create(folder, settings), settings
         with _stopping(folder, on_start) as stop:
@@ -127,7 +125,7 @@ def _resume(
     on_start: OnStart | None,
     again: Mapping[str, Mapping[str, Any]],
 ) -> Run:
-    from outrider.train.state.run_directory import RunDirectory
+    from outrider.training.run_dir import RunDirectory
 
     if run is not None:
         raise ConfigError("a resumed run keeps its model and its directory")
@@ -140,7 +138,7 @@ def _resume(
     except OutriderError:
         opened[0].release()
         raise
-    from outrider.train.launch import run_training
+    from outrider.training.setup import run_training
 
     with _stopping(folder, on_start) as stop:
         run_training(
@@ -156,10 +154,10 @@ def _resume(
 def _learner_factory(settings: "RunSettings") -> "StartLearner":
     """What makes the learner: Ray is loaded where several processes train, and nowhere else."""
     if settings.has_ranks:
-        from outrider.scale.start import sharded_learner
+        from outrider.distributed import sharded_learner
 
         return sharded_learner
-    from outrider.train.models import local_learner
+    from outrider.training.setup import local_learner
 
     return local_learner
 
@@ -168,7 +166,7 @@ def _remote_factory(settings: "RunSettings") -> "StartRemote | None":
     """What plays in other processes, where any does."""
     if not settings.cluster.is_remote:
         return None
-    from outrider.scale.start import remote_rollouts
+    from outrider.distributed import remote_rollouts
 
     return remote_rollouts
 
@@ -223,14 +221,14 @@ def evaluate(
             sections=sections,
         )
         folder = _validate_run(run, settings)
-        from outrider.train.state.run_directory import RunDirectory
+        from outrider.training.run_dir import RunDirectory
 
         if settings.evaluation.num_trials:
-            from outrider.train.adaptation import adapt
+            from outrider.training.adaptation import adapt
 
             adapt((RunDirectory.create(folder, settings), settings), progress=progress)
             return load_run(folder)
-        from outrider.train.launch import run_training
+        from outrider.training.setup import run_training
 
         opened = RunDirectory.create(folder, settings), settings
         run_training(opened, progress=progress, on_start=lambda stop: None)
@@ -242,12 +240,12 @@ def evaluate_tasks(
 ) -> int:
     """Evaluate on named task sets or an environment's own tasks (docs/evaluation.md); 0 where all was
     scored."""
-    from outrider.engines.model_names import require_known_model
+    from outrider.engines.names import require_known_model
 
     folder = _new_folder(run)
     if settings.model is not None:
         require_known_model(settings.model.name)
-    from outrider.evals.benchmark.run import evaluate_tasks as play
+    from outrider.evaluation.run import evaluate_tasks as play
 
     return play(settings, folder, progress=progress or _default_progress())
 
@@ -265,9 +263,9 @@ def run_settings(
     sections: Mapping[str, Any] | None = None,
 ) -> "RunSettings":
     """The checked settings of a recipe. Raises ConfigError."""
-    from outrider.algorithms.common.loss_settings import migrate_keys
-    from outrider.train.settings import RunSettings
-    from outrider.train.state.recorded import RECORD
+    from outrider.algorithms.loss_settings import migrate_keys
+    from outrider.training.run_dir import RECORD
+    from outrider.training.settings import RunSettings
 
     if isinstance(recipe, str | Path):
         file = Path(recipe)
@@ -323,9 +321,9 @@ def _plugin_sections(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
     """Refuses, before torch is imported, what can be refused without it; the new folder."""
-    from outrider.engines.model_names import require_known_model
-    from outrider.train.data.no_expert import require_experts
-    from outrider.train.state.run_directory import require_free
+    from outrider.engines.names import require_known_model
+    from outrider.training.experts import require_experts
+    from outrider.training.run_dir import require_free
 
     folder = _new_folder(run)
     require_free(folder)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from outrider.commands import make_parser
 from outrider.errors import ConfigError, OutriderError
 from outrider.printing import print_lines
-from outrider.stopping import exit_on_second_signal, is_interruption, reraise_lost_interrupts
+from outrider.signals import exit_on_second_signal, is_interruption, reraise_lost_interrupts
 
 Command = Callable[[argparse.Namespace], int]
 

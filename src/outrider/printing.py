@@ -4,7 +4,11 @@ alike.
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Final
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 _SAME: Final = 1e-9
 
@@ -18,7 +22,7 @@ def one_line(text: str) -> str:
 
 def print_lines(*lines: str, to_stderr: bool = False) -> None:
     """Print each on a line of its own, whatever it holds; tables go through
-    :class:`outrider.terminal.Terminal`.
+    :class:`outrider.printing.Terminal`.
     """
     stream = sys.stderr if to_stderr else sys.stdout
     encoding = stream.encoding or "utf-8"
@@ -63,3 +67,22 @@ def points(difference: float, low: float = math.nan, high: float = math.nan) -> 
 
 def _interval(low: float, high: float, form: str) -> str:
     return f" [{low:{form}}, {high:{form}}]" if math.isfinite(low) and math.isfinite(high) else ""
+
+
+# A terminal for tables: files, servers and models write what is shown, and none of it may steer it.
+
+
+class Terminal(Console):
+    """A console of rich that shows a space for every control character of a text: its own styles are the only
+    ones. Line breaks stay.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich has it; a table asks for its cells here before it measures them."""
+        for segment in super().render(renderable, options):
+            is_clean = segment.control is not None or segment.text.isprintable()
+            yield segment if is_clean else segment._replace(text=_clean(segment.text))
+
+
+def _clean(text: str) -> str:
+    return "\n".join(map(one_line, text.split("\n")))

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import DataError
-from outrider.json_lines import parsed, whole_lines
-from outrider.watch.run_directory import task_evaluation_message
+from outrider.files import parsed, whole_lines
+from outrider.viewer.run_reader import task_evaluation_message
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from outrider.train.settings import RunSettings
+    from outrider.training.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -35,7 +35,7 @@ class Run:
 
     def __repr__(self) -> str:
         """Folder, method, task, steps and the last score."""
-        from outrider.watch.run_summary import one_line_summary
+        from outrider.viewer.summary import one_line_summary
 
         return f"<Run {self.path}: {one_line_summary(self.path)}>"
 
@@ -47,7 +47,7 @@ class Run:
     @property
     def settings(self) -> "RunSettings":
         """The same, checked. Raises ConfigError where a plug-in cannot be imported."""
-        from outrider.train.state.recorded import recorded_settings
+        from outrider.training.run_dir import recorded_settings
 
         return recorded_settings(self.path / "config.toml")
 
@@ -75,7 +75,7 @@ class Run:
 
     def steps(self) -> tuple[int, ...]:
         """Training steps with traces on file."""
-        from outrider.watch.traces import TraceReader
+        from outrider.viewer.records import TraceReader
 
         return TraceReader(self.path / "traces").steps()
 
@@ -94,8 +94,7 @@ class Run:
         """
         import pyarrow as pa
 
-        from outrider.watch.rollout_rows import ROLLOUT_SCHEMA, ROLLOUTS, read_rollouts
-        from outrider.watch.step_files import StepFiles, step_file
+        from outrider.viewer.records import ROLLOUT_SCHEMA, ROLLOUTS, StepFiles, read_rollouts, step_file
 
         if step is not None:
             return read_rollouts(self.path, step_file(step))
@@ -105,8 +104,7 @@ class Run:
 
     def evaluation_rollouts(self, number: int) -> "pa.Table":
         """Those of the evaluation in row ``number`` of :meth:`evaluations`."""
-        from outrider.watch.rollout_rows import read_rollouts
-        from outrider.watch.step_files import evaluation_file
+        from outrider.viewer.records import evaluation_file, read_rollouts
 
         return read_rollouts(self.path, evaluation_file(number))
 
@@ -114,15 +112,13 @@ class Run:
         """The expert rollouts of the cold start, one per row, as of :meth:`rollouts`. Raises DataError for a
         run without any on file.
         """
-        from outrider.watch.rollout_rows import read_rollouts
-        from outrider.watch.step_files import EXPERTS_FILE
+        from outrider.viewer.records import EXPERTS_FILE, read_rollouts
 
         return read_rollouts(self.path, EXPERTS_FILE)
 
     def memory_changes(self, step: int) -> "pa.Table":
         """What a training step brought into memories and took out of them; no row where nothing changed."""
-        from outrider.watch.memory_rows import MEMORY, MEMORY_SCHEMA
-        from outrider.watch.step_files import StepFiles, step_file
+        from outrider.viewer.records import MEMORY, MEMORY_SCHEMA, StepFiles, step_file
 
         files = StepFiles(self.path / MEMORY)
         if step not in files.steps():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.algorithms.base import GroupAdvantages
-from outrider.algorithms.gigpo.algorithm import Gigpo, GigpoSettings
+from outrider.algorithms.gigpo import Gigpo, GigpoSettings
 from outrider.config import validate
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Task

@@ -12,18 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.common.losses import (
+from outrider.algorithms.losses import (
     Aggregation,
     clipped_surrogate_per_token,
     kl_per_token,
     token_weights,
     weighted_loss,
 )
-from outrider.algorithms.common.ratios import ImportanceStats, log_ratio, shaped_ratio
-from outrider.algorithms.common.sampler_correction import correction_stats, sampler_weights_per_token
-from outrider.algorithms.rapo.formulas import retrieval_ratio_scale
-from outrider.train.update.metric_accumulator import MetricAccumulator
-from outrider.train.update.success_term import sft_loss, success_weights
+from outrider.algorithms.retrieval import retrieval_ratio_scale
+from outrider.algorithms.sampler_correction import (
+    ImportanceStats,
+    correction_stats,
+    log_ratio,
+    sampler_weights_per_token,
+    shaped_ratio,
+)
+from outrider.training.update import sft_loss, success_weights
+from outrider.training.update_metrics import MetricAccumulator
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case

@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.algorithm import Algorithm, Augmentation, TaskChoice
-from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
-from outrider.algorithms.common.token_loss import TokenLoss, TokenLossInputs
-from outrider.algorithms.empo2.algorithm import Empo2
+from outrider.algorithms.base import (
+    Algorithm,
+    Augmentation,
+    ObjectiveSettings,
+    OffPolicyObjective,
+    TaskChoice,
+)
+from outrider.algorithms.exploration import Empo2
+from outrider.algorithms.losses import TokenLoss, TokenLossInputs
 from outrider.algorithms.luffy import LuffySettings
-from outrider.algorithms.rollout_replay.algorithm import RolloutReplay
-from outrider.train.learning_settings import UpdateSettings
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.update import update
+from outrider.algorithms.rollout_replay import RolloutReplay
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import update
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import random_trace
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo.algorithm import PRESETS, Arpo, ArpoSettings
-from outrider.algorithms.arpo.formulas import (
+from outrider.algorithms.entropy_branching import (
+    BranchHook,
     branch_probability,
     branches,
     entropy_advantage_factors,
@@ -21,9 +21,9 @@ from outrider.algorithms.arpo.formulas import (
     segment_entropy,
     truncated_entropy,
 )
-from outrider.algorithms.arpo.hook import BranchHook
-from outrider.algorithms.common.losses import clipped_surrogate_per_token, clipped_surrogate_shared_per_token
-from outrider.algorithms.rapo.algorithm import RapoSettings
+from outrider.algorithms.exploration import ARPO_PRESETS as PRESETS
+from outrider.algorithms.exploration import Arpo, ArpoSettings, RapoSettings
+from outrider.algorithms.losses import clipped_surrogate_per_token, clipped_surrogate_shared_per_token
 from outrider.config import validate
 from outrider.environments.base import StepResult
 from outrider.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.algorithms.base import Attribution, assign_advantages, outcome_advantages
 from outrider.trace import Leaf, Node, Trace
-from outrider.train.update.pack import RolloutPath, advantages_by_rollout
+from outrider.training.packing import RolloutPath, advantages_by_rollout
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="assistant", content="")

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.arpo.formulas import branches
-from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
+from outrider.algorithms.entropy_branching import BranchHook, BranchSettings, branches
 from outrider.engines.base import Request
-from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, EpisodeConfig
+from outrider.environments.tool_qa.episodes import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
 from outrider.errors import ToolFault
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput

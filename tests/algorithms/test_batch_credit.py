@@ -13,15 +13,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.algorithm import Algorithm
-from outrider.algorithms.base import assign_advantages, group_advantages
-from outrider.algorithms.common.group_settings import GroupSettings
-from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusSettings
+from outrider.algorithms.base import Algorithm, assign_advantages, group_advantages
+from outrider.algorithms.grpo import (
+    GroupSettings,
+    Grpo,
+    GrpoSettings,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusSettings,
+)
 from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.trace import Leaf, Trace
-from outrider.train.update import advantage_stage
+from outrider.training import trainer as advantage_stage
 from outrider.types import Outcome
 from tests.algorithms.grouped import Played, grouped, token_credit, trace_of
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.arpo.formulas import (
+from outrider.algorithms.entropy_branching import (
     branch_probability,
     branches,
     entropy_advantage_factors,
     first_wave_budget,
+    require_countable,
     segment_entropy,
     truncated_entropy,
 )
-from outrider.algorithms.arpo.hook import require_countable
-from outrider.algorithms.common.loss_settings import (
+from outrider.algorithms.loss_settings import (
     CispoLoss,
     ClipLoss,
     GppoLoss,

@@ -11,22 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo.hook import BranchHook
-from outrider.algorithms.combined.algorithm import Combined
-from outrider.algorithms.combined.settings import CombinedSettings
-from outrider.algorithms.empo2.algorithm import Empo2Settings
-from outrider.algorithms.empo2.hook import TipHook
-from outrider.algorithms.empo2.modes import PLAIN, tip_mode
-from outrider.algorithms.rapo.algorithm import RapoSettings
-from outrider.algorithms.rapo.credit import retrieved_share
-from outrider.algorithms.rapo.hook import RetrievalHook
+from outrider.algorithms.entropy_branching import BranchHook
+from outrider.algorithms.exploration import Combined, CombinedSettings, Empo2Settings, RapoSettings
+from outrider.algorithms.retrieval import RetrievalHook, retrieved_share
+from outrider.algorithms.tips import PLAIN, TipHook, tip_mode
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.memory.embedder import HashEmbedder, load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.modes import HYBRID, has_part
+from outrider.memory.embedders import HashEmbedder, load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.rollout.base import HYBRID, has_part
 from outrider.trace import Trace, without_memory
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Task
 from tests.golden.cases import BUFFER, FORKS, MEMORY, recipe
 from tests.golden.record import play_tree, write_inputs

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.algorithms.combined.algorithm import Combined
-from outrider.algorithms.combined.settings import CombinedSettings
-from outrider.algorithms.common.token_loss import TokenLossInputs
+from outrider.algorithms.exploration import Combined, CombinedSettings
+from outrider.algorithms.losses import TokenLossInputs
 from outrider.config import validate
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
 from outrider.trace import Leaf, Node, Trace
-from outrider.train.update.metric_accumulator import MetricAccumulator
-from outrider.train.update.pack import pack
-from outrider.train.update.update import rollout_paths
+from outrider.training.packing import pack
+from outrider.training.update import rollout_paths
+from outrider.training.update_metrics import MetricAccumulator
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="assistant", content="")

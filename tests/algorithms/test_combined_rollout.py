@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.algorithms.combined.algorithm import Combined
-from outrider.algorithms.combined.settings import CombinedSettings
+from outrider.algorithms.exploration import Combined, CombinedSettings
 from outrider.config import validate
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
-from outrider.memory.embedder import HashEmbedder, load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.limits import Limits
+from outrider.memory.embedders import HashEmbedder, load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.rollout.base import Limits
 from outrider.trace import Node, Trace, policy_turns, without_memory
-from outrider.train.update.pack import pack
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.update import rollout_paths
+from outrider.training.packing import pack
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings
+from outrider.training.update import rollout_paths
 from outrider.types import Origin, Role, Step, Trajectory
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
 from tests.tiny import tiny_model

@@ -4,6 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.algorithms.advantages import (
+    group_normalized_advantages_per_rollout,
+    leave_one_out_advantages_per_rollout,
+)
 from outrider.algorithms.base import (
     ObjectiveSettings,
     assign_advantages,
@@ -11,12 +15,8 @@ from outrider.algorithms.base import (
     outcome_advantages,
     total_returns,
 )
-from outrider.algorithms.common.advantages import (
-    group_normalized_advantages_per_rollout,
-    leave_one_out_advantages_per_rollout,
-)
-from outrider.algorithms.common.group_settings import GroupSettings
-from outrider.algorithms.common.loss_settings import CispoLoss
+from outrider.algorithms.grpo import GroupSettings
+from outrider.algorithms.loss_settings import CispoLoss
 from outrider.trace import Leaf, Share, Trace
 from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.grouped import Played, trace_of

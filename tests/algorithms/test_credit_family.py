@@ -12,14 +12,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.common.advantages import (
-    group_normalized_advantages_per_rollout,
-    leave_one_out_advantages_per_rollout,
-)
-from outrider.algorithms.common.batch_advantages import (
+from outrider.algorithms.advantages import (
     batch_scaled_advantages_per_rollout,
     difficulty_probabilities,
+    group_normalized_advantages_per_rollout,
     groups_with_spread,
+    leave_one_out_advantages_per_rollout,
     leave_one_out_batch_normalized_advantages_per_rollout,
     mixed_group_advantages_per_rollout,
     overlong_penalty,
@@ -31,7 +29,7 @@ from outrider.algorithms.common.batch_advantages import (
     tree_advantages_per_leaf,
     whitened_per_token,
 )
-from outrider.algorithms.gigpo.formulas import episode_advantages_per_turn
+from outrider.algorithms.gigpo import episode_advantages_per_turn
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case

@@ -13,20 +13,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.base import OffPolicyObjective
-from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.common.loss_kinds import without_tips_mask
-from outrider.algorithms.common.losses import clipped_surrogate_per_token
-from outrider.algorithms.empo2.algorithm import Empo2Settings
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook, clean_reflection, record_text, render_tips
-from outrider.algorithms.empo2.modes import ModeSchedule, mode_of_draw
-from outrider.algorithms.empo2.novelty import CountNovelty, visit_bonus
-from outrider.algorithms.empo2.tips import intrinsic_return, never_shows_a_tip, visited_states
+from outrider.algorithms.exploration import Empo2Settings
+from outrider.algorithms.losses import clipped_surrogate_per_token, without_tips_mask
+from outrider.algorithms.tips import (
+    CountNovelty,
+    MemorySettings,
+    ModeSchedule,
+    TipHook,
+    clean_reflection,
+    intrinsic_return,
+    mode_of_draw,
+    never_shows_a_tip,
+    record_text,
+    render_tips,
+    visit_bonus,
+    visited_states,
+)
 from outrider.config import load_settings, validate
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
 from outrider.trace import Trace
-from outrider.train.data.task_sampling import TaskOrder
-from outrider.train.settings import RunSettings
+from outrider.training.data import TaskOrder
+from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.tip_groups import algorithm, played, vector
 

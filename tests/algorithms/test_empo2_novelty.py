@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from outrider.algorithms.empo2.algorithm import Empo2Settings
-from outrider.algorithms.empo2.novelty import CountNovelty, DistilledNovelty
+from outrider.algorithms.exploration import Empo2Settings
+from outrider.algorithms.tips import CountNovelty, DistilledNovelty
 from outrider.config import validate
-from outrider.memory.embedder import HashEmbedder
-from outrider.metrics.declared import declared_metric
+from outrider.memory.embedders import HashEmbedder
+from outrider.metrics.registry import declared_metric
 from outrider.trace import Trace
 from tests.algorithms.tip_groups import algorithm, played
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook
-from outrider.algorithms.gigpo.formulas import discounted_returns_per_turn, episode_advantages_per_turn
+from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
+from outrider.algorithms.gigpo import discounted_returns_per_turn, episode_advantages_per_turn
+from outrider.algorithms.tips import MemorySettings, TipHook
 from outrider.config import validate
-from outrider.evals.significance import paired_test
-from outrider.memory.embedder import HashEmbedder
+from outrider.evaluation.statistics import paired_test
+from outrider.memory.embedders import HashEmbedder
 from tests.algorithms.gigpo_groups import Episode, credited, flat
 from tests.algorithms.tip_groups import algorithm, played, vector
 

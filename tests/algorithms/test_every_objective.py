@@ -11,21 +11,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo.algorithm import PRESETS as ARPO_PRESETS
 from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings
-from outrider.algorithms.common.loss_settings import CispoLoss, ClipLoss, SamplerCorrection
-from outrider.algorithms.common.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
-from outrider.algorithms.common.ratios import LOG_RATIO_LIMIT
-from outrider.algorithms.empo2.algorithm import PRESETS as EMPO2_PRESETS
+from outrider.algorithms.exploration import ARPO_PRESETS, EMPO2_PRESETS
+from outrider.algorithms.loss_settings import CispoLoss, ClipLoss, SamplerCorrection
 from outrider.algorithms.luffy import PRESETS as LUFFY_PRESETS
-from outrider.algorithms.rollout_replay.algorithm import PRESETS as REPLAY_PRESETS
+from outrider.algorithms.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
+from outrider.algorithms.rollout_replay import PRESETS as REPLAY_PRESETS
+from outrider.algorithms.sampler_correction import LOG_RATIO_LIMIT
 from outrider.algorithms.tree_grpo import PRESETS as TREE_PRESETS
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.plugins.names import BUILT_IN
+from outrider.plugins.registry import BUILT_IN
 from outrider.trace import Trace
-from outrider.train.building import make_algorithm
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
+from outrider.training.setup import make_algorithm
 from tests.algorithms.grouped import Played, token_credit, trace_of
 from tests.objectives import nested
 

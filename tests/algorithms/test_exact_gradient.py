@@ -17,13 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.algorithms.common.advantages import leave_one_out_advantages_per_rollout
-from outrider.algorithms.common.losses import (
-    Aggregation,
-    clipped_surrogate_per_token,
-    token_weights,
-    weighted_loss,
-)
+from outrider.algorithms.advantages import leave_one_out_advantages_per_rollout
+from outrider.algorithms.losses import Aggregation, clipped_surrogate_per_token, token_weights, weighted_loss
 
 
 def load_benchmark() -> ModuleType:

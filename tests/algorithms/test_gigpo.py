@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.gigpo.algorithm import Gigpo, GigpoSettings
-from outrider.algorithms.gigpo.formulas import (
+from outrider.algorithms.gigpo import (
+    Gigpo,
+    GigpoSettings,
     anchor_groups,
     discounted_returns_per_turn,
     episode_advantages_per_turn,

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from outrider.algorithms.gigpo.algorithm import Gigpo, GigpoSettings, reward_without_step, step_returns
+from outrider.algorithms.gigpo import Gigpo, GigpoSettings, reward_without_step, step_returns
 from outrider.config import to_toml, validate
 from outrider.errors import ConfigError
 from outrider.trace import Trace, policy_turns

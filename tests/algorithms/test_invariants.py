@@ -12,11 +12,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.algorithm import Algorithm
-from outrider.algorithms.common.losses import clipped_surrogate_per_token
-from outrider.algorithms.common.presets import GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
-from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusSettings
+from outrider.algorithms.base import Algorithm
+from outrider.algorithms.grpo import Grpo, GrpoSettings, ReinforcePlusPlus, ReinforcePlusPlusSettings
+from outrider.algorithms.losses import clipped_surrogate_per_token
+from outrider.algorithms.presets import GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
 from outrider.config import validate
 from tests.algorithms.grouped import Played, token_credit, trace_of
 

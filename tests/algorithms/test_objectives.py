@@ -14,21 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.common.losses import (
+from outrider.algorithms.losses import (
     TokenLoss,
-    clipped_surrogate_per_token,
-    token_weights,
-    weighted_loss,
-)
-from outrider.algorithms.common.objectives import (
     cispo_per_token,
+    clipped_surrogate_per_token,
     gppo_per_token,
     gspo_per_token,
     luffy_per_token,
     reinforce_per_token,
     replay_centred_per_token,
+    token_weights,
+    weighted_loss,
 )
-from outrider.algorithms.common.ratios import log_ratio
+from outrider.algorithms.sampler_correction import log_ratio
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case

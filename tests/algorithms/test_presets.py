@@ -7,8 +7,15 @@ from typing import Any, get_args
 
 import pytest
 
-from outrider.algorithms.common.group_settings import GroupSettings
-from outrider.algorithms.common.presets import (
+from outrider.algorithms.gigpo import GigpoSettings
+from outrider.algorithms.grpo import (
+    GroupSettings,
+    Grpo,
+    GrpoSettings,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusSettings,
+)
+from outrider.algorithms.presets import (
     GIGPO_PRESETS,
     GRPO_PRESETS,
     REINFORCE_PLUS_PLUS_PRESETS,
@@ -16,12 +23,9 @@ from outrider.algorithms.common.presets import (
     GrpoPreset,
     ReinforcePlusPlusPreset,
 )
-from outrider.algorithms.gigpo.algorithm import GigpoSettings
-from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusSettings
 from outrider.config import to_toml, validate
 from outrider.errors import ConfigError
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "objectives.md"
 SHORT = {

@@ -4,10 +4,10 @@ from typing import Literal, cast
 
 import pytest
 
-from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
-from outrider.algorithms.rapo.algorithm import Rapo, RapoSettings
-from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings, scheduled_probability
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
+from outrider.algorithms.exploration import Rapo, RapoSettings
+from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings, scheduled_probability
+from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.trace import Leaf, Trace
 from outrider.types import Message, Origin, Outcome, Task
 

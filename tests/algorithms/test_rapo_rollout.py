@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
+from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
+from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.rapo.algorithm import Rapo, RapoSettings
-from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings, scheduled_probability
+from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings, scheduled_probability
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.metrics.declared import declared_metric
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.metrics.registry import declared_metric
+from outrider.rollout.base import Limits
 from outrider.rollout.hooks import EpisodeState
-from outrider.rollout.limits import Limits
 from outrider.trace import Leaf, Node, Trace
-from outrider.train.metrics.step_metrics import retrieval_metrics
+from outrider.training.step_metrics import retrieval_metrics
 from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
 

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.algorithms.common.losses import Aggregation, token_weights
-from outrider.algorithms.common.objectives import SequenceForm, gspo_per_token
-from outrider.algorithms.common.ratios import log_ratio
-from outrider.algorithms.common.sampler_correction import Scope, Statistic, rejection_mask_per_token
+from outrider.algorithms.losses import Aggregation, SequenceForm, gspo_per_token, token_weights
+from outrider.algorithms.sampler_correction import Scope, Statistic, log_ratio, rejection_mask_per_token
 
 UNFIT = pytest.mark.parametrize(
     ("new", "old"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.rejection import Rejection, RejectionSettings
+from outrider.algorithms.grpo import Rejection, RejectionSettings
 from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.trace import Trace

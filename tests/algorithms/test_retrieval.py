@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.common.losses import clipped_surrogate_per_token
-from outrider.algorithms.rapo.formulas import (
+from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
+from outrider.algorithms.losses import clipped_surrogate_per_token
+from outrider.algorithms.retrieval import (
     combined_advantages_per_rollout,
     retrieval_advantages_per_rollout,
     retrieval_factors_per_rollout,

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.rapo.algorithm import Rapo, RapoSettings
-from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings
+from outrider.algorithms.exploration import Rapo, RapoSettings
+from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings
 from outrider.environments.base import play_steps
-from outrider.environments.webshop import text as webshop_text
-from outrider.environments.webshop.family import WebShopConfig, WebShopTaskSet
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.environments.webshop import environment as webshop_text
+from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.expert import to_trajectory
-from outrider.rollout.limits import Limits
+from outrider.rollout.experts import to_trajectory
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace

@@ -7,21 +7,30 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from outrider.algorithms.retrospex.critic import Critic, Networks
-from outrider.algorithms.retrospex.iql import (
+from outrider.algorithms.retrospex import (
+    PRESETS,
+    CriticSettings,
+    RetrospexSettings,
+    Situation,
+    encode_turns,
+    policy_weight,
+    probability,
+    rescore,
+    to_transitions,
+)
+from outrider.algorithms.retrospex_critic import (
     Batch,
+    Critic,
+    Networks,
     expectile_loss,
     quality_loss,
     train,
     update_target,
     value_loss,
 )
-from outrider.algorithms.retrospex.rescoring import policy_weight, probability, rescore
-from outrider.algorithms.retrospex.settings import PRESETS, CriticSettings, RetrospexSettings
-from outrider.algorithms.retrospex.situations import Situation, encode_turns, to_transitions
 from outrider.config import validate
 from outrider.errors import DataError
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
 from outrider.types import Message, Step, Trajectory
 from tests.algorithms.tip_groups import vector
 

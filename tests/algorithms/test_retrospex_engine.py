@@ -11,22 +11,26 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from outrider.algorithms.reflexion import ReflexionHook
-from outrider.algorithms.retrospex.critic import Critic, Networks, load_critic
-from outrider.algorithms.retrospex.engine import RescoringEngine
-from outrider.algorithms.retrospex.settings import CriticSettings, RetrospexSettings
-from outrider.algorithms.retrospex.situations import Situation, to_transitions
+from outrider.algorithms.retrospex import (
+    CriticSettings,
+    RescoringEngine,
+    RetrospexSettings,
+    Situation,
+    to_transitions,
+)
+from outrider.algorithms.retrospex_critic import Critic, Networks, load_critic
 from outrider.config import validate
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError, EnvironmentFault
-from outrider.evals.recorded import build_trajectories
-from outrider.memory.embedder import HashEmbedder, load_embedder
-from outrider.rollout.limits import Limits
+from outrider.evaluation.recorded import build_trajectories
+from outrider.memory.embedders import HashEmbedder, load_embedder
+from outrider.rollout.base import Limits
 from outrider.tokens import ChatRenderer, decode_text
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import trace_rows
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
+from outrider.training.step_records import trace_rows
 from outrider.types import Message
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, tasks
 

@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.algorithms.common.batch_advantages import difficulty_probabilities
-from outrider.algorithms.rollout_replay.algorithm import RolloutReplay, RolloutReplaySettings
-from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restore_groups, snapshot_groups
+from outrider.algorithms.advantages import difficulty_probabilities
+from outrider.algorithms.rollout_replay import (
+    RolloutReplay,
+    RolloutReplaySettings,
+    StoredGroup,
+    restore_groups,
+    snapshot_groups,
+)
 from outrider.config import validate
 from outrider.errors import CheckpointError
 from outrider.trace import Leaf, Trace

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.common.losses import clipped_surrogate_per_token, token_weights, weighted_loss
-from outrider.algorithms.common.sampler_correction import (
+from outrider.algorithms.losses import clipped_surrogate_per_token, token_weights, weighted_loss
+from outrider.algorithms.sampler_correction import (
     Level,
     correction_stats,
     importance_weights_per_token,

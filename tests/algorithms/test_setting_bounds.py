@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.arpo.hook import BranchSettings
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
-from outrider.algorithms.common.group_settings import DynamicSamplingSettings, GroupSettings, OverlongSettings
-from outrider.algorithms.common.loss_settings import (
+from outrider.algorithms.entropy_branching import BranchSettings
+from outrider.algorithms.exploration import RapoSettings
+from outrider.algorithms.grpo import DynamicSamplingSettings, GroupSettings, GrpoSettings, OverlongSettings
+from outrider.algorithms.loss_settings import (
     CispoLoss,
     ClipLoss,
     GppoLoss,
@@ -20,12 +21,10 @@ from outrider.algorithms.common.loss_settings import (
     SamplerCorrection,
     migrate_algorithm_keys,
 )
-from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.rapo.algorithm import RapoSettings
-from outrider.algorithms.rapo.hook import RetrievalSettings
+from outrider.algorithms.retrieval import RetrievalSettings
 from outrider.config import Settings, validate
 from outrider.errors import ConfigError
-from outrider.train.update.update import UpdateSettings
+from outrider.training.settings import UpdateSettings
 
 CLIP: dict[str, Any] = {
     "type": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "keep_clipped_gradient": False,

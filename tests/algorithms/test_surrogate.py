@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.common.losses import (
+from outrider.algorithms.losses import (
     clipped_surrogate_per_token,
     clipped_surrogate_shared_per_token,
     kl_per_token,

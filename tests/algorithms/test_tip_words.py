@@ -6,14 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.empo2.environment_tips import environment_tip
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook
-from outrider.algorithms.empo2.modes import PLAIN, TIPS_ON
-from outrider.environments.house.family import HouseConfig, HouseTaskSet
-from outrider.environments.house.plan import make_house
-from outrider.environments.scienceworld.text import render_action
-from outrider.memory.embedder import HashEmbedder
-from outrider.rollout.limits import Limits
+from outrider.algorithms.tips import PLAIN, TIPS_ON, MemorySettings, TipHook, environment_tip
+from outrider.environments.house import HouseConfig, HouseTaskSet, make_house
+from outrider.environments.scienceworld.tasks import render_action
+from outrider.memory.embedders import HashEmbedder
+from outrider.rollout.base import Limits
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Task

@@ -11,24 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
+from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.tree_grpo import TreeGrpo, TreeGrpoSettings
 from outrider.config import load_settings, validate
 from outrider.errors import ConfigError
-from outrider.rollout.limits import Limits
+from outrider.rollout.base import Limits
 from outrider.trace import Trace
-from outrider.train.settings import RunSettings
-from outrider.train.update.pack import RolloutPath
-from outrider.train.update.update import UpdateSettings, update
+from outrider.training.packing import RolloutPath
+from outrider.training.settings import RunSettings, UpdateSettings
+from outrider.training.update import update
 from tests.objectives import nested
 from tests.rollout.fakes import Factory, scheduler, tasks
 from tests.rollout.test_branch import Copying, answers
 from tests.rollout.test_scheduler import chatty
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (  # noqa: F401
+from tests.train.test_pack_update import (
     Recorder,
     assert_equal_gradients,
-    double_precision,
     eager,
     gradients_of,
     padded_logprobs,

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outrider.algorithms.empo2.algorithm import Empo2, Empo2Settings
+from outrider.algorithms.exploration import Empo2, Empo2Settings
 from outrider.config import validate
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
 from outrider.trace import Leaf, Trace
 from outrider.types import Message, Origin, Outcome, Task
 

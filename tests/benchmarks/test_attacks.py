@@ -7,7 +7,7 @@ from benchmarks.attack_inputs import CHECKS
 from benchmarks.attack_programs import PROGRAMS
 
 from benchmarks import attacks
-from outrider.tools import sandbox
+from outrider.tools.python import sandbox
 
 needs_locks = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
 SHORT = 5

@@ -9,7 +9,7 @@ from benchmarks.demo_beside import charts, heads, read_pairs, read_training, row
 
 from outrider.errors import DataError
 from outrider.rollout.evaluate import interval as wilson
-from outrider.watch.curves import svg_chart
+from outrider.viewer.report_parts import svg_chart
 
 TASKS = [f"task {number}" for number in range(40)]
 

@@ -12,7 +12,7 @@ from benchmarks.diversity import main
 from benchmarks.diversity_clusters import Points, count, num_clusters, projected, steps_by_task
 
 from outrider.types import Origin, Outcome
-from outrider.watch.traces import TraceRow, TraceWriter
+from outrider.viewer.records import TraceRow, TraceWriter
 
 needs_sklearn = pytest.mark.skipif(
     find_spec("sklearn") is None, reason="the extra 'diversity' is not installed"

@@ -11,7 +11,7 @@ from benchmarks.figure_records import Score, render_all
 from benchmarks.figures import differences, main, rewritten
 
 from outrider.errors import DataError, PackError
-from outrider.evals.pack.make import make_pack
+from outrider.evaluation.packs import make_pack
 from outrider.types import Json
 from tests.evals.pack_runs import write_exact, write_questions, write_run
 

@@ -23,7 +23,7 @@ from benchmarks.speed_update import Shape, batches
 
 from benchmarks import gpu
 from outrider.engines.base import FinishReason, Generation
-from outrider.planning.read_shape import shape_from_config
+from outrider.planning.shape import shape_from_config
 
 ROOT = Path(__file__).parents[2]
 NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -169,8 +169,8 @@ def test_operations_are_those_that_torch_counts() -> None:
     """Of the layers' products and the head; what torch counts of attention depends on the kernel."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from outrider.train.learning_settings import OptimizerSettings
-    from outrider.train.update.policy import Policy
+    from outrider.training.policy import Policy
+    from outrider.training.settings import OptimizerSettings
 
     made = make_model("tiny", device="cpu", dtype=torch.float32)
     policy = Policy(made.language_model, OptimizerSettings())

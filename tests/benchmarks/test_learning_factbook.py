@@ -21,11 +21,11 @@ from benchmarks.learning_factbook import (
 from benchmarks.learning_tables import factbook_notes, factbook_table
 
 from benchmarks import learning
-from outrider.algorithms.empo2.algorithm import Empo2Settings
+from outrider.algorithms.exploration import Empo2Settings
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import MetricsWriter
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "factbook-two-hops.toml"
 TASKS = [f"task-{number}" for number in range(80)]

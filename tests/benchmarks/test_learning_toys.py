@@ -13,7 +13,7 @@ from benchmarks.learning_toys import ARENAS, Arena, load_result, play, play_all,
 
 from benchmarks import learning, learning_toys
 from outrider.errors import ConfigError, DataError
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from tests.toy_result import Result
 from tests.toys_quest import QuestToy
 

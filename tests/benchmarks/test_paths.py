@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.paths import PATHS, paths_of, rows, written_by
 
 from outrider.engines.local.model import load_model
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from tests.tiny import save_tiny_model
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.algorithms.empo2.algorithm import Empo2Settings
-from outrider.algorithms.empo2.tips import never_shows_a_tip
+from outrider.algorithms.exploration import Empo2Settings
+from outrider.algorithms.tips import never_shows_a_tip
 from outrider.config import load_settings
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ from benchmarks.soak_measure import descendants, growth, held
 
 from benchmarks import soak, soak_faults
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.train import launch as start
-from outrider.train.trainer import Trainer
+from outrider.training import setup as start
+from outrider.training.trainer import Trainer
 
 
 def test_a_run_in_which_everything_breaks_gives_all_back_and_the_command_continues(

@@ -23,14 +23,14 @@ from benchmarks import tips_counterfactual as counterfactual
 from outrider.config import load_settings
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.scienceworld.text import render_action
+from outrider.environments.scienceworld.tasks import render_action
 from outrider.errors import ConfigError
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
 from outrider.trace import Trace
-from outrider.train.building import build
-from outrider.train.components import Components
-from outrider.train.data.imitation import expert_rollouts, replay_with_tips
-from outrider.train.settings import RunSettings
+from outrider.training.cold_start import expert_rollouts, replay_with_tips
+from outrider.training.components import Components
+from outrider.training.settings import RunSettings
+from outrider.training.setup import build
 from outrider.types import Origin
 from tests.tiny import tiny_model
 

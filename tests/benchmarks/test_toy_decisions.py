@@ -12,7 +12,7 @@ import torch
 from benchmarks.decisions import Lock, rewarded
 from benchmarks.toy_decisions import HEADER, SERIES, Series, row
 
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from outrider.types import Origin
 from tests.toy_result import Result
 from tests.toys import ACTIONS, ROOMS, Toy, ToyRun, grpo, play, rapo

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 import outrider
 from outrider.errors import DataError
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.trace import Origin
-from outrider.train.models import load_weights, make_policy
-from outrider.train.update.policy import Policy
-from outrider.watch.traces import TraceReader
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.training.policy import Policy
+from outrider.training.setup import load_weights, make_policy
+from outrider.types import Origin
+from outrider.viewer.records import TraceReader
 from tests.compat.commands import LAST, Said, done, refused
 
 

@@ -8,10 +8,10 @@ from docsite.plugins import all_metrics_page, plugins_page
 from docsite.reference import PAGES, settings_page
 
 from outrider.metrics import DECLARED
-from outrider.metrics.docs import metrics_page
-from outrider.plugins import listing, names
-from outrider.plugins.names import BUILT_IN, KINDS
-from outrider.plugins.registry import load_settings_class, settings_base
+from outrider.metrics.registry import metrics_page
+from outrider.plugins import listing
+from outrider.plugins import registry as names
+from outrider.plugins.registry import BUILT_IN, KINDS, load_settings_class, settings_base
 
 
 def _row(page: str, name: str) -> list[str]:

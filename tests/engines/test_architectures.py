@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engines.base import Request
-from outrider.engines.local.choice import make_engine
+from outrider.engines.local.engine import make_engine
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import ModelError
 from outrider.trace import Leaf, Share, Trace
-from outrider.train.learning_settings import OptimizerSettings
-from outrider.train.update.pack import pack
-from outrider.train.update.policy import Policy
-from outrider.train.update.update import rollout_paths
+from outrider.training.packing import pack
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings
+from outrider.training.update import rollout_paths
 from outrider.types import Message, Origin, Outcome, Task
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.engines.chat.engine import ChatEndpoint, ChatReply, EndpointSettings
-from outrider.engines.chat.wire import reply_text, wire_messages
+from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings, reply_text, wire_messages
 from outrider.errors import ConfigError, EngineFault, ModelError
 from outrider.types import Message
 from tests.chat_server import Answer, ChatServer, chat_server, completion

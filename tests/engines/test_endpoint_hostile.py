@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from outrider.cli import main
-from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
+from outrider.engines.chat import ChatEndpoint, EndpointSettings
 from outrider.errors import EngineFault, ModelError
 from outrider.types import Message
 from tests.chat_server import Answer, chat_server

@@ -15,19 +15,18 @@ from outrider.engines.base import Request
 from outrider.engines.local.attention import decode_mask
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import LanguageModel
-from outrider.testing.engine import check_engine
+from outrider.testing import check_engine
 from outrider.trace import Trace
-from outrider.train.data.sft import cold_start, successful_paths
-from outrider.train.learning_settings import (
+from outrider.training.cold_start import cold_start, successful_paths
+from outrider.training.policy import Policy, set_threads
+from outrider.training.settings import (
     ColdStartSettings,
     LoraSettings,
     OptimizerSettings,
+    RunSettings,
     UpdateSettings,
 )
-from outrider.train.settings import RunSettings
-from outrider.train.update.policy import Policy, set_threads
-from outrider.train.update.reward_kl import measure_kl
-from outrider.train.update.update import update
+from outrider.training.update import measure_kl, update
 from tests.algorithms.test_every_objective import EVERY
 from tests.far_device import FAR, FarTensor, far_device, moved
 from tests.scale.groups import groups

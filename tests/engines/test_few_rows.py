@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from outrider.engines.base import Request
-from outrider.engines.local import onednn
+from outrider.engines.local import cpu_kernels as onednn
 from outrider.engines.local.attention import (
     IMPLEMENTATION,
     DecodePlan,
@@ -19,10 +19,10 @@ from outrider.engines.local.attention import (
     TreePlan,
     register,
 )
+from outrider.engines.local.cpu_kernels import FewRows, fuse
 from outrider.engines.local.engine import LocalEngine
-from outrider.engines.local.few_rows import FewRows
-from outrider.engines.local.fused import fuse
-from outrider.train.update.policy import LoraSettings, OptimizerSettings, Policy
+from outrider.training.policy import Policy
+from outrider.training.settings import LoraSettings, OptimizerSettings
 from tests.engines.test_fused import SIZES, tiny
 from tests.tiny import tiny_model
 

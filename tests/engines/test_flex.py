@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from outrider.engines.local import flex
-from outrider.engines.local.attention import Segment, TreePlan
-from outrider.engines.local.flex import BLOCK, FlexPlan, bucket
+from outrider.engines.local import attention as flex
+from outrider.engines.local.attention import BLOCK, FlexPlan, Segment, TreePlan, bucket
 from outrider.errors import ModelError
-from outrider.train.update.pack import pack
-from outrider.train.update.update import rollout_paths
+from outrider.training.packing import pack
+from outrider.training.update import rollout_paths
 from tests.scale.groups import groups
 
 SCALE = 0.3

@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from outrider.engines.local import fused, rotary, segment_attention
+from outrider.engines.local import attention as segment_attention
+from outrider.engines.local import cpu_kernels as fused
+from outrider.engines.local import cpu_kernels as rotary
 from outrider.engines.local.attention import IMPLEMENTATION, Segment, TreePlan, register
-from outrider.train.update import chunked_logprobs
-from outrider.train.update.chunked_logprobs import score_tokens
+from outrider.training import logprobs as chunked_logprobs
+from outrider.training.logprobs import score_tokens
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -8,16 +8,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.local import onednn
+from outrider.engines.local import cpu_kernels as onednn
 from outrider.engines.local.attention import SlotCache
+from outrider.engines.local.cpu_kernels import FewRows, fuse
 from outrider.engines.local.engine import LocalEngine
-from outrider.engines.local.few_rows import FewRows
-from outrider.engines.local.fused import fuse
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import EngineFault
 from outrider.trace import Trace
-from outrider.train.update.pack import RolloutPath, pack
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.training.packing import RolloutPath, pack
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings
 from outrider.types import Message, Origin, Task
 from tests.tiny import tiny_model
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.engines.local import onednn
-from outrider.engines.local.packed import PackedLinears
+from outrider.engines.local import cpu_kernels as onednn
+from outrider.engines.local.cpu_kernels import PackedLinears
 
 
 def layers(dtype: torch.dtype) -> nn.Sequential:

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engines.base import Request
-from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.engine import LocalEngine, Prefixes
 from outrider.engines.local.model import LanguageModel
-from outrider.engines.local.prefixes import Prefixes
 from tests.tiny import tiny_model
 
 Ids = tuple[int, ...]

@@ -7,10 +7,10 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.engines.local.positions import check_positions
+from outrider.engines.local.model import check_positions
 from outrider.errors import ConfigError
-from outrider.evals.benchmark.settings import EvalTasksSettings
-from outrider.train.settings import RunSettings
+from outrider.evaluation.tasks import EvalTasksSettings
+from outrider.training.settings import RunSettings
 from tests.chat_server import chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, write_rows
 from tests.train.short_runs import assert_same, begin, interrupted, resume

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.engines.local import onednn
+from outrider.engines.local import cpu_kernels as onednn
 from outrider.engines.local.processor import read_processor
 
 ROOT = Path(__file__).parents[2]

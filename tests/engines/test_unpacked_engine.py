@@ -10,10 +10,9 @@ from docsite.models import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.local.choice import describe_path
+from outrider.engines.local.engine import UnpackedEngine, describe_path
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.engines.local.unpacked import CacheUse
-from outrider.engines.local.unpacked_engine import UnpackedEngine
 from outrider.errors import EngineFault, ModelError
 from tests.tiny import tiny_model
 

@@ -16,14 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.base import FinishReason, Generation, Request, VllmSettings
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import LanguageModel, load_model
-from outrider.engines.plugins import VllmSettings
-from outrider.engines.vllm import VllmEngine
-from outrider.engines.vllm_requests import entropy_bound
+from outrider.engines.vllm.engine import VllmEngine, entropy_bound
 from outrider.errors import EngineFault, ModelError
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings
 from tests.tiny import tiny_model
 
 TOP_K = 5

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from outrider.engines.vllm_requests import VLLM, loading, require_vllm
+from outrider.engines.vllm.engine import VLLM, loading, require_vllm
 from outrider.errors import ModelError
 
 ROOT = Path(__file__).parents[2]

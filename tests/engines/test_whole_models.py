@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 from outrider import cli
-from outrider.atomic_io import first_folder, replacing_by_name, replacing_folder
-from outrider.engines.local.choice import describe_path
+from outrider.engines.local.engine import describe_path
 from outrider.engines.local.model import load_model
 from outrider.errors import ModelError
+from outrider.files import first_folder, replacing_by_name, replacing_folder
 from outrider.smoke.model import save_model, tiny_config
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

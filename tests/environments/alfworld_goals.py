@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from outrider.environments.alfworld.scene import Scene, State
+from outrider.environments.alfworld.made_games import Scene, State
 
 # gen/goal_library.py of the package alfworld 0.4.2, a variable's first letter is its type.
 _PLACED = """(exists (?r) (exists (?o) (and

@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from outrider.environments.alfworld.floor_plans import tables
-from outrider.environments.alfworld.scene import LAMP, Scene
+from outrider.environments.alfworld.made_games import LAMP, Scene, tables
 
 _BASINS = {"SinkBasin": "Sink", "BathtubBasin": "Bathtub"}
 
@@ -95,10 +94,8 @@ RARE = {
 
 def record(folder: Path) -> None:
     """Walks by chance and plans of ours in the package's engine, as vectors for where it is not installed."""
-    from outrider.environments.alfworld import published
-    from outrider.environments.alfworld.floor_plans import TASK_TYPES
-    from outrider.environments.alfworld.making import make_scene
-    from outrider.environments.alfworld.planner import shortest_plan
+    from outrider.environments.alfworld import play as published
+    from outrider.environments.alfworld.made_games import TASK_TYPES, make_scene, shortest_plan
     from outrider.seeding import stream
 
     engines, games = published.Engines(published.new_engine), []

@@ -25,16 +25,25 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
-from outrider.environments.agent.family import AgentFactory, AgentTaskSet  # noqa: E402
-from outrider.environments.agent.gateway import Gateway  # noqa: E402
-from outrider.environments.agent.launched import Report  # noqa: E402
-from outrider.environments.agent.programs import Programs  # noqa: E402
-from outrider.environments.agent.session import PendingRequest, ProgramExit, Session  # noqa: E402
-from outrider.environments.agent.settings import AgentConfig  # noqa: E402
+from outrider.environments.agent.environment import (  # noqa: E402
+    AgentConfig,  # noqa: E402
+    AgentFactory,
+    AgentTaskSet,
+)
+from outrider.environments.agent.programs import (
+    Programs,  # noqa: E402
+    Report,  # noqa: E402
+)
+from outrider.environments.agent.server import (  # noqa: E402
+    Gateway,  # noqa: E402
+    PendingRequest,
+    ProgramExit,
+    Session,
+)
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
+from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.episode import Sampling  # noqa: E402
-from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
@@ -448,7 +457,7 @@ def test_a_request_that_has_arrived_is_a_turn_whether_or_not_the_program_waits(w
 
 
 def test_half_a_request_holds_no_end_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.environments.agent.gateway._CAUGHT_UP_S", 0.3)
+    monkeypatch.setattr("outrider.environments.agent.server._CAUGHT_UP_S", 0.3)
     gateway = Gateway()
     try:
         session = gateway.open(takes_tools=False)

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.environments.agent.environment import read_exit  # noqa: E402
-from outrider.environments.agent.launched import Report  # noqa: E402
-from outrider.environments.agent.session import COUNTED  # noqa: E402
+from outrider.environments.agent.programs import Report  # noqa: E402
+from outrider.environments.agent.server import COUNTED  # noqa: E402
 from outrider.errors import InvalidResult  # noqa: E402
 from outrider.rollout.faults import require_results  # noqa: E402
 from outrider.trace import Leaf, Trace  # noqa: E402

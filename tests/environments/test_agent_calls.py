@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
-from outrider.rollout.limits import Limits  # noqa: E402
+from outrider.rollout.base import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.tokens.calls import CALL_FORMATS, find_call_error, read_turn, read_turn_unchecked  # noqa: E402
+from outrider.tokens.call_formats import CALL_FORMATS, find_call_error, read_turn, read_turn_unchecked  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.agents.clients import WEATHER  # noqa: E402

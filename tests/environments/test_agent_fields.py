@@ -12,21 +12,22 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from pydantic import ValidationError  # noqa: E402
 
-from outrider.environments.agent.fields import BadRequest  # noqa: E402
-from outrider.environments.agent.gateway import Gateway  # noqa: E402
-from outrider.environments.agent.request_fields import (  # noqa: E402
+from outrider.environments.agent.environment import AgentConfig  # noqa: E402
+from outrider.environments.agent.requests import (  # noqa: E402
     CHAT,
     FIELDS,
     IGNORABLE,
     RESPONSES,
+    BadRequest,  # noqa: E402
+    PolicyRequest,
     RequestField,
     RequestPath,
     fields_table,
+    read_chat,
 )
 from outrider.environments.agent.responses import read_response  # noqa: E402
-from outrider.environments.agent.settings import AgentConfig  # noqa: E402
-from outrider.environments.agent.wire import PolicyRequest, read_chat  # noqa: E402
-from outrider.train.metrics.step_metrics import rollout_metrics  # noqa: E402
+from outrider.environments.agent.server import Gateway  # noqa: E402
+from outrider.training.step_metrics import rollout_metrics  # noqa: E402
 from tests.environments.test_agent import play  # noqa: E402
 from tests.environments.test_agent_requests import HELLO, gateway, look, sent  # noqa: E402
 
@@ -132,7 +133,7 @@ def test_the_table_knows_every_field_of_openai_s_client() -> None:
 
 
 def test_the_table_is_in_the_documents() -> None:
-    """``python -m outrider.environments.agent.request_fields`` prints it."""
+    """``python -m outrider.environments.agent.requests`` prints it."""
     assert fields_table() in DOCUMENT.read_text(encoding="utf-8")
 
 

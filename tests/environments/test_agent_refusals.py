@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
-from outrider.environments.agent.wire import read_chat  # noqa: E402
+from outrider.environments.agent.requests import read_chat  # noqa: E402
 from outrider.environments.base import StepResult, take_refusal  # noqa: E402
-from outrider.environments.conversing import OwnConversations, Refusal  # noqa: E402
+from outrider.environments.conversations import OwnConversations, Refusal  # noqa: E402
 from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult  # noqa: E402
-from outrider.rollout.conversing import Unanswerable, opening_ids  # noqa: E402
-from outrider.rollout.limits import Limits  # noqa: E402
+from outrider.rollout.base import Limits  # noqa: E402
+from outrider.rollout.external_agent import Unanswerable, opening_ids  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402

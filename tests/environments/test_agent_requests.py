@@ -11,14 +11,18 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.environments.agent.environment import AgentEnvironment  # noqa: E402
-from outrider.environments.agent.fields import BadRequest  # noqa: E402
-from outrider.environments.agent.gateway import MAX_BYTES, Gateway  # noqa: E402
+from outrider.environments.agent.requests import (  # noqa: E402
+    Answer,
+    BadRequest,  # noqa: E402
+    PolicyRequest,
+    read_chat,
+)
 from outrider.environments.agent.responses import read_response, response_events  # noqa: E402
 from outrider.environments.agent.responses import response as written  # noqa: E402
-from outrider.environments.agent.wire import Answer, PolicyRequest, read_chat  # noqa: E402
+from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
 from outrider.environments.base import turn_message  # noqa: E402
 from outrider.errors import EnvironmentFault  # noqa: E402
-from outrider.rollout.limits import Limits  # noqa: E402
+from outrider.rollout.base import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
@@ -166,7 +170,7 @@ def test_a_model_of_any_name_is_there(gateway: Gateway) -> None:
 
 
 def test_too_many_requests_are_counted(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.environments.agent.session.MAX_WAITING", 0)
+    monkeypatch.setattr("outrider.environments.agent.server.MAX_WAITING", 0)
     session = gateway.open(takes_tools=False)
     body = json.dumps({"messages": HELLO}).encode()
     status, told = sent(gateway, session.key, "POST", "/chat/completions", body)
@@ -285,6 +289,6 @@ def test_or_whose_tools_break_the_reading(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: Any) -> Any:
         raise SystemExit(3)
 
-    monkeypatch.setattr("outrider.environments.base.read_turn", broken)
+    monkeypatch.setattr("outrider.tokens.call_formats.read_turn", broken)
     with pytest.raises(EnvironmentFault, match="BadTools cannot read a turn: SystemExit: 3"):
         turn_message(BadTools(), "x")  # type: ignore[arg-type]

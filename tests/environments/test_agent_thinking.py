@@ -8,12 +8,15 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
-from outrider.environments.agent.fields import BadRequest  # noqa: E402
+from outrider.environments.agent.requests import (  # noqa: E402
+    Answer,
+    BadRequest,  # noqa: E402
+    read_chat,
+)
 from outrider.environments.agent.responses import read_response, response  # noqa: E402
-from outrider.environments.agent.wire import Answer, read_chat  # noqa: E402
-from outrider.rollout.limits import Limits  # noqa: E402
+from outrider.rollout.base import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.tokens.chat import HistoryThinking  # noqa: E402
+from outrider.tokens.renderer import HistoryThinking  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402

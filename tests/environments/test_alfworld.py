@@ -15,18 +15,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.alfworld import texts
-from outrider.environments.alfworld.environment import AlfworldEnvironment
-from outrider.environments.alfworld.family import AlfworldTaskSet
-from outrider.environments.alfworld.floor_plans import SPLITS, TASK_TYPES, floor_plans, split_plans, tables
-from outrider.environments.alfworld.making import make_scene
-from outrider.environments.alfworld.planner import shortest_plan
+from outrider.environments.alfworld import made_games as texts
+from outrider.environments.alfworld.environment import AlfworldEnvironment, AlfworldTaskSet
+from outrider.environments.alfworld.games import AlfworldConfig
+from outrider.environments.alfworld.made_games import (
+    SPLITS,
+    TASK_TYPES,
+    VERBS,
+    Goal,
+    Scene,
+    commands,
+    contents,
+    floor_plans,
+    is_reached,
+    make_scene,
+    shortest_plan,
+    split_plans,
+    tables,
+)
 from outrider.environments.alfworld.play import OfflineGame
-from outrider.environments.alfworld.rules import VERBS, commands
-from outrider.environments.alfworld.scene import Goal, Scene, contents, is_reached
-from outrider.environments.alfworld.settings import AlfworldConfig
 from outrider.environments.base import CopyableEnvironment, StepResult
-from outrider.environments.families import make_task_set
+from outrider.environments.task_sets import make_task_set
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError
 from outrider.testing import check_environment

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from outrider.environments.alfworld import published
-from outrider.environments.alfworld.family import AlfworldTaskSet
-from outrider.environments.alfworld.floor_plans import TASK_TYPES, TaskType
-from outrider.environments.alfworld.making import make_scene
-from outrider.environments.alfworld.planner import shortest_plan
+from outrider.environments.alfworld import play as published
+from outrider.environments.alfworld.environment import AlfworldTaskSet
+from outrider.environments.alfworld.games import AlfworldConfig
+from outrider.environments.alfworld.made_games import TASK_TYPES, TaskType, make_scene, shortest_plan
 from outrider.environments.alfworld.play import OfflineGame
-from outrider.environments.alfworld.settings import AlfworldConfig
 from outrider.environments.base import Environment, StepResult
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable

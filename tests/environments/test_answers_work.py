@@ -11,8 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.environments.grading import answers
-from outrider.environments.grading.answers import extract_answer, last_boxed, normalize_answer, unwrap_text
-from outrider.environments.grading.words import plain_words
+from outrider.environments.grading.answers import (
+    extract_answer,
+    last_boxed,
+    normalize_answer,
+    plain_words,
+    unwrap_text,
+)
 
 
 def plain_boxed(text: str) -> str | None:

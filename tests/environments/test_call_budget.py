@@ -9,16 +9,19 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.engines.base import Request
-from outrider.environments.tool_qa.call_budget import CallBudget
-from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, EpisodeConfig
+from outrider.environments.tool_qa.episodes import (
+    OVER_LIMIT,
+    CallBudget,
+    EpisodeConfig,
+    ToolEnvironmentFactory,
+)
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
-from outrider.train.metrics.step_metrics import rollout_metrics
+from outrider.training.step_metrics import rollout_metrics
 from tests.rollout.fakes import scripted, tasks
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from outrider.environments.tool_qa.datasets import DatasetConfig, hash_tasks, load_tasks
 from outrider.errors import DataError, ToolUnavailable
-from outrider.evals.benchmark.task_sets import load_benchmark
+from outrider.evaluation.tasks import load_benchmark
 from outrider.types import Task
 
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.environments.factbook import data as factbook_data
-from outrider.environments.factbook import family as factbook
+from outrider.environments.factbook import environment as factbook
 from outrider.environments.factbook.data import Factbook, clean, load_factbook, parse_factbook, read_entries
-from outrider.environments.factbook.family import (
+from outrider.environments.factbook.environment import (
     SPLITS,
     SYSTEM_PROMPT,
     FactbookConfig,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
 from outrider.environments.tool_qa.tag_protocol import Turn
-from outrider.evals.benchmark.extraction import find_variant
+from outrider.evaluation.grading import find_variant
 
 RULES = find_variant("default")
 Dressing = Callable[[str], str]

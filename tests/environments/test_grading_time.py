@@ -13,23 +13,19 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.grading import math_answers, math_worker
 from outrider.environments.grading.answers import normalize_answer
-from outrider.environments.grading.math_answers import compare_math
-from outrider.environments.grading.math_pool import MathPool
-from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
+from outrider.environments.grading.math_answers import MathPool, compare_math
+from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
 from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import EnvironmentFault
-from outrider.rollout.blocking import run_guarded, run_timed
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.base import Limits
+from outrider.rollout.episode import Sampling
+from outrider.rollout.faults import run_guarded, run_timed
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tokens import ChatRenderer
-from outrider.tools.call_clock import CallAbandoned, uncounted
-from outrider.tools.fair_pool import FairPool
-from outrider.tools.once import SingleFlightCache
-from outrider.tools.python import PythonTool, PythonToolConfig
-from outrider.tools.search import terms
-from outrider.tools.stream_safe import stream_safe
-from outrider.train.metrics.step_metrics import rollout_metrics
+from outrider.tools.concurrency import CallAbandoned, FairPool, SingleFlightCache, uncounted
+from outrider.tools.python.tool import PythonTool, PythonToolConfig
+from outrider.tools.search import stream_safe, terms
+from outrider.training.step_metrics import rollout_metrics
 from outrider.types import Outcome, Task
 from tests.rollout.fakes import TOKENIZER
 

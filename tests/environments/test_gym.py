@@ -15,15 +15,23 @@ from pydantic import ValidationError
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra gym")
 
 from outrider.environments.base import CopyableEnvironment, EpisodeResult, StepResult  # noqa: E402
-from outrider.environments.gym.actions import TextAction  # noqa: E402
-from outrider.environments.gym.environment import GymEnvironment  # noqa: E402
-from outrider.environments.gym.family import GymTaskSet  # noqa: E402
-from outrider.environments.gym.generators import IsolatedRandom, RandomState  # noqa: E402
-from outrider.environments.gym.making import Recipe  # noqa: E402
-from outrider.environments.gym.observations import observation_text, plain  # noqa: E402
-from outrider.environments.gym.settings import GymConfig  # noqa: E402
+from outrider.environments.gym.environment import (  # noqa: E402
+    GymEnvironment,
+    GymTaskSet,
+)
+from outrider.environments.gym.making import (  # noqa: E402
+    GymConfig,
+    IsolatedRandom,
+    RandomState,
+    Recipe,
+)
+from outrider.environments.gym.spaces import (  # noqa: E402
+    TextAction,
+    observation_text,
+    plain,
+)
 from outrider.errors import ConfigError, EnvironmentFault, InvalidResult, ToolUnavailable  # noqa: E402
-from outrider.plugins.record import plugin_digests  # noqa: E402
+from outrider.plugins.listing import plugin_digests  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.types import Message  # noqa: E402
 

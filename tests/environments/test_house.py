@@ -12,17 +12,20 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.base import CopyableEnvironment, StepResult
-from outrider.environments.families import make_task_set
-from outrider.environments.house.family import HouseConfig, HouseEnvironment, HouseTaskSet, solution
-from outrider.environments.house.plan import (
+from outrider.environments.house import (
     FURNITURE,
     HALL,
     ROOMS,
     THINGS,
+    HouseConfig,
+    HouseEnvironment,
     HousePlan,
     HouseSettings,
+    HouseTaskSet,
     make_house,
+    solution,
 )
+from outrider.environments.task_sets import make_task_set
 from outrider.errors import ConfigError
 from outrider.types import Message, Task
 

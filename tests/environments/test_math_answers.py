@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.environments.grading.math_answers import Verdict, compare_math
-from outrider.environments.grading.math_text import split_unit
+from outrider.environments.grading.math_normal_form import split_unit
 
 EQUAL, DIFFERENT, UNDECIDED = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.UNDECIDED
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from outrider.environments.grading import math_answers, math_worker
-from outrider.environments.grading.math_answers import Verdict, compare_all, compare_math
-from outrider.environments.grading.math_pool import MathPool, math_pool
+from outrider.environments.grading.math_answers import MathPool, Verdict, compare_all, compare_math, math_pool
 from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
 from outrider.environments.tool_qa.tag_protocol import Turn
 from outrider.errors import EnvironmentFault

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import main
-from outrider.environments.agent.launched import WorkerProcess
+from outrider.environments.agent.programs import WorkerProcess
 from tests.tiny import save_tiny_model
 
 HERE = "tests.environments.agents.misnamed"

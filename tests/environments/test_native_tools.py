@@ -10,11 +10,14 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.environments.base import NativeTools, StepResult, prompt_tools, turn_message
-from outrider.environments.families import is_inline, observation_roles
-from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet, system_prompt
-from outrider.environments.tool_qa.native import NativeToolEnvironment
-from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED
+from outrider.environments.task_sets import is_inline, observation_roles
+from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt
+from outrider.environments.tool_qa.episodes import (
+    OVER_LIMIT,
+    REPEATED,
+    NativeToolEnvironment,
+    ToolEnvironmentFactory,
+)
 from outrider.errors import ConfigError, ToolFault
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, Task

@@ -18,13 +18,17 @@ import pytest
 pytest.importorskip("openenv.core.env_server.http_server", reason="needs the package openenv-core")
 
 from outrider.environments.base import CopyableEnvironment  # noqa: E402
-from outrider.environments.openenv.environment import OpenEnvEnvironment  # noqa: E402
-from outrider.environments.openenv.family import OpenEnvTaskSet  # noqa: E402
-from outrider.environments.openenv.server import StartedServer  # noqa: E402
-from outrider.environments.openenv.settings import OpenEnvConfig  # noqa: E402
+from outrider.environments.openenv.environment import (
+    OpenEnvEnvironment,  # noqa: E402
+    OpenEnvTaskSet,  # noqa: E402
+)
+from outrider.environments.openenv.server import (
+    OpenEnvConfig,  # noqa: E402
+    StartedServer,  # noqa: E402
+)
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable  # noqa: E402
-from outrider.plugins.record import plugin_digests  # noqa: E402
-from outrider.rollout.episode import Limits  # noqa: E402
+from outrider.plugins.listing import plugin_digests  # noqa: E402
+from outrider.rollout.base import Limits  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.types import Message, Outcome  # noqa: E402
 from tests.environments.openenv_worlds import NUM_SESSIONS  # noqa: E402

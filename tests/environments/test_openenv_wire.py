@@ -14,14 +14,21 @@ from pydantic import ValidationError
 
 pytest.importorskip("websockets", reason="needs the extra openenv")
 
-from outrider.environments.openenv.actions import FieldAction, JsonAction, describe_errors, make_action  # noqa: E402
-from outrider.environments.openenv.environment import OpenEnvEnvironment  # noqa: E402
-from outrider.environments.openenv.family import OpenEnvTaskSet  # noqa: E402
-from outrider.environments.openenv.observations import observation_text  # noqa: E402
-from outrider.environments.openenv.settings import OpenEnvConfig  # noqa: E402
+from outrider.environments.openenv.environment import (
+    OpenEnvEnvironment,  # noqa: E402
+    OpenEnvTaskSet,  # noqa: E402
+)
+from outrider.environments.openenv.server import OpenEnvConfig  # noqa: E402
+from outrider.environments.openenv.spaces import (  # noqa: E402
+    FieldAction,
+    JsonAction,
+    describe_errors,
+    make_action,
+    observation_text,  # noqa: E402
+)
 from outrider.errors import EnvironmentFault, ToolUnavailable  # noqa: E402
-from outrider.rollout.episode import Limits  # noqa: E402
-from outrider.train.settings import RunSettings  # noqa: E402
+from outrider.rollout.base import Limits  # noqa: E402
+from outrider.training.settings import RunSettings  # noqa: E402
 from outrider.types import Message, Outcome  # noqa: E402
 from tests.environments.openenv_fake import fake_server, observed  # noqa: E402
 from tests.rollout.fakes import scheduler, scripted  # noqa: E402

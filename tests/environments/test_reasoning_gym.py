@@ -11,12 +11,15 @@ from pydantic import ValidationError
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
 
 from outrider.environments.base import Environment  # noqa: E402
-from outrider.environments.reasoning_gym.family import ReasoningGymFactory, ReasoningGymTaskSet  # noqa: E402
-from outrider.environments.reasoning_gym.settings import ReasoningGymConfig  # noqa: E402
-from outrider.environments.reasoning_gym.verifying import SandboxedVerifier  # noqa: E402
+from outrider.environments.reasoning_gym.environment import (  # noqa: E402
+    ReasoningGymConfig,  # noqa: E402
+    ReasoningGymFactory,
+    ReasoningGymTaskSet,
+    SandboxedVerifier,  # noqa: E402
+)
 from outrider.errors import ConfigError, DataError, ToolFault  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
-from outrider.tools import sandbox  # noqa: E402
+from outrider.tools.python import sandbox  # noqa: E402
 from outrider.types import Message, Task  # noqa: E402
 
 locked = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks the sandbox's locks")
@@ -186,7 +189,7 @@ def test_an_unknown_data_set_and_option_are_told() -> None:
 
 
 def test_other_families_have_no_verifier() -> None:
-    from outrider.environments.factbook.family import FactbookConfig
+    from outrider.environments.factbook.environment import FactbookConfig
 
     with pytest.raises(ValidationError, match="no verifier of their own"):
         FactbookConfig(reward={"answer": "verifier"})  # type: ignore[arg-type]

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.tool_qa.episode import ToolEnvironment, ToolEnvironmentFactory
+from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironment, ToolEnvironmentFactory
 from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import ToolFault, ToolUnavailable
 from outrider.types import Message, Task
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion

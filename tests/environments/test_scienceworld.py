@@ -18,12 +18,13 @@ from pydantic import ValidationError
 
 from outrider.environments.base import StepResult, TaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld import text as scienceworld_text
-from outrider.environments.scienceworld.environment import ScienceWorldEnvironment
-from outrider.environments.scienceworld.family import ScienceWorldTaskSet
-from outrider.environments.scienceworld.gateway import JavaSimulator, Launch, Opening, Reply
-from outrider.environments.scienceworld.pool import SimulatorPool
-from outrider.environments.scienceworld.settings import ScienceWorldConfig
+from outrider.environments.scienceworld import tasks as scienceworld_text
+from outrider.environments.scienceworld.environment import (
+    ScienceWorldConfig,
+    ScienceWorldEnvironment,
+    ScienceWorldTaskSet,
+)
+from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Opening, Reply, SimulatorPool
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.environment import ScienceWorldEnvironment
-from outrider.environments.scienceworld.family import ScienceWorldFactory, ScienceWorldTaskSet
-from outrider.environments.scienceworld.gateway import JavaSimulator
-from outrider.environments.scienceworld.settings import ScienceWorldConfig
+from outrider.environments.scienceworld.environment import (
+    ScienceWorldConfig,
+    ScienceWorldEnvironment,
+    ScienceWorldFactory,
+    ScienceWorldTaskSet,
+)
+from outrider.environments.scienceworld.simulator import JavaSimulator
 from outrider.errors import EnvironmentFault
+from outrider.rollout.base import Limits
 from outrider.rollout.hooks import EpisodeState, Splice
-from outrider.rollout.limits import Limits
 from outrider.trace import Trace
 from outrider.types import Message, Outcome
 from tests.rollout.fakes import scheduler, scripted

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.family import ScienceWorldFactory, ScienceWorldTaskSet
-from outrider.environments.scienceworld.gateway import Opening, Reply
-from outrider.environments.scienceworld.settings import ScienceWorldConfig
+from outrider.environments.scienceworld.environment import (
+    ScienceWorldConfig,
+    ScienceWorldFactory,
+    ScienceWorldTaskSet,
+)
+from outrider.environments.scienceworld.simulator import Opening, Reply
 from outrider.errors import EnvironmentFault
-from outrider.rollout.limits import Limits
+from outrider.rollout.base import Limits
 from outrider.rollout.scheduler import RolloutReport
 from outrider.types import Outcome
 from tests.rollout.fakes import scheduler, scripted

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.simulator_folders import SimulatorFolder, remove_abandoned
+from outrider.environments.simulator_process import SimulatorFolder, remove_abandoned
 
 OWNER = """
 import sys, tempfile, time

@@ -21,13 +21,14 @@ from pydantic import ValidationError
 
 from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskSet
 from outrider.environments.textworld import games as textworld_games
-from outrider.environments.textworld.commands import refusal
-from outrider.environments.textworld.environment import TextWorldEnvironment
-from outrider.environments.textworld.family import TextWorldTaskSet
-from outrider.environments.textworld.games import GameShelf
-from outrider.environments.textworld.kinds import Cooking, Split
+from outrider.environments.textworld.environment import (
+    TextWorldConfig,
+    TextWorldEnvironment,
+    TextWorldTaskSet,
+    refusal,
+)
+from outrider.environments.textworld.games import Cooking, GameShelf, Split
 from outrider.environments.textworld.play import Opening, Reply, StoryGame, clean, walkthrough
-from outrider.environments.textworld.settings import TextWorldConfig
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 

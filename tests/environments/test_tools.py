@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.base import StepResult
-from outrider.environments.tool_qa.episode import ToolEnvironment, ToolEnvironmentFactory
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet, system_prompt
+from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt
+from outrider.environments.tool_qa.episodes import (
+    OVER_LIMIT,
+    REPEATED,
+    EpisodeConfig,
+    ToolEnvironment,
+    ToolEnvironmentFactory,
+    ToolEpisode,
+)
 from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, ToolEpisode
 from outrider.errors import DataError, ToolFault, ToolUnavailable
-from outrider.tools.base import ToolOutput
-from outrider.tools.python import PythonResult, PythonTool, PythonToolConfig
-from outrider.tools.python_text import PythonAdapter
-from outrider.tools.toolset import Toolset
+from outrider.tools.base import ToolOutput, Toolset
+from outrider.tools.python.tool import PythonAdapter, PythonResult, PythonTool, PythonToolConfig
 from outrider.types import Message, Task
 
 

@@ -18,17 +18,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.environments.agent.session import read_reward
+from outrider.environments.agent.server import read_reward
 from outrider.environments.base import (
     Environment,
     EnvironmentSettings,
     EpisodeResult,
     StepResult,
+    as_bool,
+    as_count,
+    as_float,
+    as_metrics,
     episode_result,
     start_episode,
     take_step,
 )
-from outrider.environments.values import as_bool, as_count, as_float, as_metrics
 from outrider.errors import InvalidResult, NonFiniteResult
 from outrider.testing import check_environment
 from outrider.types import Message, Step, Task
@@ -251,7 +254,7 @@ def test_the_errors_go_to_other_processes() -> None:
 
 def test_no_number_needs_torch() -> None:
     program = (
-        "import sys; from outrider.environments.values import as_float; import numpy as np\n"
+        "import sys; from outrider.environments.base import as_float; import numpy as np\n"
         "assert as_float(np.float32(0.5), 'x') == 0.5 and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -19,17 +19,19 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
-from outrider.environments.agent.launched import Report  # noqa: E402
-from outrider.environments.verifiers.episodes import Episodes  # noqa: E402
-from outrider.environments.verifiers.family import VerifiersTaskSet  # noqa: E402
-from outrider.environments.verifiers.settings import VerifiersConfig  # noqa: E402
+from outrider.environments.agent.programs import Report  # noqa: E402
+from outrider.environments.verifiers.environment import (
+    Episodes,  # noqa: E402
+    VerifiersConfig,  # noqa: E402
+    VerifiersTaskSet,  # noqa: E402
+)
 from outrider.errors import DataError, EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.plugins.imports import add_search_folder  # noqa: E402
+from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.episode import Sampling  # noqa: E402
-from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.train.data.experts import read_demonstrations  # noqa: E402
+from outrider.training.experts import read_demonstrations  # noqa: E402
 from outrider.types import Outcome  # noqa: E402
 from tests.environments.verifiers_fake.make import write_fake  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402

@@ -20,15 +20,26 @@ from pydantic import ValidationError
 from outrider.environments.base import CopyableEnvironment, StepResult, TaskSet
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.environments.webshop import reward as webshop_reward
-from outrider.environments.webshop.catalogue import Catalogue, Instruction, Product, load_catalogue
-from outrider.environments.webshop.family import WebShopConfig, WebShopEnvironment, WebShopTaskSet
-from outrider.environments.webshop.goals import (
+from outrider.environments.webshop.catalogue import (
+    Catalogue,
     Goal,
+    Instruction,
+    Product,
     build_goals,
     draw_prices,
+    load_catalogue,
     make_task,
     read_goal,
     split_goals,
+)
+from outrider.environments.webshop.environment import (
+    MAX_ACTION_CHARACTERS,
+    Unreadable,
+    WebShopConfig,
+    WebShopEnvironment,
+    WebShopTaskSet,
+    parse_action,
+    render_action,
 )
 from outrider.environments.webshop.pages import BUY, Page, Shop
 from outrider.environments.webshop.reward import (
@@ -38,7 +49,6 @@ from outrider.environments.webshop.reward import (
     training_return,
     type_factor,
 )
-from outrider.environments.webshop.text import MAX_ACTION_CHARACTERS, Unreadable, parse_action, render_action
 from outrider.errors import ConfigError, DataError
 from outrider.types import Message, Task
 
@@ -367,7 +377,7 @@ def test_splits_are_disjoint_complete_and_the_same_in_every_instance(split_by: s
 def test_splits_are_the_same_in_another_process() -> None:
     program = (
         "from outrider.environments.tool_qa.datasets import panel_hash\n"
-        "from outrider.environments.webshop.family import WebShopConfig, WebShopFamily\n"
+        "from outrider.environments.webshop.environment import WebShopConfig, WebShopFamily\n"
         "family = WebShopFamily(WebShopConfig())\n"
         "print(*(panel_hash(family.tasks(split)) for split in ('train', 'valid', 'test')))"
     )

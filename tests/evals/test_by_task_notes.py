@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.evals.compare.by_task import compare_by_task
-from outrider.evals.compare.by_task_tables import task_notes, task_tables
-from outrider.evals.compare.groups import group_runs
-from outrider.evals.compare.page import html_tasks
-from outrider.evals.compare.runs import Incomparable, load_run
+from outrider.evaluation.compare import Incomparable, group_runs, load_run
+from outrider.evaluation.compare_report import html_tasks
+from outrider.evaluation.compare_tables import compare_by_task, task_notes, task_tables
 from tests.evals.test_compare_by_task import panel, trained, write_run
 
 UNTRAINED = ('algorithm.type = "empo2"', "train.num_steps = 0")

@@ -16,12 +16,9 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evals.compare.compare import Comparison, compare
-from outrider.evals.compare.curves import Curves
-from outrider.evals.compare.page import html_page
-from outrider.evals.compare.render import compare_runs, markdown_page
-from outrider.evals.compare.runs import AXES, STEPS, Incomparable
-from outrider.evals.compare.tables import notes, verdicts
+from outrider.evaluation.compare import AXES, STEPS, Comparison, Curves, Incomparable, compare
+from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page
+from outrider.evaluation.compare_tables import notes, verdicts
 from outrider.metrics import MetricsWriter
 
 HOSTILE = "<script>alert(1)</script>|x"

@@ -12,11 +12,10 @@ from rich.console import Console
 
 from outrider.cli import main
 from outrider.errors import ConfigError, OutriderError
-from outrider.evals.compare.by_task import TaskComparison, compare_by_task
-from outrider.evals.compare.by_task_tables import task_notes, task_tables
-from outrider.evals.compare.render import compare_tasks, html_tasks, markdown_tasks
-from outrider.evals.compare.runs import Incomparable
-from outrider.evals.statistics import interquartile_mean
+from outrider.evaluation.compare import Incomparable
+from outrider.evaluation.compare_report import compare_tasks, html_tasks, markdown_tasks
+from outrider.evaluation.compare_tables import TaskComparison, compare_by_task, task_notes, task_tables
+from outrider.evaluation.statistics import interquartile_mean
 
 EVALUATED = ("cold_start.num_examples = 0",)
 HOSTILE = "<script>alert(1)</script>|x"

@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import DataError
-from outrider.evals.compare.compare import compare
-from outrider.evals.compare.page import html_page
-from outrider.evals.compare.render import compare_runs, markdown_page
-from outrider.evals.compare.tables import notes
+from outrider.evaluation.compare import compare
+from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page
+from outrider.evaluation.compare_tables import notes
 from tests.evals.test_compare import (
     make_group,
     make_run,

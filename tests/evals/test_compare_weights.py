@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.evals.compare.compare import compare
-from outrider.evals.compare.runs import Incomparable
+from outrider.evaluation.compare import Incomparable, compare
 from outrider.metrics import MetricsWriter
 from tests.evals.test_compare import make_run, step_values, task_scores, write_config, write_evaluation
 

@@ -10,20 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.algorithms.retrospex.critic import Critic
-from outrider.algorithms.retrospex.engine import RescoringEngine
-from outrider.algorithms.retrospex.iql import train
-from outrider.algorithms.retrospex.settings import CriticSettings, RetrospexSettings
-from outrider.algorithms.retrospex.situations import encode_turns
+from outrider.algorithms.retrospex import CriticSettings, RescoringEngine, RetrospexSettings, encode_turns
+from outrider.algorithms.retrospex_critic import Critic, train
 from outrider.cli import main
 from outrider.config import validate
 from outrider.engines.base import Engine, Request
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.evals.recorded import build_trajectories, recorded_trajectories
-from outrider.memory.embedder import HashEmbedder
-from outrider.rollout.limits import Limits
+from outrider.evaluation.recorded import build_trajectories, recorded_trajectories
+from outrider.memory.embedders import HashEmbedder
+from outrider.rollout.base import Limits
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import trace_rows
+from outrider.training.step_records import trace_rows
 from outrider.types import Message
 from tests.evals.test_recorded import run_of
 from tests.rollout.fakes import TOKENIZER, Factory, scheduler, scripted, tasks

@@ -9,15 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.environments.grading.answers import exact_match, f1_score
-from outrider.environments.grading.math_strings import strings_equal
+from outrider.environments.grading.math_answers import strings_equal
 from outrider.errors import ConfigError
-from outrider.evals.benchmark.extraction import (
-    VARIANTS,
-    Grades,
-    count_tag_pairs,
-    find_variant,
-    number_after_mark,
-)
+from outrider.evaluation.grading import VARIANTS, Grades, count_tag_pairs, find_variant, number_after_mark
 
 VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
     (Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text()

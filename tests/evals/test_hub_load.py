@@ -14,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from outrider.evals.benchmark.task_sets import load_benchmark
+from outrider.evaluation.tasks import load_benchmark
 from tests.hub_server import Repository, hub_server
 from tests.tiny import tiny_model
 

@@ -15,14 +15,19 @@ from hypothesis import strategies as st
 import outrider
 from outrider.cli import main
 from outrider.errors import ConfigError
-from outrider.evals.benchmark.store import read_results, write_results
-from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedMessage, LoggedRollout
-from outrider.evals.inspect_log.of_run import load_run_evaluation
-from outrider.evals.inspect_log.of_tasks import load_tasks_evaluation
-from outrider.evals.inspect_log.turns import node_messages
-from outrider.evals.inspect_log.writing import to_eval_log, write_log
+from outrider.evaluation.inspect_log import (
+    LoggedEvaluation,
+    LoggedMessage,
+    LoggedRollout,
+    load_run_evaluation,
+    load_tasks_evaluation,
+    node_messages,
+    to_eval_log,
+    write_log,
+)
+from outrider.evaluation.results import read_results, write_results
 from outrider.types import Outcome
-from outrider.watch.traces import TraceRow
+from outrider.viewer.records import TraceRow
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, question_in, write_rows
 from tests.rollout.test_native_rollout import call, play
@@ -206,7 +211,7 @@ def test_an_evaluation_that_has_not_ended_is_no_success(
     identity, results = read_results(folder / "results.jsonl")
     assert to_eval_log(load_tasks_evaluation(folder)).status == "success"
     if not knows_tasks:
-        monkeypatch.setattr("outrider.evals.inspect_log.of_tasks._tasks", lambda *given: ({}, []))
+        monkeypatch.setattr("outrider.evaluation.inspect_log._tasks", lambda *given: ({}, []))
         assert to_eval_log(load_tasks_evaluation(folder)).status == "success"
     for name in ("results.jsonl", "summary.json"):
         (folder / name).unlink()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
-from outrider.environments.tool_qa.judge import (
+from outrider.engines.chat import ChatEndpoint, EndpointSettings
+from outrider.environments.tool_qa.rewards import (
     INSTRUCTIONS,
     REQUEST_VERDICT,
     Judge,

@@ -18,14 +18,19 @@ from hypothesis import strategies as st
 
 from outrider.cli import main
 from outrider.errors import ConfigError, DataError, PackError
-from outrider.evals.benchmark.scores import SampleResult
-from outrider.evals.benchmark.store import write_results
-from outrider.evals.pack.difference import first_difference
-from outrider.evals.pack.format import CHECKSUM, EXACT, MANIFEST, TABLES, checksum_line, read_manifest
-from outrider.evals.pack.make import make_pack
-from outrider.evals.pack.recipe import portable
-from outrider.evals.pack.replay import Replayed, cheapest_first
-from outrider.evals.pack.verify import verify
+from outrider.evaluation.packs import (
+    CHECKSUM,
+    EXACT,
+    MANIFEST,
+    TABLES,
+    checksum_line,
+    first_difference,
+    make_pack,
+    portable,
+    read_manifest,
+)
+from outrider.evaluation.results import SampleResult, write_results
+from outrider.evaluation.verify import Replayed, cheapest_first, verify
 from outrider.rollout.evaluate import interval
 from outrider.types import Outcome
 from tests.evals.pack_runs import write_exact, write_questions, write_run

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.rollout.paired import difference_interval, gain_over_start, paired_gain
+from outrider.rollout.evaluate import difference_interval, gain_over_start, paired_gain
 
 
 def _line(label: str, step: int, scores: dict[str, float], **other: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.webshop.family import WebShopConfig, WebShopTaskSet
+from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, question_in, results, summary, write_rows
 

@@ -11,9 +11,7 @@ import pytest
 
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.evals.benchmark.settings import EvalTasksSettings
-from outrider.evals.benchmark.task_sets import load_benchmark
-from outrider.evals.benchmark.tasks import open_eval_tasks
+from outrider.evaluation.tasks import EvalTasksSettings, load_benchmark, open_eval_tasks
 from tests.chat_server import Answer, chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, results, summary, write_rows
 from tests.tiny import save_tiny_model
@@ -90,8 +88,8 @@ def webshop_files(folder: Path, price: str) -> Mapping[str, str]:
 
 
 def test_files_of_an_environment_count_by_what_is_in_them(tmp_path: Path) -> None:
-    from outrider.environments.webshop.family import WebShopConfig
-    from outrider.evals.benchmark.tasks import environment_identity
+    from outrider.environments.webshop.environment import WebShopConfig
+    from outrider.evaluation.tasks import environment_identity
 
     one, moved, other = (
         environment_identity(WebShopConfig.model_validate(webshop_files(tmp_path / name, price)))

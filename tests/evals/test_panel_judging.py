@@ -5,16 +5,13 @@ from pathlib import Path
 import pytest
 
 from outrider.environments.tool_qa.datasets import hash_tasks
-from outrider.evals.benchmark.extraction import find_variant
-from outrider.evals.benchmark.grades import Grader
-from outrider.evals.benchmark.run import play_eval_tasks
-from outrider.evals.benchmark.scores import SampleResult
-from outrider.evals.benchmark.store import EvalTasksStore
-from outrider.evals.benchmark.task_sets import BENCHMARKS, EvalTasks
-from outrider.evals.benchmark.tasks import EvalSetup
-from outrider.rollout.limits import Limits
+from outrider.evaluation.grading import Grader, find_variant
+from outrider.evaluation.results import EvalTasksStore, SampleResult
+from outrider.evaluation.run import play_eval_tasks
+from outrider.evaluation.tasks import BENCHMARKS, EvalSetup, EvalTasks
+from outrider.rollout.base import Limits
 from outrider.types import Outcome, Task
-from outrider.watch.progress import NullProgress
+from outrider.viewer.progress import NullProgress
 from tests.rollout.fakes import Factory, Fake
 
 TASKS = tuple(Task(key=f"task-{i}", question=f"q{i}", answers=(str(i),)) for i in range(40))

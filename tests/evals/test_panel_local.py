@@ -15,21 +15,17 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, EnvironmentFault
-from outrider.evals.benchmark.extraction import find_variant
-from outrider.evals.benchmark.grades import Grader
-from outrider.evals.benchmark.model import load_language_model, resolve, weights_hash
-from outrider.evals.benchmark.players import LocalPlayer
-from outrider.evals.benchmark.run import make_report, play_eval_tasks, run_evaluation
-from outrider.evals.benchmark.settings import EvalTasksSettings
-from outrider.evals.benchmark.store import EvalTasksStore
-from outrider.evals.benchmark.task_sets import BENCHMARKS, EvalTasks
-from outrider.evals.benchmark.tasks import EvalSetup
-from outrider.rollout.limits import Limits
-from outrider.train.settings import ModelSettings, RunSettings
-from outrider.train.state.checkpoint import save_checkpoint
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.evaluation.grading import Grader, find_variant
+from outrider.evaluation.model import load_language_model, resolve, weights_hash
+from outrider.evaluation.results import EvalTasksStore
+from outrider.evaluation.run import LocalPlayer, make_report, play_eval_tasks, run_evaluation
+from outrider.evaluation.tasks import BENCHMARKS, EvalSetup, EvalTasks, EvalTasksSettings
+from outrider.rollout.base import Limits
+from outrider.training.checkpoint import save_checkpoint
+from outrider.training.policy import Policy
+from outrider.training.settings import ModelSettings, OptimizerSettings, RunSettings
 from outrider.types import Task
-from outrider.watch.progress import NullProgress
+from outrider.viewer.progress import NullProgress
 from tests.evals.panel_files import evaluate, results, summary
 from tests.rollout.fakes import TOKENIZER, Factory, Fake
 from tests.tiny import save_tiny_model

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, DataError
-from outrider.evals.benchmark.scores import SampleResult, summarise
-from outrider.evals.benchmark.store import EvalTasksStore
+from outrider.evaluation.results import EvalTasksStore, SampleResult, summarise
 from outrider.types import Outcome, Task
 
 TASKS = [Task(key=key, question="q", answers=("a",)) for key in ("t-1", "t-0", "t-\u2028\u00e9")]

@@ -8,21 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings
-from outrider.algorithms.retrospex.iql import train
-from outrider.algorithms.retrospex.settings import CriticSettings
-from outrider.algorithms.retrospex.situations import encode_turns
+from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings
+from outrider.algorithms.retrospex import CriticSettings, encode_turns
+from outrider.algorithms.retrospex_critic import train
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.errors import DataError
-from outrider.evals.recorded import build_trajectories, recorded_trajectories
-from outrider.memory.embedder import HashEmbedder, load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.limits import Limits
+from outrider.evaluation.recorded import build_trajectories, recorded_trajectories
+from outrider.memory.embedders import HashEmbedder, load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.rollout.base import Limits
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import trace_rows
+from outrider.training.step_records import trace_rows
 from outrider.types import Origin, Step, Task, Trajectory
-from outrider.watch.traces import TraceRow, TraceWriter
+from outrider.viewer.records import TraceRow, TraceWriter
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, scripted, tasks
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from outrider.cli import main
-from outrider.evals.benchmark.store import read_results
+from outrider.evaluation.results import read_results
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, question_in, results, summary, write_rows
 from tests.train.tool_run import write_tool_run
@@ -110,7 +110,7 @@ def test_f3_graders_that_changed_since_are_the_ones_that_grade(
 ) -> None:
     from dataclasses import replace
 
-    from outrider.evals.benchmark import extraction
+    from outrider.evaluation import grading as extraction
 
     present = replace(
         extraction.VARIANTS["default"], extract=lambda output: "Bern" if output == "I pass" else ""

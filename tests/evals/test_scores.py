@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.evals.benchmark.scores import (
+from outrider.evaluation.results import (
     SampleResult,
     avg_at_k,
     majority_at_k,

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.evals.significance import (
+from outrider.evaluation.statistics import (
+    Estimate,
     PairedTest,
+    Sample,
     holm,
+    iqm_difference,
     mcnemar_p,
     paired_test,
     seeds_p,
@@ -21,7 +24,6 @@ from outrider.evals.significance import (
     student_p,
     verdict,
 )
-from outrider.evals.statistics import Estimate, Sample, iqm_difference
 from outrider.seeding import stream
 
 

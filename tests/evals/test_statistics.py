@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.evals.statistics import (
+from outrider.evaluation.statistics import (
     COVERAGE,
     Estimate,
     Sample,

@@ -16,8 +16,8 @@ import pytest
 
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, ToolUnavailable
-from outrider.evals.benchmark.extraction import VARIANTS
-from outrider.evals.benchmark.task_sets import BENCHMARKS, PROMPTS, load_benchmark, prompt_messages
+from outrider.evaluation.grading import VARIANTS
+from outrider.evaluation.tasks import BENCHMARKS, PROMPTS, load_benchmark, prompt_messages
 from outrider.types import Message, Task
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

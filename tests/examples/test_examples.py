@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.common.token_loss import OldLogprobs, TokenLossInputs
+from outrider.algorithms.losses import OldLogprobs, TokenLossInputs
 from outrider.runs import Run
-from outrider.testing import check_algorithm, check_environment, check_tool
-from outrider.testing.algorithm import build_group
+from outrider.testing import build_group, check_algorithm, check_environment, check_tool
 from outrider.trace import Trace
-from outrider.train.learning_settings import OptimizerSettings, UpdateSettings
-from outrider.train.update.metric_accumulator import MetricAccumulator
-from outrider.train.update.pack import RolloutPath
-from outrider.train.update.policy import Policy
-from outrider.train.update.update import rollout_paths, update
+from outrider.training.packing import RolloutPath
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import rollout_paths, update
+from outrider.training.update_metrics import MetricAccumulator
 from outrider.types import Message
 from tests.tiny import save_tiny_model, tiny_model
 

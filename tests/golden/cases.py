@@ -9,11 +9,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.algorithms.arpo.algorithm import PRESETS as ARPO
-from outrider.algorithms.common.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
-from outrider.algorithms.empo2.algorithm import PRESETS as EMPO2
+from outrider.algorithms.exploration import ARPO_PRESETS as ARPO
+from outrider.algorithms.exploration import EMPO2_PRESETS as EMPO2
 from outrider.algorithms.luffy import PRESETS as LUFFY
-from outrider.algorithms.rollout_replay.algorithm import PRESETS as REPLAY
+from outrider.algorithms.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
+from outrider.algorithms.rollout_replay import PRESETS as REPLAY
 from outrider.algorithms.tree_grpo import PRESETS as TREE
 
 Table = Mapping[str, Any]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.trace import Leaf, Node, Trace
-from outrider.watch.traces import SCHEMA, TraceReader
+from outrider.viewer.records import SCHEMA, TraceReader
 from tests.train.whole_runs import CLOCK, _rows
 
 # Metrics that have another name today than in the record: today's name to the record's; None for one that is

@@ -16,16 +16,16 @@ from outrider.config import validate
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.tokens import Tokenizer
-from outrider.train import learner as learner_module
-from outrider.train.building import build
-from outrider.train.components import Components
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
-from outrider.train.trainer import Trainer
-from outrider.train.update import policy as policy_module
-from outrider.train.update.policy import Policy
-from outrider.watch.progress import make_progress
-from outrider.watch.trackers import make_trackers
+from outrider.training import learner as learner_module
+from outrider.training import policy as policy_module
+from outrider.training.components import Components
+from outrider.training.policy import Policy
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import build
+from outrider.training.trainer import Trainer
+from outrider.viewer.progress import make_progress
+from outrider.viewer.trackers import make_trackers
 from tests.golden import parts
 from tests.golden.cases import Player, recipe
 from tests.train.tool_run import PLACES, THINGS, write_demonstrations, write_tool_run

@@ -8,7 +8,7 @@ places write half a corridor.
 
 import pytest
 
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from tests.toy_result import Result
 from tests.toys import TABLE_HEAD, table_row
 from tests.toys_branching import branching, plain, play

@@ -13,7 +13,7 @@ from benchmarks.learning_methods import Method
 from benchmarks.learning_toys import ARENAS, play
 
 from outrider.algorithms.grpo import GrpoSettings
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from tests.toy_result import Result
 from tests.toys import TABLE_HEAD, table_row
 from tests.toys_expedition import KINDS, KNOWN_LOGIT, ExpeditionRun, expedition, half_way

@@ -7,7 +7,7 @@ at every turn.
 
 import pytest
 
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from tests.toy_result import Result
 from tests.toys import TABLE_HEAD, table_row
 from tests.toys_memory import empo2, grpo, play

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import validate
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from tests.toy_result import Result
 from tests.toys import _SHARED, TABLE_HEAD, Toy, ToyRun, grpo, play, table_row
 from tests.toys_demonstrated import Demonstrated, expert_paths

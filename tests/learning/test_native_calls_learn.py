@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from tests.learning.native_calls import Learned, Protocol, learn
 
 PROTOCOLS: tuple[Protocol, ...] = ("tags", "hermes")

@@ -13,7 +13,7 @@ from math import comb
 import pytest
 import torch
 
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from tests.toy_result import Result
 from tests.toys import ACTIONS, MAX_POLICY_TOKENS, TABLE_HEAD, Toy, grpo, play, rapo, table_row
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.train.metrics.staleness import staleness_metrics
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
+from outrider.training.step_metrics import staleness_metrics
 from tests.toys import Toy, rapo
 from tests.toys_stale import StaleRun, play
 

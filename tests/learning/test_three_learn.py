@@ -13,7 +13,7 @@ from benchmarks.learning_methods import Method
 from benchmarks.learning_toys import ARENAS, play
 
 from outrider.algorithms.grpo import GrpoSettings
-from outrider.train.update.policy import set_threads
+from outrider.training.policy import set_threads
 from outrider.types import Message
 from tests.tiny import tiny_tokenizer
 from tests.toy_result import Result

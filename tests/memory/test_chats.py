@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import DataError
-from outrider.memory.steps.sources import Imported, import_trajectories
-from outrider.tokens.calls import CALL_FORMATS
+from outrider.memory.chat_files import Imported, import_trajectories
+from outrider.tokens.call_formats import CALL_FORMATS
 
 USER = {"role": "user", "content": "How warm is it in Oslo?"}
 END = {"role": "assistant", "content": "It is \\boxed{4}."}

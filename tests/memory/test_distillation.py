@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from outrider.memory.distillation import PREFIX, DistillationSettings, RandomDistillation
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.novelty import PREFIX, DistillationSettings, RandomDistillation
 
 DIM = 12
 Keys = NDArray[np.float32]

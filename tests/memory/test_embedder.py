@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import ConfigError, ModelError
-from outrider.memory.embedder import (
+from outrider.memory.embedders import (
     CachedEmbedder,
     Embedder,
     HashEmbedder,

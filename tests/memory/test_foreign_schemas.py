@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import BufferCorrupt, DataError, OutriderError
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.browse import newest_revision, search_steps
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.train.hub.dataset import push_dataset
+from outrider.evaluation.hub import push_dataset
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.memory.step_store import newest_revision, search_steps
 from tests.memory.builders import make_trajectory
 
 ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r)"
@@ -111,7 +111,7 @@ def test_numbers_of_steps_that_others_wrote_are_checked_against_the_steps(
 ) -> None:
     """With a checksum that fits: whoever follows them must not walk through 2**40 steps."""
     path = changed_buffer(tmp_path, f"UPDATE trajectories SET {column} = {2**40}")
-    monkeypatch.setattr("outrider.memory.steps.load.trajectory_checksum", _recorded(path))
+    monkeypatch.setattr("outrider.memory.step_store.trajectory_checksum", _recorded(path))
     with pytest.raises(BufferCorrupt, match="trajectory 1 does not have the steps"):
         StepTraceBuffer(path, HashEmbedder(), mode="read")
 

@@ -8,9 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from outrider.errors import DataError
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.memory.steps.sources import import_trajectories
+from outrider.memory.chat_files import import_trajectories
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
 
 CHAT = [
     {"role": "system", "content": "rules"},

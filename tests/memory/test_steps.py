@@ -12,10 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import CheckpointError, ConfigError, DataError
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.memory.steps.history import Candidate, history_text, prompt_question, select_best
-from outrider.memory.steps.records import StepFilter, StepRecord
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.memory.step_store import (
+    Candidate,
+    StepFilter,
+    StepRecord,
+    history_text,
+    prompt_question,
+    select_best,
+)
 from outrider.types import Message, Step, Trajectory
 from tests.memory.builders import make_trajectory
 

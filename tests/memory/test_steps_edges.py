@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
 from tests.memory.builders import make_trajectory
 
 

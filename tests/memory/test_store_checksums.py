@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import BufferCorrupt
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps import format as store_format
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory import step_store as store_format
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
 from tests.memory.builders import make_trajectory
 
 

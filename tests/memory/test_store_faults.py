@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import BufferCorrupt, ConfigError, DataError
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.memory.steps.records import StepFilter
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.memory.step_store import StepFilter
 from tests.memory.builders import make_trajectory
 
 WRITER = """

@@ -13,8 +13,8 @@ import torch
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.planning.memory import GRADIENT, MASTER, MOMENTS, VALUE_BYTES
-from outrider.train.settings import RunSettings
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, RunSettings
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -16,14 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.cli import main
 from outrider.config import validate
 from outrider.errors import ConfigError, ModelError
-from outrider.planning.change import smallest_fit
-from outrider.planning.fit import Layout, fit
-from outrider.planning.memory import Training, rank_bytes
-from outrider.planning.read_shape import find_shape, known_models, shape_from_config
-from outrider.planning.workload import Workload, make_workload
-from outrider.train.learning_settings import LoraSettings
-from outrider.train.settings import RunSettings
-from outrider.train.update.adapters import choose_trained
+from outrider.planning.memory import Layout, Training, Workload, fit, make_workload, rank_bytes, smallest_fit
+from outrider.planning.shape import find_shape, known_models, shape_from_config
+from outrider.training.adapters import choose_trained
+from outrider.training.settings import LoraSettings, RunSettings
 
 MEMORY = 80e9
 WORK = Workload(

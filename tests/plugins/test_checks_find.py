@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.base import (
+    Algorithm,
     GroupAdvantages,
     ObjectiveSettings,
     assign_advantages,
@@ -19,7 +19,7 @@ from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.house.family import HouseConfig, HouseEnvironment, HouseFactory, HouseTaskSet
+from outrider.environments.house import HouseConfig, HouseEnvironment, HouseFactory, HouseTaskSet
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.context import AlgorithmContext
-from outrider.algorithms.retrospex.critic import Critic, Networks
-from outrider.algorithms.retrospex.settings import CriticSettings
+from outrider.algorithms.base import AlgorithmContext
+from outrider.algorithms.retrospex import CriticSettings
+from outrider.algorithms.retrospex_critic import Critic, Networks
 from outrider.engines.base import EngineContext
 from outrider.errors import ToolUnavailable
-from outrider.memory.embedder import HashEmbedder, load_embedder
-from outrider.plugins.names import BUILT_IN
-from outrider.plugins.registry import build, build_by_name, read_settings
+from outrider.memory.embedders import HashEmbedder, load_embedder
+from outrider.plugins.registry import BUILT_IN, build, build_by_name, read_settings
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolContext, ToolGroup
 from tests.environments.verifiers_fake.make import write_fake

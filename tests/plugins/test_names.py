@@ -13,11 +13,11 @@ import pytest
 from outrider.cli import main
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError
-from outrider.plugins import imports, names
-from outrider.plugins.names import BUILT_IN, KINDS
-from outrider.plugins.origin import find_origin
-from outrider.plugins.registry import load_settings_class, resolve
-from outrider.train.settings import RunSettings
+from outrider.plugins import imports
+from outrider.plugins import registry as names
+from outrider.plugins.imports import find_origin
+from outrider.plugins.registry import BUILT_IN, KINDS, load_settings_class, resolve
+from outrider.training.settings import RunSettings
 from tests.tiny import save_tiny_model
 
 FAMILY = '''

@@ -12,8 +12,8 @@ import pytest
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.base import turn_message
-from outrider.environments.families import make_task_set
-from outrider.train.settings import RunSettings
+from outrider.environments.task_sets import make_task_set
+from outrider.training.settings import RunSettings
 from tests.plugins.packages import install
 from tests.tiny import save_tiny_model
 

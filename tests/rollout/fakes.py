@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Hook
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.types import Message, Role, Task

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from outrider.errors import EnvironmentFault
-from outrider.rollout.blocking import run_guarded
+from outrider.rollout.faults import run_guarded
 
 
 def test_an_answer_that_came_in_time_counts_though_the_loop_was_busy_for_longer_than_the_limit() -> None:

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
+from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.engines.base import Request
 from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.branch import Brancher
+from outrider.rollout.base import Limits
+from outrider.rollout.branching import Brancher
 from outrider.rollout.hooks import EpisodeState, Splice
-from outrider.rollout.limits import Limits
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.chat.engine import ChatEndpoint, ChatReply, EndpointSettings
+from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.errors import EngineFault, EnvironmentFault, ModelError
-from outrider.rollout.collect import Collected, Collector
-from outrider.rollout.limits import Limits
+from outrider.rollout.base import Limits
+from outrider.rollout.endpoint import Collected, Collector
 from outrider.types import Message, Outcome, Task
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.toy import ToyTaskSet

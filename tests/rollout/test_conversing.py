@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
+from outrider.environments.conversations import Conversation, SampledTurn, ServedTurn
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Forgetful, Hook, Splice
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
-from outrider.tokens.chat import HistoryThinking
+from outrider.tokens.renderer import HistoryThinking
 from outrider.trace import Node, Trace, split_contexts, without_memory
 from outrider.types import Message, Origin, Outcome, Task
 from tests.rollout.fakes import Factory

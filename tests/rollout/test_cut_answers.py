@@ -7,17 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.engines.chat.engine import ChatEndpoint, ChatReply, EndpointSettings
+from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.family import ToolsConfig
-from outrider.environments.tool_qa.tool_episode import EpisodeConfig
-from outrider.rollout.collect import Collector
-from outrider.rollout.episode import Sampling
-from outrider.rollout.expert import play_experts
-from outrider.rollout.limits import Limits
+from outrider.environments.tool_qa.environment import ToolsConfig
+from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
+from outrider.rollout.base import Limits
+from outrider.rollout.endpoint import Collector
+from outrider.rollout.episode import Sampling, play_texts
+from outrider.rollout.experts import play_experts
 from outrider.rollout.scheduler import Scheduler
-from outrider.rollout.scripted_play import play_texts
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, Outcome, Step, Task

@@ -10,14 +10,12 @@ import pytest
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import validate
 from outrider.errors import EnvironmentFault
-from outrider.rollout.demonstrations import join_demonstration
-from outrider.rollout.expert import play_experts
-from outrider.rollout.limits import Limits
-from outrider.rollout.whereabouts import RolloutStatus
+from outrider.rollout.base import Limits, RolloutStatus
+from outrider.rollout.experts import join_demonstration, play_experts
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
-from outrider.train.components import Components
-from outrider.train.data.off_policy_data import add_off_policy_groups
+from outrider.training.components import Components
+from outrider.training.data import add_off_policy_groups
 from outrider.types import Origin, Outcome, Task
 from tests.rollout.fakes import TOKENIZER, scheduler, scripted
 from tests.toy import ToyTaskSet

@@ -10,8 +10,8 @@ import pytest
 
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.blocking import run_timed
-from outrider.rollout.scripted_play import play_texts
+from outrider.rollout.episode import play_texts
+from outrider.rollout.faults import run_timed
 from outrider.types import Task
 from tests.rollout.fakes import Factory, Fake, say
 

@@ -7,15 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.chat.engine import ChatEndpoint, ChatReply, EndpointSettings
-from outrider.engines.chat.native_calls import served_calls
-from outrider.engines.chat.wire import Transient, wire_messages
-from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.family import ToolsConfig
-from outrider.rollout.collect import Collected, Collector
-from outrider.rollout.endpoint_turns import endpoint_turn
-from outrider.rollout.limits import Limits
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.engines.chat import (
+    ChatEndpoint,
+    ChatReply,
+    EndpointSettings,
+    Transient,
+    served_calls,
+    wire_messages,
+)
+from outrider.environments.tool_qa.environment import ToolsConfig
+from outrider.environments.tool_qa.episodes import ToolEnvironmentFactory
+from outrider.rollout.base import Limits
+from outrider.rollout.endpoint import Collected, Collector
+from outrider.rollout.external_agent import endpoint_turn
+from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, read_turn
 from outrider.types import Outcome
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
 from tests.rollout.test_native_rollout import TASK, Search
@@ -120,7 +125,7 @@ def test_a_turn_that_breaks_its_reader_is_a_fault_of_its_rollout(monkeypatch: py
     def broken(*_: Any) -> Any:
         raise TypeError("'int' object is not iterable")
 
-    monkeypatch.setattr("outrider.rollout.endpoint_turns.read_turn", broken)
+    monkeypatch.setattr("outrider.tokens.call_formats.read_turn", broken)
     played, _, _ = play(ANSWER)
     assert played.outcome == Outcome.ENVIRONMENT_FAULT and "not iterable" in played.detail
 

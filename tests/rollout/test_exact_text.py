@@ -13,11 +13,11 @@ from outrider.engines.base import Request
 from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
+from outrider.rollout.context import CUT_MARK, truncate_text
 from outrider.rollout.hooks import EpisodeState, Splice
-from outrider.rollout.truncation import CUT_MARK, truncate_text
 from outrider.tokens import ChatRenderer, decode_text
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import trace_rows
+from outrider.training.step_records import trace_rows
 from outrider.types import Message
 from tests.rollout.fakes import Factory, Fake, scheduler, tasks
 from tests.tiny import CHARACTERS, tiny_tokenizer

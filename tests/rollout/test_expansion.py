@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.limits import Limits
-from outrider.rollout.tree_growth import Expansion
+from outrider.rollout.base import Limits
+from outrider.rollout.branching import Expansion
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Outcome

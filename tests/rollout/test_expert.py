@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.environments.webshop.family import WebShopConfig, WebShopTaskSet
-from outrider.rollout.expert import play_experts, to_trajectory
+from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
+from outrider.rollout.base import Limits
+from outrider.rollout.experts import play_experts, to_trajectory
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
-from outrider.rollout.limits import Limits
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome, Step, Task

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.algorithm import Algorithm
-from outrider.algorithms.context import AlgorithmContext
-from outrider.algorithms.rapo.hook import RetrievalHook
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.algorithms.base import Algorithm, AlgorithmContext
+from outrider.algorithms.retrieval import RetrievalHook
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.registry import build, read_settings
 from outrider.rollout.hooks import Forgetful, Portable
-from outrider.testing.algorithm import build_group
-from outrider.testing.hooks import check_copies
+from outrider.testing import build_group, check_copies
 from outrider.types import Message, Step, Trajectory
 
 TIPS = {"memory_probability": 1.0, "memory": {"embedder": "hash", "scope": "all"}}

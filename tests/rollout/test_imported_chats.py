@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.family import ToolsConfig
-from outrider.memory.steps.sources import import_trajectories
-from outrider.rollout.demonstrations import join_demonstration
-from outrider.rollout.expert import play_experts
-from outrider.rollout.limits import Limits
-from outrider.rollout.scripted_play import play_texts
+from outrider.environments.tool_qa.environment import ToolsConfig
+from outrider.environments.tool_qa.episodes import ToolEnvironmentFactory
+from outrider.memory.chat_files import import_trajectories
+from outrider.rollout.base import Limits
+from outrider.rollout.episode import play_texts
+from outrider.rollout.experts import join_demonstration, play_experts
 from outrider.tokens import ChatRenderer
-from outrider.tokens.calls import CALL_FORMATS, convert_calls, get_call_format, read_turn
+from outrider.tokens.call_formats import CALL_FORMATS, convert_calls, get_call_format, read_turn
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
 from outrider.types import Json, Origin, Step, Task, ToolCall, ToolSchema

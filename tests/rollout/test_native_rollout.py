@@ -8,13 +8,11 @@ import pytest
 
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.family import ToolsConfig
-from outrider.environments.tool_qa.tool_episode import EpisodeConfig
-from outrider.rollout.episode import Sampling
-from outrider.rollout.limits import Limits
+from outrider.environments.tool_qa.environment import ToolsConfig
+from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
+from outrider.rollout.base import Limits
+from outrider.rollout.episode import Sampling, play_texts
 from outrider.rollout.scheduler import Scheduler
-from outrider.rollout.scripted_play import play_texts
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import Tool, ToolOutput
 from outrider.trace import Trace

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo.algorithm import ArpoSettings
-from outrider.algorithms.arpo.hook import BranchHook
+from outrider.algorithms.entropy_branching import BranchHook
+from outrider.algorithms.exploration import ArpoSettings
 from outrider.config import validate
 from outrider.engines.base import Generation, Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.limits import Limits
+from outrider.rollout.base import Limits
+from outrider.rollout.branching import Expansion
 from outrider.rollout.scheduler import RolloutReport
-from outrider.rollout.tree_growth import Expansion
-from outrider.train.metrics.step_metrics import rollout_metrics
+from outrider.training.step_metrics import rollout_metrics
 from outrider.types import Message, Task
 from tests.rollout.fakes import TOKENIZER, Factory, RawEngine, scheduler, tasks
 from tests.rollout.test_branch import Copying

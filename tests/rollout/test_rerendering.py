@@ -10,28 +10,28 @@ from typing import Any
 import pytest
 
 from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restore_groups, snapshot_groups
+from outrider.algorithms.rollout_replay import StoredGroup, restore_groups, snapshot_groups
 from outrider.config import validate
+from outrider.distributed.fsdp import Shape
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import ConfigError, ModelError
-from outrider.evals.benchmark.settings import EvalTasksSettings
-from outrider.rollout.demonstrations import join_demonstration
+from outrider.evaluation.tasks import EvalTasksSettings
+from outrider.rollout.base import Limits
+from outrider.rollout.context import require_no_rerendering
 from outrider.rollout.episode import Sampling
-from outrider.rollout.limits import Limits
-from outrider.rollout.rerendering import require_no_rerendering
+from outrider.rollout.experts import join_demonstration
 from outrider.rollout.scheduler import Scheduler
-from outrider.scale.placement import Shape
 from outrider.tokens import ChatRenderer
-from outrider.tokens.chat import HistoryThinking
-from outrider.tokens.load_check import check_template
+from outrider.tokens.renderer import HistoryThinking
+from outrider.tokens.template_check import check_template
 from outrider.trace import Trace, split_contexts
-from outrider.train.metrics.step_metrics import rollout_metrics
-from outrider.train.settings import RunSettings
-from outrider.train.state.queue import group_to_dict, read_group
-from outrider.train.update.pack import pack
-from outrider.train.update.update import rollout_paths
+from outrider.training.async_rollouts import group_to_dict, read_group
+from outrider.training.packing import pack
+from outrider.training.settings import RunSettings
+from outrider.training.step_metrics import rollout_metrics
+from outrider.training.update import rollout_paths
 from outrider.types import Message, Outcome
 from tests.rollout.fakes import Factory, Fake, say, tasks
 from tests.templates_of_families import FAMILIES, byte_tokenizer

@@ -16,7 +16,7 @@ from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.limits import Limits
+from outrider.rollout.base import Limits
 from outrider.rollout.scheduler import RolloutReport
 from outrider.seeding import stream
 from outrider.types import Message, Origin, Outcome

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.rollout.blocking import run_guarded, run_timed
+from outrider.rollout.faults import run_guarded, run_timed
 from outrider.types import Task
 from tests.rollout.fakes import Factory, Fake, say, scheduler, scripted, tasks
 

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.environments.base import StepResult
 from outrider.rollout.scheduler import RolloutReport, Scheduler
-from outrider.train.metrics.step_metrics import rollout_metrics
+from outrider.training.step_metrics import rollout_metrics
 from outrider.types import Outcome, Task
 from tests.rollout.fakes import Factory, Fake, say, scheduler, scripted, tasks
 

@@ -10,12 +10,12 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from outrider.algorithms.empo2.hook import render_tips
+from outrider.algorithms.tips import render_tips
 from outrider.environments.base import StepResult
 from outrider.memory.tips import Tip
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Splice
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Node, Trace, without_memory

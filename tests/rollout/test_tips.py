@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook, clean_reflection
 from outrider.algorithms.reflexion import ReflexionHook
+from outrider.algorithms.tips import MemorySettings, TipHook, clean_reflection
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Reflector, Splice
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace, policy_turns, without_memory

@@ -10,7 +10,7 @@ import pytest
 from tests.tiny import save_tiny_model
 
 if TYPE_CHECKING:
-    from outrider.scale.session import Session
+    from outrider.distributed.ray_session import Session
     from tests.scale.forked_ranks import ForkedRanks
 
 # an older torch, on which a run says what it needs
@@ -25,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def session() -> "Iterator[Session]":
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
-    from outrider.scale.session import Session
-    from outrider.train.cluster_settings import ClusterSettings
+    from outrider.distributed.ray_session import Session
+    from outrider.training.settings import ClusterSettings
 
     opened = Session(ClusterSettings(num_trainers=6, placement_timeout_s=60))
     yield opened

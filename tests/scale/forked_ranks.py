@@ -16,7 +16,7 @@ _context.set_forkserver_preload(["tests.train.forked_imports", "tests.scale.prob
 
 
 class ForkedRanks:
-    """``size`` processes with the face of :class:`outrider.scale.group.RankGroup`."""
+    """``size`` processes with the face of :class:`outrider.distributed.learner.RankGroup`."""
 
     def __init__(self, folder: Path, size: int, **changed: Any) -> None:
         self._pipes = []

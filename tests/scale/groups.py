@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 
+from outrider.algorithms.advantages import RolloutAdvantages
 from outrider.algorithms.base import assign_advantages
-from outrider.algorithms.common.advantages import RolloutAdvantages
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Task
 

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings
+from outrider.distributed.fsdp import fill
+from outrider.distributed.learner import Rank, RankGroup, RankSettings, _whole
+from outrider.distributed.ray_session import Session
 from outrider.engines.local.model import Precision, load_model
-from outrider.scale.group import RankGroup
-from outrider.scale.rank import Rank, RankSettings, _whole
-from outrider.scale.session import Session
-from outrider.scale.sharding import fill
 from outrider.trace import Trace
-from outrider.train.learning_settings import ColdStartSettings, OptimizerSettings, UpdateSettings
-from outrider.train.update.pack import pack
-from outrider.train.update.policy import Policy, Scorer
-from outrider.train.update.update import rollout_paths, update
+from outrider.training.packing import pack
+from outrider.training.policy import Policy, Scorer
+from outrider.training.settings import ColdStartSettings, OptimizerSettings, UpdateSettings
+from outrider.training.update import rollout_paths, update
 
 SETTINGS = UpdateSettings(max_tokens=160, max_logprob_gap=1e9)
 

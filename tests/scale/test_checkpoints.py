@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from outrider.errors import CheckpointError
-from outrider.train.models import load_weights
-from outrider.train.state.checkpoint import load_checkpoint, save_checkpoint
+from outrider.training.checkpoint import load_checkpoint, save_checkpoint
+from outrider.training.setup import load_weights
 from tests.scale.forked_ranks import ForkedRanks
 from tests.scale.groups import groups
 from tests.scale.probe import SETTINGS, alone, distance, run

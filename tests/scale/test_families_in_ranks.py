@@ -15,14 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider.distributed import fsdp as sharding
+from outrider.distributed.weights import Source, engine_weights
 from outrider.engines.base import LocalSettings, VllmSettings
 from outrider.errors import ConfigError, ModelError, OutriderError
-from outrider.scale import sharding
-from outrider.scale.direct import Source
-from outrider.scale.weights import engine_weights
-from outrider.train.learning_settings import LoraSettings, OptimizerSettings
-from outrider.train.update.adapters import plain_names
-from outrider.train.update.policy import Policy
+from outrider.training.adapters import plain_names
+from outrider.training.policy import Policy
+from outrider.training.settings import LoraSettings, OptimizerSettings
 from tests.scale.forked_ranks import ForkedRanks
 from tests.scale.groups import groups
 from tests.scale.probe import SETTINGS, alone, distance, near_the_truth, run

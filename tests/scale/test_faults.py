@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from outrider.config import validate
+from outrider.distributed import require_packages
+from outrider.distributed.ray_session import Session
 from outrider.errors import ClusterFault, ConfigError, EngineFault
-from outrider.scale.session import Session
-from outrider.scale.start import require_packages
-from outrider.train.cluster_settings import ClusterSettings
-from outrider.train.learning_settings import UpdateSettings
-from outrider.train.settings import RunSettings
+from outrider.training.settings import ClusterSettings, RunSettings, UpdateSettings
 from tests.scale.forked_ranks import ForkedRanks
 from tests.scale.groups import groups
 from tests.scale.probe import SETTINGS, alone, rank_group, run

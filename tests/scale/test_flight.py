@@ -13,24 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outrider.distributed.rollouts import RemoteGroupPlayer
+from outrider.distributed.worker import Heartbeat, Job, JobResult, RolloutSlots
 from outrider.errors import ProcessLost
+from outrider.rollout.base import RolloutStatus
 from outrider.rollout.hooks import Forgetful
 from outrider.rollout.scheduler import RolloutReport
-from outrider.rollout.whereabouts import RolloutStatus
-from outrider.scale.flight import RemoteGroupPlayer
-from outrider.scale.flight_worker import RolloutSlots
-from outrider.scale.worker import Heartbeat, Job, JobResult
 from outrider.trace import Trace
-from outrider.train.data.task_sampling import TaskOrder
-from outrider.train.in_flight import AsyncRolloutQueue
-from outrider.train.state.flight_queue import GroupResult, PendingStep, read_snapshot, write_snapshot
+from outrider.training.async_rollouts import (
+    AsyncRolloutQueue,
+    GroupResult,
+    PendingStep,
+    read_snapshot,
+    write_snapshot,
+)
+from outrider.training.data import TaskOrder
 from outrider.types import Outcome, Task
 from tests.scale.test_remote_faults import Crew, crew_of
 from tests.scale.traces import Traces
 from tests.train.whole_runs import command, write_data
 
 if TYPE_CHECKING:
-    from outrider.scale.session import Session
+    from outrider.distributed.ray_session import Session
 
 STEPS = 5
 ALOFT = {"batching": "stream", "in_flight": True, "max_staleness": 2}
@@ -331,7 +335,7 @@ def test_groups_take_places_in_their_order_and_a_large_one_plays_alone() -> None
 def test_a_group_plays_as_many_at_a_time_as_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else programs, or sessions of a server, would be more than there may be."""
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
-    from outrider.scale.worker import RolloutWorker
+    from outrider.distributed.worker import RolloutWorker
 
     worker, jobs = RolloutWorker(0, ["engine"]), list[Job]()
     worker._slots, worker._free_algorithms = RolloutSlots(2), [object()]  # type: ignore[list-item]

@@ -14,26 +14,24 @@ from typing import Any
 import pytest
 
 from outrider.config import validate
+from outrider.distributed.actors import RemoteProcesses, Repairs
+from outrider.distributed.engines import DirectPool, EnginePool, probes
+from outrider.distributed.ray_session import Recipe
+from outrider.distributed.rollouts import WorkerRollouts
+from outrider.distributed.worker import RolloutWorker, WorkerSettings
 from outrider.engines.base import FinishReason, Generation, LocalSettings, Request
-from outrider.environments.factbook.family import FactbookConfig
+from outrider.environments.factbook.environment import FactbookConfig
 from outrider.errors import CheckpointError, ClusterFault, ConfigError, NoRepair, ProcessLost
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.plugins.record import server_digests
-from outrider.rollout.whereabouts import RolloutStatus
-from outrider.scale.pool import DirectPool, EnginePool
-from outrider.scale.probes import probes
-from outrider.scale.recipe import Recipe
-from outrider.scale.remote import RemoteProcesses
-from outrider.scale.repairs import Repairs
-from outrider.scale.rollouts import WorkerRollouts
-from outrider.scale.worker import RolloutWorker, WorkerSettings
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.plugins.listing import server_digests
+from outrider.rollout.base import RolloutStatus
 from outrider.trace import Leaf, Trace
-from outrider.train.cluster_restarts import Allowance
-from outrider.train.data.task_sampling import SampledStep
-from outrider.train.overlap import RolloutPrefetch
-from outrider.train.settings import RunSettings
-from outrider.train.state.same_settings import check_settings, flat_settings
+from outrider.training.async_rollouts import RolloutPrefetch
+from outrider.training.data import SampledStep
+from outrider.training.restarts import Allowance
+from outrider.training.run_dir import check_settings, flat_settings
+from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory
 
 TASK = Task(key="a", question="?", answers=("!",))

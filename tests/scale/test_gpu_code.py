@@ -16,17 +16,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outrider.config import validate
-from outrider.engines.vllm_async import AsyncVllm
-from outrider.engines.weight_sum import NAME, Checking, WeightSum, append_sum
+from outrider.distributed.engines import VllmEngineActor
+from outrider.distributed.learner import Rank, RankGroup
+from outrider.distributed.ray_session import Resources
+from outrider.distributed.weights import EngineClient, Source
+from outrider.engines.vllm.async_engine import AsyncVllm
+from outrider.engines.vllm.weights import NAME, Checking, WeightSum, append_sum
 from outrider.errors import ClusterFault, ConfigError, EngineFault
-from outrider.scale.direct import EngineClient, Source
-from outrider.scale.group import RankGroup
-from outrider.scale.rank import Rank
-from outrider.scale.resources import Resources
-from outrider.scale.vllm import VllmEngineActor
-from outrider.train.learning_settings import LoraSettings, OptimizerSettings
-from outrider.train.settings import RunSettings
-from outrider.train.update.policy import Policy
+from outrider.training.policy import Policy
+from outrider.training.settings import LoraSettings, OptimizerSettings, RunSettings
 from tests.tiny import tiny_model
 
 GPUS: dict[str, Any] = {

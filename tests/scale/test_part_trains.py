@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.train.learning_settings import LoraSettings
+from outrider.training.settings import LoraSettings
 from tests.scale.forked_ranks import ForkedRanks
 from tests.scale.groups import groups
 from tests.scale.probe import SETTINGS, alone, distance, near_the_truth, run

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.scale.placement import Shape, assign_to_ranks
-from outrider.train.update.pack import RolloutPath
-from outrider.train.update.update import rollout_paths
+from outrider.distributed.fsdp import Shape, assign_to_ranks
+from outrider.training.packing import RolloutPath
+from outrider.training.update import rollout_paths
 from tests.scale.groups import groups
 
 SHAPE = Shape(num_parameters=1000, num_layers=2, attention_width=8)
@@ -62,7 +62,7 @@ def test_a_shared_beginning_costs_once_and_a_late_token_more_than_an_early_one()
 def test_rollouts_without_a_gradient_are_not_placed_at_all() -> None:
     """Counting them left one rank idle: the update hands over those that train."""
     from outrider.algorithms.grpo import GrpoSettings
-    from outrider.train.update.update import _trained_paths
+    from outrider.training.update import _trained_paths
 
     paths = rollout_paths(groups(4, seed=0))
     trained = _trained_paths(paths, GrpoSettings())

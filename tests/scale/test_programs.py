@@ -17,14 +17,14 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from outrider.config import validate  # noqa: E402
 from outrider.plugins import imports  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport  # noqa: E402
-from outrider.train.settings import RunSettings  # noqa: E402
+from outrider.training.settings import RunSettings  # noqa: E402
 from outrider.types import Outcome  # noqa: E402
 from tests.environments.verifiers_fake.make import write_fake  # noqa: E402
 from tests.scale.processes import blocked_by, children_of, command_of, parent_of, wait_until_ended  # noqa: E402
 from tests.scale.test_remote_faults import Crew, bits, crew_with, settings_of  # noqa: E402
 
 if TYPE_CHECKING:
-    from outrider.scale.session import Session
+    from outrider.distributed.ray_session import Session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

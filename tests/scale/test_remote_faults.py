@@ -18,22 +18,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outrider.config import validate
+from outrider.distributed.actors import Repairs
 from outrider.engines.local.engine import LocalEngine
 from outrider.errors import ClusterFault, ConfigError, ProcessLost
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
-from outrider.scale.repairs import Repairs
 from outrider.testing import check_engine
-from outrider.train.building import build
-from outrider.train.cluster_restarts import Allowance
-from outrider.train.components import Components
-from outrider.train.models import local_learner
-from outrider.train.settings import RunSettings
+from outrider.training.components import Components
+from outrider.training.restarts import Allowance
+from outrider.training.settings import RunSettings
+from outrider.training.setup import build, local_learner
 from tests.scale.processes import lives
 
 if TYPE_CHECKING:
-    from outrider.scale.remote import RemoteProcesses
-    from outrider.scale.session import Session
+    from outrider.distributed.actors import RemoteProcesses
+    from outrider.distributed.ray_session import Session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SILENT_S = 6.0
@@ -101,7 +100,7 @@ def crew_of(session: "Session", folder: Path, place: Path, **changed: Any) -> Ab
 
 @contextmanager
 def crew_with(session: "Session", settings: RunSettings, place: Path) -> Iterator[Crew]:
-    from outrider.scale.remote import RemoteProcesses
+    from outrider.distributed.actors import RemoteProcesses
 
     parts = build(
         settings,
@@ -291,7 +290,7 @@ def test_the_end_ends_all(crew: Crew) -> None:
 
 
 def test_processors_that_are_not_there_are_named(session: "Session", folder: Path) -> None:
-    from outrider.scale.remote import RemoteProcesses
+    from outrider.distributed.actors import RemoteProcesses
 
     settings = settings_of(folder, num_engines=300)
     learner = local_learner(settings, initial=True)

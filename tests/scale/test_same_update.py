@@ -10,10 +10,9 @@ import pytest
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import validate
 from outrider.trace import Trace
-from outrider.train.data.sft import cold_start, successful_paths
-from outrider.train.learning_settings import UpdateSettings
-from outrider.train.settings import RunSettings
-from outrider.train.update.reward_kl import measure_kl
+from outrider.training.cold_start import cold_start, successful_paths
+from outrider.training.settings import RunSettings, UpdateSettings
+from outrider.training.update import measure_kl
 from tests.algorithms.test_every_objective import EVERY
 from tests.scale.forked_ranks import ForkedRanks
 from tests.scale.groups import groups

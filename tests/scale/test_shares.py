@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config import load_settings
+from outrider.distributed.ray_session import Recipe
+from outrider.distributed.rollouts import WorkerRollouts
+from outrider.distributed.worker import Heartbeat, Job, JobResult
 from outrider.environments.base import CallCapped
-from outrider.environments.tool_qa.call_budget import CallBudget
+from outrider.environments.tool_qa.episodes import CallBudget
 from outrider.errors import ConfigError, ProcessLost
+from outrider.rollout.base import RolloutStatus
 from outrider.rollout.hooks import Forgetful
 from outrider.rollout.scheduler import RolloutReport
-from outrider.rollout.whereabouts import RolloutStatus
-from outrider.scale.recipe import Recipe
-from outrider.scale.rollouts import WorkerRollouts
-from outrider.scale.worker import Heartbeat, Job, JobResult
 from outrider.trace import Trace
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 from outrider.types import Outcome, Task
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 from tests.scale.test_remote_faults import Crew, crew_of
 
 if TYPE_CHECKING:
-    from outrider.scale.session import Session
+    from outrider.distributed.ray_session import Session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

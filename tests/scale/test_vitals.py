@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from outrider.rollout.whereabouts import RolloutStatus
-from outrider.scale import rollouts
-from outrider.scale.rollouts import HeartbeatMonitor
-from outrider.scale.vitals import SharedRolloutStatus, cpu_seconds, read_location
+from outrider.distributed import rollouts
+from outrider.distributed.ray_session import SharedRolloutStatus, cpu_seconds, read_location
+from outrider.distributed.rollouts import HeartbeatMonitor
+from outrider.rollout.base import RolloutStatus
 
 
 class Unanswered:

@@ -22,11 +22,10 @@ from outrider.engines.base import Request
 from outrider.errors import ClusterFault
 from outrider.testing import check_engine
 from outrider.trace import Trace
-from outrider.train.building import build
-from outrider.train.models import local_learner
-from outrider.train.settings import RunSettings
-from outrider.train.update.pack import pack
-from outrider.train.update.update import rollout_paths
+from outrider.training.packing import pack
+from outrider.training.settings import RunSettings
+from outrider.training.setup import build, local_learner
+from outrider.training.update import rollout_paths
 from tests.scale.test_remote_faults import Crew
 from tests.scale.traces import Traces
 from tests.tiny import save_tiny_model
@@ -34,7 +33,7 @@ from tests.train.tool_run import TAGS, save_model, write_tool_run
 from tests.train.whole_runs import metrics
 
 if TYPE_CHECKING:
-    from outrider.scale.session import Session
+    from outrider.distributed.ray_session import Session
 
 pytestmark = [
     pytest.mark.vllm,
@@ -46,7 +45,7 @@ LIMIT_S = 300.0
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    from outrider.scale.remote import RemoteProcesses
+    from outrider.distributed.actors import RemoteProcesses
 
     root = tmp_path_factory.mktemp("vllm")
     settings = validate(
@@ -215,7 +214,7 @@ def test_vllm_s_own_sender_takes_what_the_ranks_give(crew: Crew) -> None:
     """As far as it goes without a GPU: names, types and shapes are those that were told before."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-    from outrider.scale.direct import Source
+    from outrider.distributed.weights import Source
 
     model = crew.parts.learner.language_model.model
     source = Source(model, torch.bfloat16)
@@ -226,8 +225,7 @@ def test_vllm_s_own_sender_takes_what_the_ranks_give(crew: Crew) -> None:
 def test_what_vllm_s_receivers_load_passes_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from outrider.engines.vllm_backends import CheckedNccl
-    from outrider.engines.weight_sum import append_sum
+    from outrider.engines.vllm.weights import CheckedNccl, append_sum
 
     told: list[str] = []
     for name in ("start_weight_update", "finish_weight_update"):

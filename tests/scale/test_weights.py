@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config import validate
+from outrider.distributed.engines import EngineActor
+from outrider.distributed.ray_session import Recipe
+from outrider.distributed.weights import Carrier, Folder, drop, pack, pieces, unpack
 from outrider.engines.base import Request
 from outrider.errors import ClusterFault, ConfigError
 from outrider.plugins import registry
-from outrider.scale.engine import EngineActor
-from outrider.scale.recipe import Recipe
-from outrider.scale.weights import Carrier, Folder, drop, pack, pieces, unpack
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 
 
 class Shelf:

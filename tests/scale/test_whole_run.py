@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.train.update.weight_files import read_tensors
+from outrider.training.policy import read_tensors
 from tests.scale.traces import Traces
 from tests.train.forked import forked_outrider
 from tests.train.tool_run import outrider, write_tool_run

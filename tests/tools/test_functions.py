@@ -17,14 +17,13 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import TypedDict
 
-from outrider.environments.tool_qa.family import ToolsConfig
+from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.errors import ConfigError, ToolFault
 from outrider.plugins.registry import build_by_name, resolve
-from outrider.testing.tool import check_tool
-from outrider.tokens.calls import CALL_FORMATS, read_turn
-from outrider.tools.base import SchemaTool, ToolOutput
+from outrider.testing import check_tool
+from outrider.tokens.call_formats import CALL_FORMATS, read_turn
+from outrider.tools.base import SchemaTool, ToolOutput, Toolset, tool_schema
 from outrider.tools.functions import FunctionTool, tool_class
-from outrider.tools.toolset import Toolset, tool_schema
 from outrider.types import Json, ToolCall
 
 

@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable
-from outrider.tools import sandbox
-from outrider.tools.python import PythonTool, PythonToolConfig, cut
-from outrider.tools.python_text import extract_code
-from outrider.tools.python_worker import print_last_expression
+from outrider.tools.python import sandbox
+from outrider.tools.python.tool import PythonTool, PythonToolConfig, cut, extract_code
+from outrider.tools.python.worker import print_last_expression
 
 needs_locks = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
 

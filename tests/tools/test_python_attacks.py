@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.tools import sandbox
-from outrider.tools.python import PythonResult, PythonTool, PythonToolConfig
+from outrider.tools.python import sandbox
+from outrider.tools.python.tool import PythonResult, PythonTool, PythonToolConfig
 
 pytestmark = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
 

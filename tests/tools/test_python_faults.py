@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet
+from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet
 from outrider.errors import ToolUnavailable
-from outrider.tools import sandbox, sandbox_mounts
-from outrider.tools.fair_pool import FairPool
-from outrider.tools.python import PythonTool, PythonToolConfig
+from outrider.tools.concurrency import FairPool
+from outrider.tools.python import sandbox
+from outrider.tools.python import sandbox as sandbox_mounts
+from outrider.tools.python.tool import PythonTool, PythonToolConfig
 
 needs_locks = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
 DISK = 4 << 20

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.tools.python_process import _BOOT, _SOURCE
-from outrider.tools.python_server import REPLY, REQUEST, ServerSettings
-from outrider.tools.sandbox import Limits
+from outrider.tools.python.sandbox import Limits
+from outrider.tools.python.server import REPLY, REQUEST, ServerSettings
+from outrider.tools.python.tool import _BOOT, _SOURCE
 
 
 @pytest.mark.parametrize(

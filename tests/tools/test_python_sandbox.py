@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.tools import sandbox
-from outrider.tools.sandbox_filter import ALLOWED, AUDIT_ARCH, filter_program
+from outrider.tools.python import sandbox
+from outrider.tools.python.sandbox import ALLOWED, AUDIT_ARCH, filter_program
 
 ALLOW, KILL, DENY, NO_TERMINAL = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOTTY
 FCNTL, IOCTL, OPENAT = (

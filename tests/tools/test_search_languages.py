@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import DataError
-from outrider.tools.browser.pages import Page, PageCollection
-from outrider.tools.browser.readers import NO_MATCH, Bm25Reader, make_reader, split_passages
-from outrider.tools.browser.settings import BrowserSettings
-from outrider.tools.browser.tool import Browser
+from outrider.tools.browser.pages import BrowserSettings, Page, PageCollection
+from outrider.tools.browser.tool import NO_MATCH, Bm25Reader, Browser, make_reader, split_passages
 from outrider.tools.search import Passage, SearchConfig, SearchTool, load_passages, query_terms, terms
 
 TEXTS = {

@@ -15,9 +15,9 @@ import transformers.models.llama.modeling_llama
 import transformers.tokenization_utils_fast  # noqa: F401
 from transformers import conversion_mapping
 
-from outrider.engines.local.onednn import can_pack
-from outrider.train import launch, replay  # noqa: F401
-from outrider.watch import report  # noqa: F401
+from outrider.engines.local.cpu_kernels import can_pack
+from outrider.training import setup as launch  # noqa: F401
+from outrider.viewer import report  # noqa: F401
 
 torch.set_num_threads(1)
 can_pack(torch.float32)

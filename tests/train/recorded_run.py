@@ -8,11 +8,11 @@ import pytest
 
 from outrider.config import load_settings
 from outrider.environments.base import StepResult
-from outrider.environments.tool_qa.episode import ToolEnvironment
+from outrider.environments.tool_qa.episodes import ToolEnvironment
 from outrider.errors import ToolFault
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
 from tests.train.tool_run import write_tool_run
 from tests.train.whole_runs import CASES
 

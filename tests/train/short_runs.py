@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.config import load_settings
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.checkpoint_state import read_checksummed, write_checksummed
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training.checkpoint import read_checksummed, write_checksummed
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
 
 
 def begin(recipe: Path, run: Path, *overrides: str) -> Path:

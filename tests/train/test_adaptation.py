@@ -9,12 +9,12 @@ from outrider.algorithms.reflexion import NUM_SHOWN, ReflexionHook
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.tool_qa.episode import ToolEnvironment
+from outrider.environments.tool_qa.episodes import ToolEnvironment
 from outrider.errors import EnvironmentFault
-from outrider.rollout.limits import Limits
+from outrider.rollout.base import Limits
 from outrider.runs import Run
 from outrider.trace import Trace
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 from outrider.types import Origin
 from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
 from tests.train.tool_run import write_tool_run

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from outrider import cli
-from outrider.train.export import export_run
-from outrider.train.models import make_policy
-from outrider.train.state.recorded import recorded_settings
-from outrider.train.update.export_check import _logits
+from outrider.training.export import export_run
+from outrider.training.policy import _logits
+from outrider.training.run_dir import recorded_settings
+from outrider.training.setup import make_policy
 from tests.tiny import CHARACTERS
 
 RECIPE = """

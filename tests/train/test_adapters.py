@@ -14,16 +14,15 @@ from peft.tuners.lora.layer import Linear
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from outrider.atomic_io import replacing_folder
 from outrider.config import validate
 from outrider.engines.base import VllmSettings
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.model import load_model
 from outrider.errors import ConfigError, ModelError
-from outrider.train.learning_settings import LoraSettings, OptimizerSettings
-from outrider.train.settings import RunSettings
-from outrider.train.update.adapters import coverage, merge_adapters
-from outrider.train.update.policy import Policy
+from outrider.files import replacing_folder
+from outrider.training.adapters import coverage, merge_adapters
+from outrider.training.policy import Policy
+from outrider.training.settings import LoraSettings, OptimizerSettings, RunSettings
 from tests.tiny import tiny_model
 
 

@@ -15,16 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import ModelError
-from outrider.train.learning_settings import LoraSettings, OptimizerSettings
-from outrider.train.update import export_check
-from outrider.train.update.adapters import (
-    broken_ties,
-    coverage,
-    merge_adapters,
-    merged_names,
-    to_folder_format,
-)
-from outrider.train.update.policy import Policy
+from outrider.training import policy as export_check
+from outrider.training.adapters import broken_ties, coverage, merge_adapters, merged_names, to_folder_format
+from outrider.training.policy import Policy
+from outrider.training.settings import LoraSettings, OptimizerSettings
 
 FAMILIES = [
     *(one for one in ARCHITECTURES if one.forward == "auto" and one.model_type != "mamba2"),

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.rollout.limits import Limits
-from outrider.rollout.modes import HYBRID
-from outrider.rollout.outcome_reasons import count_cut, failure_reasons, limiting_setting, require_room
+from outrider.rollout.base import HYBRID, Limits
+from outrider.rollout.faults import count_cut, failure_reasons, limiting_setting, require_room
 from outrider.trace import Leaf, Trace
-from outrider.train.metrics.advice import Advice
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
+from outrider.training.step_metrics import Advice
 from outrider.types import Message, Origin, Outcome, Task
 
 LIMITS = Limits(max_turns=2, max_turn_tokens=4, max_response_tokens=8)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from outrider.config import validate
-from outrider.train.metrics.ahead import remaining_work
-from outrider.train.settings import RunSettings
-from outrider.train.trainer import Trainer
-from outrider.watch.run_pace import RemainingWork, RunPace
+from outrider.training.settings import RunSettings
+from outrider.training.step_metrics import remaining_work
+from outrider.training.trainer import Trainer
+from outrider.viewer.progress import RemainingWork, RunPace
 from tests.train.short_runs import begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
 

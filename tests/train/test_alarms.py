@@ -12,17 +12,16 @@ import pytest
 
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult
-from outrider.environments.reasoning_gym.settings import ReasoningGymConfig
-from outrider.environments.tool_qa.episode import ToolEnvironment
+from outrider.environments.reasoning_gym.environment import ReasoningGymConfig
+from outrider.environments.tool_qa.episodes import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.metrics import declared_metric
 from outrider.rollout.faults import fault_line
 from outrider.trace import Leaf, Trace
-from outrider.train.launch import run_training
-from outrider.train.metrics.alarms import skipped_alarms, step_alarms
-from outrider.train.metrics.step_metrics import retrieval_metrics, rollout_metrics
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
+from outrider.training.step_metrics import retrieval_metrics, rollout_metrics, skipped_alarms, step_alarms
 from outrider.types import Message, Origin, Outcome, Task
 from tests.train.tool_run import write_tool_run
 

@@ -10,16 +10,15 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import validate
-from outrider.environments.families import make_task_set
+from outrider.environments.task_sets import make_task_set
 from outrider.errors import ConfigError, DataError, EngineFault
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.memory.steps.history import history_text
-from outrider.memory.steps.records import BuildReport
-from outrider.train.data import buffer_commands
-from outrider.train.data.buffer_commands import build_buffer, import_trajectories, print_hits, print_stats
-from outrider.train.data.experts import play_expert
-from outrider.train.settings import RunSettings
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.memory.step_store import BuildReport, history_text
+from outrider.training import buffer_commands
+from outrider.training.buffer_commands import build_buffer, import_trajectories, print_hits, print_stats
+from outrider.training.experts import play_expert
+from outrider.training.settings import RunSettings
 from outrider.types import Step
 from tests.chat_server import Answer, Asked, chat_server
 from tests.rollout.test_collect import solver

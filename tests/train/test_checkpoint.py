@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from outrider.errors import CheckpointError
-from outrider.train.models import load_weights
-from outrider.train.state.checkpoint import (
+from outrider.training.checkpoint import (
     checkpoints_newest_first,
     load_checkpoint,
+    load_reference,
     prune_checkpoints,
     save_checkpoint,
+    save_reference,
 )
-from outrider.train.state.reference import load_reference, save_reference
-from outrider.train.state.run_directory import RunDirectory
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.training.policy import Policy
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import OptimizerSettings
+from outrider.training.setup import load_weights
 from tests.tiny import tiny_model
 
 

@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 
 from outrider.errors import ClusterFault, EngineFault, NoRepair
-from outrider.train.cluster_restarts import Allowance, run_with_restarts
+from outrider.training.restarts import Allowance, run_with_restarts
 
 
 def played(

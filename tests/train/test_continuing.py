@@ -14,12 +14,12 @@ from outrider.cli import main
 from outrider.config import load_settings
 from outrider.engines.local.processor import Processor
 from outrider.errors import CheckpointError, ConfigError
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.train import trainer
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.training import trainer
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
 from tests.memory.builders import make_trajectory
 from tests.train.short_runs import assert_same, begin, interrupted, resume, rewrite_state
 from tests.train.tool_run import write_tool_run
@@ -187,7 +187,7 @@ def test_another_processor_is_told_and_the_same_one_is_not(
     run_training(RunDirectory.open(here), progress="plain", on_start=lambda stop: None)
     assert "OTHER" not in capsys.readouterr().out
     other = Processor(model="another", instruction_sets=frozenset({"avx1024"}))
-    monkeypatch.setattr("outrider.train.state.versions.read_processor", lambda: other)
+    monkeypatch.setattr("outrider.engines.local.processor.read_processor", lambda: other)
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX2")
     run_training(RunDirectory.open(elsewhere), progress="plain", on_start=lambda stop: None)
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("OTHER")]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from outrider import json_lines
+from outrider import files as json_lines
 from outrider.errors import CheckpointError, DataError
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import load_settings
-from outrider.engines.local import onednn
+from outrider.engines.local import cpu_kernels as onednn
 from outrider.errors import ConfigError
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
-from outrider.watch.traces import TraceReader
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
+from outrider.viewer.records import TraceReader
 from tests.train.tool_run import write_tool_run
 
 NUM_STEPS = 3

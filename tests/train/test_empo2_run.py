@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.algorithms.base import OffPolicyObjective
-from outrider.algorithms.common.loss_settings import ClipLoss
+from outrider.algorithms.loss_settings import ClipLoss
 from outrider.config import load_settings
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.trace import Leaf, Trace, without_memory
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.update import UpdateSettings, update
+from outrider.training.policy import Policy
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import OptimizerSettings, RunSettings, UpdateSettings
+from outrider.training.setup import run_training
+from outrider.training.update import update
 from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.tip_groups import vector
 from tests.tiny import tiny_model

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from outrider.config import validate
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.expert import play_experts
-from outrider.rollout.limits import Limits
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.rollout.base import Limits
+from outrider.rollout.experts import play_experts
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
-from outrider.train.data.buffer_growth import evolve_buffer
-from outrider.train.data.experts import fill_buffer
-from outrider.train.settings import BufferSettings, RunSettings
+from outrider.training.buffers import evolve_buffer
+from outrider.training.experts import fill_buffer
+from outrider.training.settings import BufferSettings, RunSettings
 from outrider.types import Step
 from tests.rollout.fakes import TOKENIZER
 from tests.toy import ToyTaskSet

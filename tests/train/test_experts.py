@@ -9,10 +9,10 @@ import pytest
 
 from outrider.config import validate
 from outrider.errors import ConfigError, EnvironmentFault
-from outrider.rollout.expert import play_experts
-from outrider.rollout.limits import Limits
-from outrider.train.data.experts import play_expert, request_expert_paths
-from outrider.train.settings import RunSettings
+from outrider.rollout.base import Limits
+from outrider.rollout.experts import play_experts
+from outrider.training.experts import play_expert, request_expert_paths
+from outrider.training.settings import RunSettings
 from outrider.types import Step, Task
 from tests.rollout.fakes import TOKENIZER
 from tests.toy import ToyTaskSet

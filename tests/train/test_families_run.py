@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.config import load_settings
 from outrider.errors import ModelError
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
 from tests.templates_of_families import FAMILIES, tokenizer_of
 
 HOUSE = """

@@ -11,14 +11,14 @@ from outrider.engines.local.model import LanguageModel
 from outrider.errors import DataError
 from outrider.seeding import stream
 from outrider.trace import Trace
-from outrider.train.data.sft import ColdStartSettings, cold_start, successful_paths
-from outrider.train.update.pack import RolloutPath
+from outrider.training.cold_start import cold_start, successful_paths
+from outrider.training.packing import RolloutPath
+from outrider.training.settings import ColdStartSettings
 from outrider.types import Origin
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (  # noqa: F401
+from tests.train.test_pack_update import (
     Recorder,
     assert_equal_gradients,
-    double_precision,
     eager,
     gradients_of,
     padded_logprobs,

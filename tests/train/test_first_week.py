@@ -19,12 +19,12 @@ import outrider
 from outrider import api
 from outrider.cli import main
 from outrider.environments.base import EnvironmentSettings
-from outrider.environments.tool_qa.family import ToolsConfig, system_prompt
+from outrider.environments.tool_qa.environment import ToolsConfig, system_prompt
 from outrider.errors import ConfigError, DataError
-from outrider.train.data.task_checks import kind_of_tasks, num_training_tasks, repetition_lines
+from outrider.training.data import kind_of_tasks, num_training_tasks, repetition_lines
 from outrider.types import Task
-from outrider.watch.viewer.alarms import read_alarms
-from outrider.watch.viewer.catalogue import Catalogue
+from outrider.viewer.answers import Catalogue
+from outrider.viewer.run_reader import read_alarms
 from tests.tiny import save_tiny_model
 
 DATA = Path(__file__).parent / "first_week"
@@ -180,7 +180,7 @@ def test_dry_run_refuses_what_a_run_would_miss(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from outrider.watch import trackers
+    from outrider.viewer import trackers
 
     Path("empty").mkdir()
     monkeypatch.setattr(trackers, "_PACKAGES", {"wandb": "no_such_package"})
@@ -351,7 +351,7 @@ def test_an_interrupted_program_keeps_finished_steps(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The signal comes while the second step's rollouts are played."""
-    from outrider.train import trainer
+    from outrider.training import trainer
 
     played: list[int] = []
     credit = trainer.assign_step_advantages

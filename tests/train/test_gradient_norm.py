@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.train.learning_settings import OptimizerSettings
-from outrider.train.update.gradient_norm import clip, sum_of_squares
-from outrider.train.update.policy import Policy
+from outrider.training.policy import Policy, clip, sum_of_squares
+from outrider.training.settings import OptimizerSettings
 from tests.tiny import tiny_model
 
 VALUES = st.lists(

@@ -13,14 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import load_settings
-from outrider.environments.tool_qa.family import ToolsTaskSet
-from outrider.train import building
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.reward_kl import measure_kl
-from outrider.train.update.update import rollout_paths
+from outrider.environments.tool_qa.environment import ToolsTaskSet
+from outrider.training import setup as building
+from outrider.training.policy import Policy
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import OptimizerSettings, RunSettings
+from outrider.training.setup import run_training
+from outrider.training.update import measure_kl, rollout_paths
 from outrider.types import Step, Task
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import double_precision, eager, padded_logprobs, random_trace  # noqa: F401

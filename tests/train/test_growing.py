@@ -10,10 +10,9 @@ import pytest
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.errors import ConfigError
-from outrider.train import trainer
-from outrider.train.settings import RunSettings
-from outrider.train.state.growing import MAY_CHANGE, extend_settings
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training import trainer
+from outrider.training.run_dir import MAY_CHANGE, RunDirectory, extend_settings
+from outrider.training.settings import RunSettings
 from tests.train.short_runs import begin, resume
 from tests.train.tool_run import write_tool_run
 
@@ -161,7 +160,7 @@ def test_f9_a_set_up_that_fails_leaves_the_length_as_it_was(
         raise ConfigError("no such tool")
 
     before = content(ended)
-    monkeypatch.setattr("outrider.train.launch.build", broken)
+    monkeypatch.setattr("outrider.training.setup.build", broken)
     assert train(ended, "train.num_steps=3") == 2
     assert "no such tool" in capsys.readouterr().err and content(ended) == before
 

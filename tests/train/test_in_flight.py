@@ -15,26 +15,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.algorithm import GroupFilter, TaskChoice
-from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
+from outrider.algorithms.base import GroupFilter, TaskChoice
+from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.config import validate
 from outrider.errors import ConfigError, EngineFault
 from outrider.rollout.hooks import Forgetful
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Leaf, Trace
-from outrider.train.data.task_sampling import TaskOrder
-from outrider.train.in_flight import AsyncRolloutQueue, GroupName
-from outrider.train.learning_settings import StageSettings
-from outrider.train.metrics.staleness import staleness_metrics
-from outrider.train.settings import RunSettings
-from outrider.train.state.flight_queue import (
+from outrider.training.async_rollouts import (
+    AsyncRolloutQueue,
+    GroupName,
     GroupResult,
     PendingStep,
+    QueuedStep,
     QueueSnapshot,
     read_snapshot,
     write_snapshot,
 )
-from outrider.train.state.queue import QueuedStep
+from outrider.training.data import TaskOrder
+from outrider.training.settings import RunSettings, StageSettings
+from outrider.training.step_metrics import staleness_metrics
 from outrider.types import Message, Origin, Outcome, Task
 
 TASKS = [Task(key=f"t{number}", question="?", answers=("!",)) for number in range(7)]

@@ -15,10 +15,12 @@ import pytest
 from pydantic_core import SchemaError
 
 from outrider import cli
-from outrider.commands import buffers, training, viewing
-from outrider.commands.training import stoppable
+from outrider.commands import buffer as buffers
+from outrider.commands import train as training
+from outrider.commands import view as viewing
+from outrider.commands.train import stoppable
 from outrider.errors import ConfigError
-from outrider.stopping import exit_on_second_signal
+from outrider.signals import exit_on_second_signal
 
 Install = Callable[[Callable[[], None]], None]
 

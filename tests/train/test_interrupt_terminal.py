@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.stopping import _REPEAT_S, STOPPING
-from outrider.train import learner
+from outrider.signals import _REPEAT_S, STOPPING
+from outrider.training import learner
 from tests.train.terminal import OnTerminal, Screen
 from tests.train.tool_run import write_tool_run
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.algorithms.arpo.algorithm import ArpoSettings
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
+from outrider.algorithms.exploration import ArpoSettings
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.train.update.update import UpdateSettings, rollout_paths, update
+from outrider.training.settings import UpdateSettings
+from outrider.training.update import rollout_paths, update
 from tests.objectives import nested
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (  # noqa: F401
+from tests.train.test_pack_update import (
     Recorder,
     assert_equal_gradients,
-    double_precision,
     eager,
     gradients_of,
     padded_logprobs,

@@ -13,10 +13,10 @@ import torch
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import validate
-from outrider.train.update.pack import PackedBatch
-from outrider.train.update.policy import OptimizerSettings, Policy, TokenScores
-from outrider.train.update.ranks import SingleRank
-from outrider.train.update.update import UpdateSettings, update
+from outrider.training.packing import PackedBatch
+from outrider.training.policy import Policy, SingleRank, TokenScores
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import update
 from tests.algorithms.grouped import Played, trace_of
 from tests.objectives import nested
 

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.common.loss_settings import ClipLoss
+from outrider.algorithms.exploration import RapoSettings
 from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.rapo.algorithm import RapoSettings
+from outrider.algorithms.loss_settings import ClipLoss
 from outrider.config import load_settings
 from outrider.errors import ConfigError, DataError
-from outrider.train.launch import run_training
-from outrider.train.replay import replay_step
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training.replay import replay_step
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
 from outrider.types import Origin
-from outrider.watch.traces import TraceReader
+from outrider.viewer.records import TraceReader
 from tests.train.tool_run import write_demonstrations, write_tool_run
 
 

@@ -15,26 +15,25 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.common.losses import token_weights, weighted_loss
 from outrider.algorithms.grpo import GrpoSettings
+from outrider.algorithms.losses import token_weights, weighted_loss
 from outrider.algorithms.luffy import LuffySettings
-from outrider.algorithms.rollout_replay.algorithm import RolloutReplaySettings
+from outrider.algorithms.rollout_replay import RolloutReplaySettings
 from outrider.config import validate
 from outrider.engines.local.attention import TreePlan
 from outrider.errors import ConfigError, EngineFault
 from outrider.trace import Trace
-from outrider.train.data.off_policy_data import interleave
-from outrider.train.update.batch_loss import loss_inputs
-from outrider.train.update.metric_accumulator import MetricAccumulator
-from outrider.train.update.pack import PackedBatch, RolloutPath
-from outrider.train.update.update import UpdateReport, UpdateSettings, rollout_paths, update
+from outrider.training.data import interleave
+from outrider.training.packing import PackedBatch, RolloutPath
+from outrider.training.settings import UpdateSettings
+from outrider.training.update import UpdateReport, loss_inputs, rollout_paths, update
+from outrider.training.update_metrics import MetricAccumulator
 from outrider.types import Origin, Task
 from tests.objectives import nested
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (  # noqa: F401
+from tests.train.test_pack_update import (
     Recorder,
     assert_equal_gradients,
-    double_precision,
     eager,
     gradients_of,
     random_trace,

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import ClassVar
 
-from outrider.algorithms.retrospex.settings import RetrospexSettings
+from outrider.algorithms.retrospex import RetrospexSettings
 from outrider.config import Settings, validate
-from outrider.train.state.same_inputs import settings_files
+from outrider.training.resume import settings_files
 
 
 class Tool(Settings):

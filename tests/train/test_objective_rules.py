@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.luffy import LuffySettings
-from outrider.algorithms.rollout_replay.algorithm import RolloutReplaySettings
+from outrider.algorithms.rollout_replay import RolloutReplaySettings
 from outrider.config import validate
 from outrider.trace import Trace
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.update import UpdateSettings, rollout_paths, update
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import rollout_paths, update
 from outrider.types import Origin
 from tests.objectives import nested
 from tests.tiny import tiny_model
 from tests.train.test_mixed_update import with_demonstration
-from tests.train.test_pack_update import (  # noqa: F401
+from tests.train.test_pack_update import (
     Recorder,
     assert_equal_gradients,
-    double_precision,
     eager,
     padded_logprobs,
     random_trace,

@@ -11,13 +11,12 @@ import pytest
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
-from outrider.environments.tool_qa.family import ToolsConfig
+from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.errors import CheckpointError, ConfigError, DataError
-from outrider.train.data.experts import read_demonstrations
-from outrider.train.data.no_expert import require_experts
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training.experts import read_demonstrations, require_experts
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
 from outrider.types import Task
 from tests.train.tool_run import write_demonstrations, write_tool_run
 

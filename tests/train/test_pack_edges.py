@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from outrider.trace import Leaf, Share, Trace
-from outrider.train.update.pack import PackedBatch, RolloutPath, advantages_by_rollout, pack
-from outrider.train.update.update import rollout_paths
+from outrider.training.packing import PackedBatch, RolloutPath, advantages_by_rollout, pack
+from outrider.training.update import rollout_paths
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="user", content="")

@@ -19,16 +19,17 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from outrider.algorithms.advantages import RolloutAdvantages
 from outrider.algorithms.base import ObjectiveSettings, assign_advantages
-from outrider.algorithms.common.advantages import RolloutAdvantages
-from outrider.algorithms.common.loss_settings import RejectionMask
+from outrider.algorithms.loss_settings import RejectionMask
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
 from outrider.trace import Leaf, Node, Trace
-from outrider.train.state.reference import load_reference, save_reference
-from outrider.train.update.pack import PackedBatch, RolloutPath, pack
-from outrider.train.update.policy import LoraSettings, OptimizerSettings, Policy
-from outrider.train.update.update import UpdateSettings, rollout_paths, update
+from outrider.training.checkpoint import load_reference, save_reference
+from outrider.training.packing import PackedBatch, RolloutPath, pack
+from outrider.training.policy import Policy
+from outrider.training.settings import LoraSettings, OptimizerSettings, UpdateSettings
+from outrider.training.update import rollout_paths, update
 from outrider.types import Message, Origin, Outcome, Task
 from tests.objectives import nested
 from tests.tiny import tiny_model

@@ -7,11 +7,11 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.environments.families import make_task_set
+from outrider.environments.task_sets import make_task_set
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import DataError
-from outrider.train.building import read_eval_tasks
-from outrider.train.settings import RunSettings
+from outrider.training.data import read_eval_tasks
+from outrider.training.settings import RunSettings
 from tests.train.tool_run import write_tool_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))

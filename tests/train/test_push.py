@@ -17,13 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.cli import main
-from outrider.engines.model_names import PACKAGED
+from outrider.engines.names import PACKAGED
 from outrider.errors import CheckpointError, ConfigError, HubError
-from outrider.train.hub.card import BASES, find_base, model_card
-from outrider.train.hub.push import push_run
-from outrider.train.hub.shown import OMITTED, private_words, public_settings
-from outrider.train.settings import RunSettings
-from outrider.watch.run_directory import read_run
+from outrider.evaluation.hub import (
+    BASES,
+    OMITTED,
+    find_base,
+    model_card,
+    private_words,
+    public_settings,
+    push_run,
+)
+from outrider.training.settings import RunSettings
+from outrider.viewer.run_reader import read_run
 from tests.hub_server import Hub, Repository, hub_server
 from tests.train.short_runs import begin
 from tests.train.tool_run import write_tool_run
@@ -90,8 +96,8 @@ def test_what_is_to_be_private_is_not_sent_to_a_public_repository(
     """The hub takes the wish for one that is there already, and leaves it public."""
     with hub_server({f"models/{REPO}": Repository(files={})}, token=TOKEN) as server:
         api = HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("outrider.train.hub.push.hub", lambda: api)
-        monkeypatch.setattr("outrider.train.hub.uploading.get_token", lambda: TOKEN)
+        monkeypatch.setattr("outrider.evaluation.hub.hub", lambda: api)
+        monkeypatch.setattr("outrider.evaluation.hub.get_token", lambda: TOKEN)
         with pytest.raises(ConfigError, match="can be read by everybody; nothing was sent"):
             push_run(run, REPO, private=True)
         assert not server.repositories[f"models/{REPO}"].files
@@ -222,7 +228,7 @@ def test_nothing_that_is_given_to_a_program_is_shown() -> None:
 def test_what_cannot_be_pushed_is_told_before_anything_is_exported(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outrider.train.hub.uploading.get_token", lambda: None)
+    monkeypatch.setattr("outrider.evaluation.hub.get_token", lambda: None)
     with pytest.raises(HubError, match="set HF_TOKEN"):
         push_run(run, REPO)
     with pytest.raises(CheckpointError, match="is no run directory"):  # said before a login is asked for

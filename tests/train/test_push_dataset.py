@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from outrider.cli import main
 from outrider.errors import BufferCorrupt, ConfigError, DataError, HubError
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.memory.steps.sources import import_trajectories
-from outrider.train.hub.dataset import push_dataset
+from outrider.evaluation.hub import push_dataset
+from outrider.memory.chat_files import import_trajectories
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.types import Origin, Outcome
-from outrider.watch.traces import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.records import TraceReader, TraceRow, TraceWriter
 from tests.hub_server import Hub, Repository, hub_server
 from tests.memory.builders import make_trajectory
 
@@ -36,7 +36,7 @@ RECORD = {"question": "q", "messages": CHAT, "reward": 1.0}
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_server({}, token=TOKEN) as server:
         api = HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("outrider.train.hub.dataset.hub", lambda: api)
+        monkeypatch.setattr("outrider.evaluation.hub.hub", lambda: api)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         for module in ("dataset", "uploading"):
             monkeypatch.setattr(f"outrider.train.hub.{module}.get_token", lambda: TOKEN)
@@ -119,7 +119,7 @@ def tempfile_of(record: object) -> Iterator[Path]:
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.text()), min_size=1, max_size=4), st.floats(-9, 9))
 def test_any_trajectory_is_written_as_it_is_read(turns: list[tuple[str, str]], reward: float) -> None:
-    from outrider.train.hub.dataset import _record
+    from outrider.evaluation.hub import _record
 
     messages = [
         {"role": role, "content": text}

@@ -11,11 +11,11 @@ import pytest
 
 from outrider import api
 from outrider.cli import main
-from outrider.config_paths import require_paths
-from outrider.environments.families import make_task_set
+from outrider.config import require_paths
+from outrider.environments.task_sets import make_task_set
 from outrider.errors import DataError
 from outrider.plugins.imports import search_folders
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 
 RECIPE = """
 [environment]

@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from outrider.algorithms.common.loss_settings import ClipLoss, SamplerCorrection, migrate_keys
+from outrider.algorithms.loss_settings import ClipLoss, SamplerCorrection, migrate_keys
 from outrider.api import run_settings
 from outrider.config import Settings, to_toml
 from outrider.errors import CheckpointError, ConfigError
-from outrider.train.settings import RunSettings
-from outrider.train.state.recorded import migrate_flat_keys, recorded_settings
-from outrider.train.state.same_settings import _plain, check_settings, flat_settings
+from outrider.training.run_dir import (
+    _plain,
+    check_settings,
+    flat_settings,
+    migrate_flat_keys,
+    recorded_settings,
+)
+from outrider.training.settings import RunSettings
 
 OLD = """
 [environment]

@@ -10,11 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 
 import outrider
-from outrider.memory.changes import MemoryChange
+from outrider.memory.tips import MemoryChange
 from outrider.runs import Run
-from outrider.watch.memory_rows import MEMORY_SCHEMA, MemoryWriter, read_changes
-from outrider.watch.rollout_rows import ROLLOUT_SCHEMA, rollout_table
-from outrider.watch.traces import SCHEMA, TraceReader
+from outrider.viewer.records import (
+    MEMORY_SCHEMA,
+    ROLLOUT_SCHEMA,
+    SCHEMA,
+    MemoryWriter,
+    TraceReader,
+    read_changes,
+    rollout_table,
+)
 from tests.train.recorded_run import REASON, record_run
 
 

@@ -13,18 +13,18 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import DataError
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
-from outrider.train import replay
-from outrider.train.metrics.trace_records import trace_rows
-from outrider.train.replay import replay_step
-from outrider.train.settings import RunSettings
+from outrider.training import replay
+from outrider.training.replay import replay_step
+from outrider.training.settings import RunSettings
+from outrider.training.step_records import trace_rows
 from outrider.types import Message, Origin, Outcome
-from outrider.watch.traces import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.records import TraceReader, TraceRow, TraceWriter
 from tests.tiny import tiny_tokenizer
 from tests.toy import ToyEnvironment, ToyTaskSet
 

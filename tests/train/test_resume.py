@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.watch.traces import TraceReader
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.viewer.records import TraceReader
 from tests.train.forked import ForkedOutrider, forked_outrider
 from tests.train.tool_run import outrider, start_outrider
 from tests.train.whole_runs import NUM_STEPS, command, differences, metrics, write_data

@@ -8,8 +8,8 @@ import pytest
 from outrider.config import load_settings
 from outrider.engines.local import model
 from outrider.errors import ConfigError
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
 

@@ -10,11 +10,10 @@ import pytest
 
 from outrider.config import load_settings, to_toml
 from outrider.errors import CheckpointError
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
-from outrider.train.state.same_settings import check_settings, flat_settings
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
+from outrider.training.settings import RunSettings
 from tests.memory.builders import make_trajectory
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import write_tool_run

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.base import assign_advantages
-from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.common.token_loss import TokenLossInputs
 from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.losses import TokenLossInputs
 from outrider.config import validate
 from outrider.engines.local.unpacked import segment_paths
 from outrider.trace import Leaf, Node, Trace, split_contexts
-from outrider.train.update.metric_accumulator import MetricAccumulator
-from outrider.train.update.pack import advantages_by_rollout, pack
-from outrider.train.update.update import rollout_paths
+from outrider.training.packing import advantages_by_rollout, pack
+from outrider.training.update import rollout_paths
+from outrider.training.update_metrics import MetricAccumulator
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="assistant", content="")

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.algorithm import TaskChoice
-from outrider.algorithms.common.group_settings import DynamicSamplingSettings, groups_worth_training
-from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.rollout_replay.algorithm import RolloutReplay
+from outrider.algorithms.base import TaskChoice
+from outrider.algorithms.grpo import DynamicSamplingSettings, Grpo, GrpoSettings, groups_worth_training
+from outrider.algorithms.rollout_replay import RolloutReplay
 from outrider.rollout.scheduler import RolloutReport
 from outrider.seeding import stream
-from outrider.train.data.task_sampling import SampledStep, TaskOrder, play_step, sample_step
+from outrider.training.data import SampledStep, TaskOrder, play_step, sample_step
 from outrider.types import Task
 from tests.algorithms.grouped import Played, grouped, trace_of
 

@@ -12,20 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import api
-from outrider.algorithms.algorithm import Algorithm, TaskChoice
-from outrider.algorithms.empo2.algorithm import Empo2Settings
+from outrider.algorithms.base import Algorithm, TaskChoice
+from outrider.algorithms.exploration import Empo2Settings
 from outrider.config import load_settings, validate
-from outrider.environments.families import make_task_set
+from outrider.environments.task_sets import make_task_set
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run
-from outrider.smoke.shrink import smoke_overrides
-from outrider.smoke.stand_ins import NO_SERVER, smoke_assets
+from outrider.smoke.settings import NO_SERVER, smoke_assets, smoke_overrides
 from outrider.trace import Trace
-from outrider.train.data.stages import count_groups, require_tasks, stage_lines, stage_tasks
-from outrider.train.data.task_sampling import TaskOrder, play_step
-from outrider.train.learning_settings import StageSettings
-from outrider.train.settings import RunSettings, TrainSettings
+from outrider.training.data import TaskOrder, count_groups, play_step, require_tasks, stage_lines, stage_tasks
+from outrider.training.settings import RunSettings, StageSettings, TrainSettings
 from outrider.types import Task
 from tests.train.test_group_family_run import GRPO, records, train
 from tests.train.tool_run import write_tool_run

@@ -2,10 +2,9 @@
 
 import pytest
 
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook
-from outrider.algorithms.empo2.metrics import tip_metrics
+from outrider.algorithms.tips import MemorySettings, TipHook, tip_metrics
 from outrider.config import validate
-from outrider.memory.embedder import HashEmbedder
+from outrider.memory.embedders import HashEmbedder
 from outrider.trace import Leaf, Trace
 from outrider.types import Message, Origin, Outcome, Task
 

@@ -10,10 +10,11 @@ from transformers import LlamaForCausalLM
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.engines.local.model import LanguageModel
 from outrider.trace import Leaf, Node, Share, Trace
-from outrider.train.metrics.trace_records import trace_rows
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.token_record import values_by_node
-from outrider.train.update.update import UpdateSettings, split_mini_batches, update
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.step_records import trace_rows
+from outrider.training.update import split_mini_batches, update
+from outrider.training.update_metrics import values_by_node
 from outrider.types import Message, Origin, Outcome, Task
 from tests.tiny import tiny_model
 

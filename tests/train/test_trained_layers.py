@@ -10,9 +10,9 @@ import torch
 from outrider.config import validate
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.errors import ConfigError, ModelError
-from outrider.train.settings import RunSettings
-from outrider.train.state.checkpoint import load_checkpoint, save_checkpoint
-from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.training.checkpoint import load_checkpoint, save_checkpoint
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, RunSettings
 from tests.tiny import tiny_model
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from outrider.config import load_settings
 from outrider.errors import ConfigError
-from outrider.train.settings import RunSettings
+from outrider.training.settings import RunSettings
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import teach, write_tool_run
 
@@ -47,7 +47,7 @@ def test_two_steps_move_the_weights_and_a_killed_run_ends_in_the_same_bits(
 
 def test_several_trainer_ranks_are_one_line(recipe: Path) -> None:
     pytest.importorskip("ray")
-    from outrider.scale.learner import ShardedLearner
+    from outrider.distributed.learner import ShardedLearner
 
     settings = load_settings(RunSettings, file=recipe, overrides=["cluster.num_trainers=2"])
     with pytest.raises(ConfigError, match=r"^cluster\.num_trainers = 2 needs a model that runs packed; "):

@@ -16,14 +16,14 @@ from torch import Tensor
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.engines.base import Request
 from outrider.engines.local.attention import Segment, TreePlan
-from outrider.engines.local.choice import make_engine
+from outrider.engines.local.engine import make_engine
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.engines.local.unpacked import Unpacked, segment_paths, split_into_sequences
 from outrider.errors import ModelError
-from outrider.train.learning_settings import LoraSettings, OptimizerSettings, UpdateSettings
-from outrider.train.update.pack import pack
-from outrider.train.update.policy import Policy
-from outrider.train.update.update import rollout_paths, update
+from outrider.training.packing import pack
+from outrider.training.policy import Policy
+from outrider.training.settings import LoraSettings, OptimizerSettings, UpdateSettings
+from outrider.training.update import rollout_paths, update
 from tests.objectives import nested
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import (

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
-from outrider.algorithms.common.loss_kinds import without_tips_mask
-from outrider.algorithms.common.loss_settings import ClipLoss, GppoLoss, RejectionMask, SamplerCorrection
+from outrider.algorithms.loss_settings import ClipLoss, GppoLoss, RejectionMask, SamplerCorrection
+from outrider.algorithms.losses import without_tips_mask
 from outrider.algorithms.luffy import LuffySettings
 from outrider.errors import EngineFault
 from outrider.trace import Trace
-from outrider.train.learning_settings import OptimizerSettings
-from outrider.train.update.pack import PackedBatch
-from outrider.train.update.policy import Policy, Scorer, TokenScores
-from outrider.train.update.ranks import SingleRank
-from outrider.train.update.update import UpdateReport, UpdateSettings, update
+from outrider.training.packing import PackedBatch
+from outrider.training.policy import Policy, Scorer, SingleRank, TokenScores
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import UpdateReport, update
 from outrider.types import Message, Origin
 from tests.algorithms.grouped import Played, trace_of
 

@@ -11,21 +11,13 @@ import torch
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.errors import EngineFault
 from outrider.trace import Leaf, Trace
-from outrider.train.update.pack import pack
-from outrider.train.update.policy import OptimizerSettings, Policy
-from outrider.train.update.reward_kl import measure_kl
-from outrider.train.update.update import UpdateReport, UpdateSettings, rollout_paths, update
+from outrider.training.packing import pack
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
+from outrider.training.update import UpdateReport, measure_kl, rollout_paths, update
 from outrider.types import Origin, Outcome, Task
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (  # noqa: F401
-    Recorder,
-    double_precision,
-    honest,
-    ids,
-    node,
-    random_trace,
-    shift,
-)
+from tests.train.test_pack_update import Recorder, honest, ids, node, random_trace, shift
 
 
 def trained(

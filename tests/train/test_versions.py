@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.train.state.versions import differences, versions
+from outrider.training.resume import differences, versions
 
 SOFTWARE = {"outrider", "torch", "transformers", "numpy", "BLAS", "oneDNN"}
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.memory.embedder import load_embedder
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.types import Message, Step, Trajectory
 from tests.tiny import save_tiny_model
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.watch.traces import TraceReader
+from outrider.viewer.records import TraceReader
 from tests.train.tool_run import write_demonstrations, write_house_model, write_python_model, write_tool_run
 
 NUM_STEPS = 10

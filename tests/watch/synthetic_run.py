@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.metrics import MetricsWriter
 from outrider.types import Origin, Outcome
-from outrider.watch.traces import TraceRow, TraceWriter
+from outrider.viewer.records import TraceRow, TraceWriter
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 

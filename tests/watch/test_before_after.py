@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from outrider.types import Origin, Outcome
-from outrider.watch.before_after import pick_before_after
-from outrider.watch.run_directory import Evaluation
-from outrider.watch.traces import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.records import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.report import pick_before_after
+from outrider.viewer.run_reader import Evaluation
 
 
 def _rows(step: int, returns: dict[str, float]) -> list[TraceRow]:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.watch.curves import MAX_POINTS, Chart, Point, Series, moving_mean, number, svg_chart, ticks
+from outrider.viewer.report_parts import (
+    MAX_POINTS,
+    Chart,
+    Point,
+    Series,
+    moving_mean,
+    number,
+    svg_chart,
+    ticks,
+)
 
 values = st.floats(-1e9, 1e9).filter(lambda x: x == 0 or abs(x) > 1e-9)
 

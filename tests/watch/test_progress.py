@@ -9,9 +9,16 @@ from rich.console import Console
 
 from outrider.errors import ConfigError
 from outrider.printing import one_line
-from outrider.watch.progress import NullProgress, PlainProgress, RichProgress, make_progress
-from outrider.watch.span import Span
-from outrider.watch.stage_clock import Field, StageClock, compact
+from outrider.viewer.progress import (
+    Field,
+    NullProgress,
+    PlainProgress,
+    RichProgress,
+    Span,
+    StageClock,
+    compact,
+    make_progress,
+)
 
 
 class Clock:

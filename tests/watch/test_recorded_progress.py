@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.watch.progress import NullProgress
-from outrider.watch.recorded_progress import LIVE, NOTES, RecordedProgress
-from outrider.watch.viewer.alarms import read_alarms
+from outrider.viewer.progress import NullProgress
+from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress, read_alarms
 
 
 class Told(NullProgress):

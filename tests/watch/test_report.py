@@ -12,9 +12,9 @@ from synthetic_run import HOSTILE, trace, write_config, write_run
 
 from outrider.metrics import MetricsWriter
 from outrider.types import Origin
-from outrider.watch.report import MAX_BYTES, write_report
-from outrider.watch.samples import ENTROPY_EDGES, Budget, pick_samples
-from outrider.watch.traces import TraceWriter
+from outrider.viewer.records import TraceWriter
+from outrider.viewer.report import MAX_BYTES, write_report
+from outrider.viewer.report_parts import ENTROPY_EDGES, Budget, pick_samples
 
 
 class Page(HTMLParser):

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.watch.progress import PlainProgress
-from outrider.watch.run_pace import RemainingWork, RunPace, Work
-from outrider.watch.span import Span
+from outrider.viewer.progress import PlainProgress, RemainingWork, RunPace, Span, Work
 from tests.watch.test_progress import Clock
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.watch.span import Span, duration, predict_total
+from outrider.viewer.progress import Span, duration, predict_total
 
 LATELY, FEWEST = 10, 3
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from outrider.watch.progress import PlainProgress, RichProgress
-from outrider.watch.stage_clock import StageClock
+from outrider.viewer.progress import PlainProgress, RichProgress, StageClock
 from tests.watch.test_progress import Clock
 
 

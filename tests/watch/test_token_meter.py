@@ -5,9 +5,8 @@ from itertools import count
 
 import pytest
 
-from outrider.watch import token_meter
-from outrider.watch.progress import PlainProgress
-from outrider.watch.token_meter import TokenMeter
+from outrider.viewer import progress as token_meter
+from outrider.viewer.progress import PlainProgress, TokenMeter
 
 
 def test_tokens_and_their_speed_are_shown_beside_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

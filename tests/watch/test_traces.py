@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import DataError
 from outrider.types import Origin, Outcome
-from outrider.watch.traces import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.records import TraceReader, TraceRow, TraceWriter
 
 
 def row(step: int = 1, node_id: int = 0, **fields: object) -> TraceRow:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.plugins.names import BUILT_IN
-from outrider.watch.trackers import TrackerSet, make_trackers
+from outrider.plugins.registry import BUILT_IN
+from outrider.viewer.trackers import TrackerSet, make_trackers
 
 TRACKER_NAMES = tuple(BUILT_IN["trackers"])
 

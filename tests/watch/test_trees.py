@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from outrider.types import Origin, Outcome
-from outrider.watch.traces import TraceRow, TraceWriter
-from outrider.watch.trees import Branch, pick_trees
+from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.report_parts import Branch, pick_trees
 
 
 def row(

@@ -8,10 +8,9 @@ from contextlib import closing
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.rollout.whereabouts import RolloutStatus
+from outrider.rollout.base import RolloutStatus
 from outrider.types import Message, Task
-from outrider.watch.progress import NullProgress, PlainProgress
-from outrider.watch.watchdog import WatchedProgress
+from outrider.viewer.progress import NullProgress, PlainProgress, WatchedProgress
 from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
 from tests.rollout.test_scheduler import facts
 from tests.watch.test_progress import Clock
@@ -63,7 +62,7 @@ def test_the_line_names_stage_calls_rollouts_and_times(clock: Clock) -> None:
     assert line.startswith(
         "NO PROGRESS for 60 s in train 3/40; rollouts: 1 in an environment's step (longest: task 7/1, 62 s), "
         "3 in the wait for a batch (longest: task 8/0, 60 s); the main thread is "
-        "in outrider.watch.watchdog._program, line "
+        "in outrider.viewer.progress._program, line "
     )
 
 
@@ -129,7 +128,7 @@ def test_a_step_that_hangs_is_named_while_it_hangs_and_the_result_is_the_same() 
         watchdog.stage("evaluate", 2)
         held = play(Slow, whereabouts)
     assert "in evaluate 0/2; rollouts: 1 in an environment's step (longest: task 1/0, " in display.notes[0]
-    assert "the main thread is in outrider.rollout.event_loop.run_to_end, line " in display.notes[0]
+    assert "the main thread is in outrider.rollout.batching.run_to_end, line " in display.notes[0]
     assert held == play(Fake, None) and whereabouts.snapshot() == []
 
 

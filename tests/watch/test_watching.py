@@ -11,12 +11,11 @@ import pytest
 from synthetic_run import write_run
 
 from outrider import cli
-from outrider.commands import following
-from outrider.file_lock import FileLock
-from outrider.watch.progress import NullProgress
-from outrider.watch.recorded_progress import LIVE, NOTES, RecordedProgress
-from outrider.watch.run_summary import summary_lines
-from outrider.watch.watching import read_snapshot
+from outrider.commands import view as following
+from outrider.files import FileLock
+from outrider.viewer.progress import NullProgress
+from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress
+from outrider.viewer.summary import read_snapshot, summary_lines
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e"
 

@@ -1,22 +1,23 @@
 """The settings of a loss, and how advantages are written on a trace; what an algorithm is:
-:mod:`outrider.algorithms.algorithm`.
+:mod:`outrider.algorithms.base`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from outrider.algorithms.common.advantages import (
+from outrider.algorithms.advantages import (
     Float64Array,
     RolloutAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
-from outrider.algorithms.common.loss_settings import (
+from outrider.algorithms.loss_settings import (
     ClipLoss,
     LossSettings,
     RejectionMask,
@@ -25,14 +26,21 @@ from outrider.algorithms.common.loss_settings import (
     require_new_spelling,
 )
 from outrider.config import Settings
+from outrider.memory.embedders import CachedEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.memory.tips import MemoryChange
+from outrider.metrics import Metric
+from outrider.rollout.hooks import Hook
 from outrider.trace import Share, Trace
+from outrider.types import Step, Task
 
-if TYPE_CHECKING:  # settings are read without torch, and losses are imported where one is computed
+if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.algorithms.common.token_loss import OldLogprobs, TokenLoss, TokenLossInputs
-    from outrider.algorithms.empo2.hook import MemorySettings
-    from outrider.train.settings import RunSettings
+    from outrider.algorithms.losses import OldLogprobs, TokenLoss, TokenLossInputs
+    from outrider.algorithms.tips import MemorySettings
+    from outrider.training.settings import RunSettings
+
 
 Attribution = Literal["soft", "hard"]
 AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
@@ -157,7 +165,7 @@ class ObjectiveSettings(Settings):
         ``with_tips_T`` are those in the context that the rollouts acted in, NaN where it is the same one; None:
         everywhere.
         """
-        from outrider.algorithms.common.token_loss import OldLogprobs
+        from outrider.algorithms.losses import OldLogprobs
 
         return OldLogprobs(old_T=start_T, trainer_T=start_T)
 
@@ -165,7 +173,7 @@ class ObjectiveSettings(Settings):
         """The loss of every trained token, before the sampler correction and the weights of the
         aggregation.
         """
-        from outrider.algorithms.common.loss_kinds import configured_loss
+        from outrider.algorithms.losses import configured_loss
 
         return configured_loss(inputs, self)
 
@@ -198,7 +206,7 @@ class OffPolicyObjective(ObjectiveSettings):
 
     def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
         """By ``old_context``, for the rollouts whose tips are left out."""
-        from outrider.algorithms.common.loss_kinds import old_logprobs_without_tips
+        from outrider.algorithms.losses import old_logprobs_without_tips
 
         return (
             super().old_logprobs(start_T, with_tips_T)
@@ -208,7 +216,7 @@ class OffPolicyObjective(ObjectiveSettings):
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """The named loss, of the tokens that the student's mask keeps."""
-        from outrider.algorithms.common.loss_kinds import measure_without_tips_mask
+        from outrider.algorithms.losses import measure_without_tips_mask
 
         loss, is_without_tips_T = super().token_loss(inputs), inputs.old_logprobs.is_without_tips_T
         return (
@@ -308,3 +316,164 @@ def assign_advantages(
         node.credit = (sum(node_advantages) / len(node_advantages),) * len(node.token_ids)
         node.ratio_scale = node_scales[0]
         node.owner = rollouts[0] if len(shared) > 1 else None
+
+
+# An algorithm is one class with defaults, asked by the trainer at each place where methods differ.
+
+
+Arrays = Mapping[str, NDArray[Any]]
+ExpertPaths = Mapping[str, Sequence[Step] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFilter:
+    """Which groups of a step are worth training on. Others are left out, and further tasks are played for
+    them.
+
+    After ``max_extra_batches`` further rounds the step trains on the groups that it has.
+    """
+
+    select: Callable[[Sequence[Trace]], list[Trace]]
+    max_extra_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskChoice:
+    """Tasks of a training step: the ``num_groups`` that come next in the run's order, or these ``tasks``.
+
+    ``tasks`` leave the order where it is. ``groups`` filters what was played in the order (None: all are
+    trained on).
+    """
+
+    num_groups: int
+    tasks: Sequence[Task] | None = None
+    groups: GroupFilter | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Augmentation:
+    """Further ``groups`` with advantages that join a step, metrics, and why rollouts were ``lost``."""
+
+    groups: list[Trace] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+
+
+class StepPlay(Protocol):
+    """How an algorithm gets rollouts of its own in a training step, in the environment and within the run's
+    limits.
+    """
+
+    def request_expert_paths(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
+        """Steps by task key (None: there is no expert), and why experts could not be asked."""
+
+    def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
+        """One rollout per task that follows these steps, in the state that the task's group began in."""
+
+
+class Algorithm:
+    """One page an algorithm. ``modes[i]`` is the mode of rollout i of a group; every method has a default.
+
+    ``objective`` holds the settings of the loss, ``hooks`` act inside the rollouts, ``metrics`` declares what
+    it measures beside what :mod:`outrider.metrics.registry` has. As a plug-in, a class with ``Settings`` (a
+    subclass of :class:`ObjectiveSettings`), made by ``build(settings, context)`` with
+    :class:`outrider.algorithms.base.AlgorithmContext`, or of its settings alone.
+    """
+
+    metrics: ClassVar[Sequence[Metric]] = ()
+    objective: ObjectiveSettings
+    hooks: tuple[Hook, ...] = ()
+    modes: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Name of the method in evaluations after training."""
+        return self.objective.label
+
+    def modes_of(self, step: int, group: int) -> Sequence[str]:
+        """The modes of the rollouts of group number ``group`` of a training step."""
+        return self.modes
+
+    def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
+        """Chooses among the training ``tasks``: by default the next ``num_groups``, the run's
+        ``train.tasks_per_step``.
+        """
+        return TaskChoice(num_groups=num_groups)
+
+    def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
+        """Rollouts that join the played ``traces`` in place, and groups that are trained on beside them."""
+        return Augmentation()
+
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
+        """Write ``assign_advantages`` and ``ratio_scale`` on the trainable nodes of every rollout that has a return."""
+        raise NotImplementedError(f"{type(self).__name__} has neither assign_advantages nor advantages")
+
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+        """:meth:`assign_advantages` of all groups of a step, one entry a trace; for statistics that span them."""
+        return [self.assign_advantages(trace) for trace in traces]
+
+    def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
+        """The loss of every trained token: by default what the objective says."""
+        return self.objective.token_loss(inputs)
+
+    def measure(self, traces: Sequence[Trace]) -> dict[str, float]:
+        """Metrics of a step's groups after their advantages, by their declared names."""
+        return {}
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is a :meth:`state`, which a checkpoint then has to hold."""
+        return type(self).state is not Algorithm.state
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """Memories as plain data and arrays, for a checkpoint; empty for an algorithm that remembers
+        nothing. With ``cluster.max_staleness`` 1 a checkpoint comes between the rollouts of a step and its
+        :meth:`measure`: what hooks have counted for that belongs here too.
+        """
+        return {}, {}
+
+    def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
+        """Become what :meth:`state` saved."""
+
+    def memory_changes(self) -> list[MemoryChange]:
+        """What came into memories and went since this was last asked: it is recorded with every step."""
+        return []
+
+    def counts(self) -> list[dict[str, int]]:
+        """Counts of the hooks over the whole run; they go into checkpoints, and a step's metrics are made of
+        their growth.
+        """
+        return []
+
+    def restore_counts(self, saved: Sequence[Mapping[str, int]]) -> None:
+        """Back to what :meth:`counts` gave."""
+
+
+# Facts of a run for its algorithm: ``build(settings, context)`` of the class takes what it needs.
+
+
+Demonstrations = Mapping[str, Sequence[Step] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmContext:
+    """``groups_per_step`` groups are played in each of ``num_training_steps`` steps; ``max_response_tokens``
+    is the rollout's limit.
+
+    ``vocabulary_size`` is the model's, ``count_tokens`` counts those of a text inside a message.
+    ``is_stateful``: an action of the environment changes what is hidden. ``buffer`` is None where the
+    settings do not retrieve (``ObjectiveSettings.retrieves``). ``read_demonstrations`` reads a file of
+    trajectories, by task key, for ``train_tasks``. Raises DataError.
+    """
+
+    seed: int
+    num_training_steps: int
+    groups_per_step: int
+    max_response_tokens: int
+    vocabulary_size: int
+    is_stateful: bool
+    count_tokens: Callable[[str], int]
+    train_tasks: Sequence[Task]
+    buffer: StepTraceBuffer | None
+    load_embedder: Callable[[str], CachedEmbedder]
+    read_demonstrations: Callable[[str, Sequence[Task]], Demonstrations]

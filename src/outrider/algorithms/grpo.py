@@ -1,27 +1,277 @@
 """GRPO (DeepSeekMath, arXiv 2402.03300) and the methods that differ from it in settings alone: one advantage
 per rollout.
 
-Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets (:mod:`outrider.algorithms.common.presets`), and every
+Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets (:mod:`outrider.algorithms.presets`), and every
 part of them is a setting of its own.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from outrider.algorithms.base import GroupAdvantages, assign_advantages, group_advantages, total_returns
-from outrider.algorithms.common.advantages import RolloutAdvantages
-from outrider.algorithms.common.batch_advantages import (
+from outrider.algorithms.advantages import (
+    Float64Array,
+    NoSignalReason,
+    RolloutAdvantages,
+    Variance,
     batch_scaled_advantages_per_rollout,
+    groups_with_spread,
     leave_one_out_batch_normalized_advantages_per_rollout,
+    overlong_penalty,
+    reinforce_plus_plus_advantages_per_token,
+    reinforce_plus_plus_baseline_advantages_per_token,
 )
-from outrider.algorithms.common.group_settings import GroupSettings, with_preset
-from outrider.algorithms.common.on_policy import OnPolicyBatch
-from outrider.algorithms.common.presets import GRPO_PRESETS, GrpoPreset
-from outrider.trace import Trace
+from outrider.algorithms.base import (
+    AdvantageKind,
+    Algorithm,
+    AlgorithmContext,
+    GroupAdvantages,
+    GroupFilter,
+    ObjectiveSettings,
+    TaskChoice,
+    assign_advantages,
+    group_advantages,
+    total_returns,
+)
+from outrider.algorithms.loss_settings import LossSettings, ReinforceLoss, SamplerCorrection
+from outrider.algorithms.presets import (
+    GRPO_PRESETS,
+    REINFORCE_PLUS_PLUS_PRESETS,
+    GrpoPreset,
+    ReinforcePlusPlusPreset,
+)
+from outrider.config import Settings
+from outrider.rollout.base import Limits
+from outrider.rollout.hooks import Hook
+from outrider.trace import Leaf, Node, Trace
+from outrider.types import Origin, Task
+
+if TYPE_CHECKING:
+    from outrider.training.settings import RunSettings
+
+
+# Settings that the group family adds to returns and groups: DAPO's punishment of length, KL in the reward,
+# dynamic sampling.
+#
+# Sources: docs/algorithms/objectives.md. All of it acts on credit: the recorded return of an episode stays the
+# environment's.
+
+
+_BUFFER_SHARE = 5  # of the released script: 4096 of 20480 tokens
+
+
+class OverlongSettings(Settings):
+    """DAPO's soft punishment (arXiv 2503.14476, Eq. 13): 0 to -``factor`` over the last ``buffer`` tokens
+    before ``max_tokens``.
+
+    ``max_tokens`` None is the run's ``rollout.max_response_tokens``, ``buffer`` None a fifth of it, as in the
+    released script. ``counted``: the tokens that the policy wrote, or all after the prompt (released code).
+    """
+
+    max_tokens: int | None = Field(None, ge=1)
+    buffer: int | None = Field(None, ge=1)
+    factor: float = Field(1.0, gt=0)
+    counted: Literal["policy", "all"] = "policy"
+
+    @model_validator(mode="after")
+    def _validate(self) -> "OverlongSettings":
+        if self.buffer is not None and self.max_tokens is not None and self.buffer > self.max_tokens:
+            raise ValueError(f"overlong.buffer {self.buffer} exceeds overlong.max_tokens {self.max_tokens}")
+        return self
+
+    def bounds(self, max_response_tokens: int) -> tuple[int, int]:
+        """Longest length and buffer. Raises ValueError for a punishment that no rollout of that length could
+        reach.
+        """
+        longest = self.max_tokens or max_response_tokens
+        buffer = self.buffer or max(1, longest // _BUFFER_SHARE)
+        if buffer > longest or longest - buffer >= max_response_tokens:
+            raise ValueError(
+                f"the overlong punishment begins after {longest - buffer} tokens, "
+                f"and a response has at most {max_response_tokens}: "
+                "set overlong.max_tokens and overlong.buffer"
+            )
+        return longest, buffer
+
+
+class DynamicSamplingSettings(Settings):
+    """DAPO's dynamic sampling: groups whose ``metric`` is constant are left out, and as many further tasks
+    are played instead.
+
+    ``metric`` is unshaped: the environment's return, or its verdict ``success``. After ``max_extra_batches``
+    further rounds (the released script stops after ten in all) the step trains on the groups that it has, and
+    says so.
+    """
+
+    metric: Literal["return", "success"] = "return"
+    max_extra_batches: int = Field(9, ge=0)
+
+
+class GroupSettings(ObjectiveSettings):
+    """``overlong`` and ``dynamic_sampling`` are DAPO's. ``reward_kl_weight`` takes that much of k1 = log
+    pi_old - log reference from the reward, without gradient: summed over a rollout, or token by token in
+    REINFORCE++.
+    """
+
+    overlong: OverlongSettings | None = None
+    dynamic_sampling: DynamicSamplingSettings | None = None
+    reward_kl_weight: float = Field(0.0, ge=0)
+
+    @property
+    def needs_reference(self) -> bool:
+        """The KL of the reward needs one as well."""
+        return self.kl_weight > 0 or self.reward_kl_weight > 0
+
+    @property
+    def drops_groups(self) -> bool:
+        """With ``dynamic_sampling``."""
+        return self.dynamic_sampling is not None
+
+    def validate_run(self, run: "RunSettings") -> None:
+        """A punishment of length that some response could reach."""
+        if self.overlong is not None:
+            self.overlong.bounds(run.rollout.max_response_tokens)
+
+    @property
+    def rewards_kl(self) -> bool:
+        """With a ``reward_kl_weight``."""
+        return self.reward_kl_weight > 0
+
+
+def with_preset(presets: Mapping[str, Mapping[str, Any]], data: Any, *, default: str) -> Any:
+    """``data`` settings with what their preset says about the rest; a table in both is merged."""
+    if not isinstance(data, Mapping):
+        return data
+    chosen = presets.get(str(data.get("preset", default)), {})
+    merged = {**chosen, **data}
+    for name, table in chosen.items():
+        own = data.get(name)
+        if isinstance(table, Mapping) and isinstance(own, Mapping):
+            # Of another kind (loss.type) the preset's keys mean nothing.
+            merged[name] = (
+                {**table, **own} if own.get("type", table.get("type")) == table.get("type") else own
+            )
+    return merged
+
+
+def shape_returns(
+    trace: Trace, settings: GroupSettings, *, max_response_tokens: int, sum_kl: bool = True
+) -> dict[str, list[float]]:
+    """Put the punishment of length, and with ``sum_kl`` the rollout's KL, into ``leaf.intrinsic``; what was
+    measured.
+
+    Raises ValueError where the reward needs a KL that nobody measured.
+    """
+    measured: dict[str, list[float]] = {"reward/overlong_mean": [], "reward/kl_mean": []}
+    for leaf, path in trace.scored_rollouts():
+        shaping = 0.0
+        if settings.overlong is not None:
+            longest, buffer = settings.overlong.bounds(max_response_tokens)
+            length = _length(path, settings.overlong)
+            shaping += overlong_penalty(
+                length=length, max_length=longest, buffer=buffer, factor=settings.overlong.factor
+            )
+            measured["reward/overlong_mean"].append(shaping)
+        if settings.reward_kl_weight > 0:
+            kl = math.fsum(value for node in path if node.trainable for value in measured_kl(node))
+            measured["reward/kl_mean"].append(kl)
+            shaping -= settings.reward_kl_weight * kl if sum_kl else 0.0
+        leaf.intrinsic = shaping
+    return measured
+
+
+def measured_kl(node: Node) -> tuple[float, ...]:
+    """The KL of a policy node's tokens. Raises ValueError where there is none."""
+    if len(node.kl) != len(node.token_ids):
+        raise ValueError(f"reward_kl_weight: no KL was measured on node {node.node_id}")
+    return node.kl
+
+
+def groups_worth_training(traces: Sequence[Trace], rule: DynamicSamplingSettings) -> list[Trace]:
+    """The groups whose metric is not constant, in order; faults do not count."""
+    metric: list[float | None] = []
+    groups: list[int] = []
+    for number, trace in enumerate(traces):
+        for leaf, _ in trace.rollouts():
+            value = leaf.episode_return if rule.metric == "return" else float(leaf.success)
+            metric.append(None if leaf.episode_return is None else value)
+            groups.append(number)
+    informative = groups_with_spread(metric, groups=groups)
+    return [trace for number, trace in enumerate(traces) if number in informative]
+
+
+def _length(path: Sequence[Node], overlong: OverlongSettings) -> int:
+    counted = [
+        n for n in path if (n.trainable if overlong.counted == "policy" else n.origin is not Origin.PROMPT)
+    ]
+    return sum(len(node.token_ids) for node in counted)
+
+
+# Common parts of methods in whose groups the policy plays every rollout in the same way.
+
+
+SettingsT = TypeVar("SettingsT", bound=GroupSettings)
+
+
+class OnPolicyGroup(Algorithm):
+    """``num_rollouts`` on-policy rollouts per group; credit is the method's own."""
+
+    def __init__(
+        self, objective: ObjectiveSettings, *, num_rollouts: int, hooks: tuple[Hook, ...] = ()
+    ) -> None:
+        self.objective = objective
+        self.hooks = hooks
+        self.modes = ("on_policy",) * num_rollouts
+
+
+class OnPolicyBatch(OnPolicyGroup, ABC, Generic[SettingsT]):
+    """A method of the group family whose credit may span all groups of a step; ``max_response_tokens`` is the
+    run's.
+    """
+
+    def __init__(
+        self, settings: SettingsT, *, max_response_tokens: int = Limits().max_response_tokens
+    ) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
+        self.settings = settings
+        self._max_response_tokens = max_response_tokens
+
+    @classmethod
+    def build(cls, settings: SettingsT, context: AlgorithmContext) -> Self:
+        """For a run."""
+        return cls(settings, max_response_tokens=context.max_response_tokens)
+
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
+        """A batch of one group."""
+        return self.advantages([trace])[0]
+
+    def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
+        """The next ones, and with dynamic sampling further ones for groups that are left out."""
+        rule = self.settings.dynamic_sampling
+        if rule is None:
+            return TaskChoice(num_groups=num_groups)
+        select = partial(groups_worth_training, rule=rule)
+        return TaskChoice(
+            num_groups=num_groups, groups=GroupFilter(select=select, max_extra_batches=rule.max_extra_batches)
+        )
+
+    @abstractmethod
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+        """Write the credit of all groups of a step; one entry a trace."""
+
+    def _shaped(self, traces: Sequence[Trace], *, sum_kl: bool = True) -> list[dict[str, list[float]]]:
+        """:func:`~outrider.algorithms.grpo.shape_returns` of every group."""
+        limit = self._max_response_tokens
+        return [
+            shape_returns(trace, self.settings, max_response_tokens=limit, sum_kl=sum_kl) for trace in traces
+        ]
 
 
 class GrpoSettings(GroupSettings):
@@ -97,3 +347,244 @@ class Grpo(OnPolicyBatch[GrpoSettings]):
             if own
             else []
         )
+
+
+# REINFORCE++ (arXiv 2501.03262) and REINFORCE++-baseline: credit that is whitened over all policy tokens of
+# a step.
+#
+# The formulas are in :mod:`outrider.algorithms.advantages`, deviations in
+# docs/algorithms/objectives.md.
+
+
+class ReinforcePlusPlusSettings(GroupSettings):
+    """``group_baseline`` takes the group's mean from the return before whitening (REINFORCE++-baseline);
+    without it a group of one will do, and ``gamma`` discounts over policy tokens. ``variance`` is that of the
+    whitening. A ``preset`` fills what is not given.
+    """
+
+    type: Literal["reinforce++"] = "reinforce++"
+    preset: ReinforcePlusPlusPreset = "reinforce++"
+    group_size: int = Field(8, ge=1)
+    advantage: AdvantageKind = "group_centered"
+    group_baseline: bool = False
+    gamma: float = Field(1.0, ge=0, le=1)
+    variance: Variance = "sample"
+
+    @property
+    def label(self) -> str:
+        """The preset's name."""
+        return self.preset
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(REINFORCE_PLUS_PLUS_PRESETS, data, default="reinforce++")
+
+    @model_validator(mode="after")
+    def _validate(self) -> "ReinforcePlusPlusSettings":
+        if self.advantage != "group_centered":
+            raise ValueError(
+                "REINFORCE++ whitens over the batch: leave advantage out "
+                "(group_baseline = true centres in the group)"
+            )
+        if self.group_baseline and self.group_size < 2:
+            raise ValueError("group_baseline = true needs group_size >= 2: a group of one has no baseline")
+        if self.group_baseline and (self.gamma != 1.0 or self.reward_kl_weight > 0):
+            raise ValueError(
+                "group_baseline = true has one value a rollout: no gamma, "
+                "and a KL in the loss (kl_weight) instead"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScoredRollout:
+    """A rollout with a return: its group's number in the batch and its policy nodes."""
+
+    group: int
+    leaf: Leaf
+    nodes: Sequence[Node]
+
+    @property
+    def shaped_return(self) -> float:
+        assert self.leaf.episode_return is not None
+        return self.leaf.episode_return + self.leaf.intrinsic
+
+
+class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
+    """On-policy rollouts; one advantage per token, against the whole batch."""
+
+    Settings = ReinforcePlusPlusSettings
+
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+        """Whitened advantages on every policy token; ``advantages`` holds their mean over each rollout.
+
+        Raises ValueError for a node that several rollouts share: it would need the credit of each.
+        """
+        scored = [
+            _ScoredRollout(group=number, leaf=leaf, nodes=[node for node in path if node.trainable])
+            for number, trace in enumerate(traces)
+            for leaf, path in trace.scored_rollouts()
+        ]
+        _require_unassigned([node for entry in scored for node in entry.nodes])
+        measured = self._shaped(traces, sum_kl=False)
+        owners = [
+            rollout for rollout, entry in enumerate(scored) for node in entry.nodes for _ in node.token_ids
+        ]
+        values = iter(self._values(scored, owners).tolist())
+        for entry in scored:
+            _assign(entry, values)
+        return [
+            GroupAdvantages(advantages=_summary(trace), measurements=own)
+            for trace, own in zip(traces, measured, strict=True)
+        ]
+
+    def _values(self, scored: Sequence[_ScoredRollout], owners: Sequence[int]) -> Float64Array:
+        chosen = self.settings
+        returns = [entry.shaped_return for entry in scored]
+        if chosen.group_baseline:
+            groups = [entry.group for entry in scored]
+            return reinforce_plus_plus_baseline_advantages_per_token(
+                returns=returns, groups=groups, rollout_index=owners, variance=chosen.variance
+            )
+        kl = None
+        if chosen.reward_kl_weight > 0:
+            kl = np.array(
+                [value for entry in scored for node in entry.nodes for value in measured_kl(node)],
+                dtype=np.float64,
+            )
+        return reinforce_plus_plus_advantages_per_token(
+            returns=returns,
+            rollout_index=owners,
+            gamma=chosen.gamma,
+            kl_per_token=kl,
+            kl_weight=chosen.reward_kl_weight,
+            variance=chosen.variance,
+        )
+
+
+def _require_unassigned(nodes: Sequence[Node]) -> None:
+    seen: set[int] = set()
+    for node in nodes:
+        if node.credit is not None or node.shares is not None or id(node) in seen:
+            raise ValueError(f"node {node.node_id} already has credit")
+        seen.add(id(node))
+
+
+def _assign(entry: _ScoredRollout, values: Iterator[float]) -> None:
+    token_advantages: list[float] = []
+    for node in entry.nodes:
+        node.credit = tuple(next(values) for _ in node.token_ids)
+        token_advantages.extend(node.credit)
+    entry.leaf.advantage = fmean(token_advantages) if token_advantages else 0.0
+
+
+def _summary(trace: Trace) -> RolloutAdvantages:
+    """A group has a signal as soon as one of its tokens has."""
+    rollouts = list(trace.rollouts())
+    assigned = np.array([leaf.episode_return is not None for leaf, _ in rollouts])
+    has_signal = any(value != 0.0 for _, path in rollouts for node in path for value in node.credit or ())
+    reason: NoSignalReason | None = "no_spread" if assigned.any() else "unscorable"
+    return RolloutAdvantages(
+        values=np.array([leaf.advantage or 0.0 for leaf, _ in rollouts]),
+        assigned=assigned,
+        has_signal=has_signal,
+        reason=None if has_signal else reason,
+    )
+
+
+# Rejection sampling (RAFT, arXiv 2304.06767): imitate the policy's own rollouts that were good enough, and
+# nothing else.
+#
+# A policy gradient with advantages in {0, 1}: no baseline and no negative signal. Rejected rollouts are in no
+# denominator, so that the loss is the mean negative log-likelihood over the tokens of the kept ones, as
+# fine-tuning on them has it.
+
+
+class RejectionSettings(ObjectiveSettings):
+    """Rollouts whose return, the environment's own, is at least ``threshold`` may be kept.
+
+    ``keep``: of a task's, ``all`` (at most ``max_kept``, the first ones), the ``best``, or the ``first``.
+    ``deduplicate`` counts rollouts in which the policy wrote the same tokens once. A ``loss.type`` other
+    than ``reinforce`` clips what several optimiser steps do to a kept rollout.
+    """
+
+    type: Literal["rejection"] = "rejection"
+    advantage: AdvantageKind = "group_centered"
+    loss: LossSettings = ReinforceLoss()
+    sampler_correction: SamplerCorrection | None = None
+    threshold: float = 1.0
+    keep: Literal["all", "best", "first"] = "all"
+    max_kept: int | None = Field(None, ge=1)
+    deduplicate: bool = True
+
+    @model_validator(mode="after")
+    def _validate(self) -> "RejectionSettings":
+        if self.advantage != "group_centered":
+            raise ValueError("rejection sampling has advantages of 0 and 1: leave advantage out")
+        if self.aggregation != "token_mean":
+            raise ValueError(
+                "rejection sampling averages over the tokens of the kept rollouts: aggregation = token_mean"
+            )
+        if self.positive_nll > 0:
+            raise ValueError(
+                "rejection sampling is a negative log-likelihood of its own: leave positive_nll out"
+            )
+        if self.max_kept is not None and self.keep != "all":
+            raise ValueError(f"keep = {self.keep} keeps one rollout a task: leave max_kept out")
+        return self
+
+
+class Rejection(OnPolicyGroup):
+    """On-policy rollouts; credit 1 for those that are kept."""
+
+    Settings = RejectionSettings
+
+    def __init__(self, settings: RejectionSettings) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
+        self.settings = settings
+
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
+        """1 on every policy token of a kept rollout; the advantage of the others is 0, and their tokens are
+        not trained on.
+
+        Raises ValueError for a node that several kept rollouts share.
+        """
+        rollouts = list(trace.rollouts())
+        scored = [leaf for leaf, _ in rollouts if leaf.episode_return is not None]
+        accepted = [(leaf, path) for leaf, path in rollouts if self._is_accepted(leaf)]
+        selected = {leaf.rollout for leaf, _ in self._select(accepted)}
+        for leaf, path in rollouts:
+            leaf.advantage = None if leaf.episode_return is None else float(leaf.rollout in selected)
+            for node in path if leaf.rollout in selected else ():
+                if node.trainable and node.credit is not None:
+                    raise ValueError(f"node {node.node_id} already has credit")
+                if node.trainable:
+                    node.credit = (1.0,) * len(node.token_ids)
+        advantages = RolloutAdvantages(
+            values=np.array([leaf.advantage or 0.0 for leaf, _ in rollouts]),
+            assigned=np.array([leaf.episode_return is not None for leaf, _ in rollouts]),
+            has_signal=bool(selected),
+            reason=None if selected else "rejected" if scored else "unscorable",
+        )
+        measured = {
+            "rejection/passed_fraction": [float(self._is_accepted(leaf)) for leaf in scored],
+            "rejection/kept_fraction": [float(leaf.rollout in selected) for leaf in scored],
+            "rejection/task_fraction": [float(bool(selected))] if scored else [],
+        }
+        return GroupAdvantages(advantages=advantages, measurements=measured)
+
+    def _is_accepted(self, leaf: Leaf) -> bool:
+        return leaf.episode_return is not None and leaf.episode_return >= self.settings.threshold
+
+    def _select(self, accepted: Sequence[tuple[Leaf, list[Node]]]) -> Sequence[tuple[Leaf, list[Node]]]:
+        chosen = self.settings
+        if chosen.keep == "best":  # before equal texts are put together: of those the better one counts
+            # stable: the first of equal ones
+            return sorted(accepted, key=lambda rollout: -(rollout[0].episode_return or 0.0))[:1]
+        if chosen.deduplicate:
+            first: dict[tuple[tuple[int, ...], ...], tuple[Leaf, list[Node]]] = {}
+            for leaf, path in accepted:
+                first.setdefault(tuple(node.token_ids for node in path if node.trainable), (leaf, path))
+            accepted = list(first.values())
+        return accepted[: 1 if chosen.keep == "first" else chosen.max_kept]

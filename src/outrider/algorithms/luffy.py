@@ -1,7 +1,7 @@
 """LUFFY (arXiv 2504.14945): a group of the policy's own rollouts and a demonstration, trained on together.
 
 The demonstration is played through the environment and gets the return that the environment gives it. Token
-losses are :func:`outrider.algorithms.common.objectives.luffy_per_token`; deviations are in
+losses are :func:`outrider.algorithms.losses.luffy_per_token`; deviations are in
 docs/algorithms/luffy.md.
 """
 
@@ -11,20 +11,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.algorithms.algorithm import Augmentation, ExpertPaths, StepPlay
-from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages
-from outrider.algorithms.common.batch_advantages import mixed_group_advantages_per_rollout
-from outrider.algorithms.common.group_settings import with_preset
-from outrider.algorithms.common.loss_settings import plain_clip
-from outrider.algorithms.common.on_policy import OnPolicyGroup
-from outrider.algorithms.context import AlgorithmContext
-from outrider.rollout.demonstrations import join_demonstration
+from outrider.algorithms.advantages import mixed_group_advantages_per_rollout
+from outrider.algorithms.base import (
+    AlgorithmContext,
+    Augmentation,
+    ExpertPaths,
+    GroupAdvantages,
+    ObjectiveSettings,
+    StepPlay,
+    assign_advantages,
+)
+from outrider.algorithms.grpo import OnPolicyGroup, with_preset
+from outrider.algorithms.loss_settings import plain_clip
+from outrider.rollout.experts import join_demonstration
 from outrider.rollout.faults import lost_reasons
 from outrider.trace import Trace
 from outrider.types import Origin, Step
 
 if TYPE_CHECKING:
-    from outrider.algorithms.common.token_loss import TokenLoss, TokenLossInputs
+    from outrider.algorithms.losses import TokenLoss, TokenLossInputs
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "luffy-paper": {},
@@ -79,7 +84,7 @@ class LuffySettings(ObjectiveSettings):
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """The clipped surrogate of the policy's own tokens, the shaped likelihood of the demonstrator's."""
-        from outrider.algorithms.common.objectives import luffy_per_token
+        from outrider.algorithms.losses import luffy_per_token
 
         clip = plain_clip(self.loss, method="luffy")
         is_demonstration_T, measures = inputs.is_off_policy_T, inputs.measures

@@ -2,12 +2,12 @@
 the last three.
 
 No weights change. A baseline of EMPO² that runs in the same loop: a hook, played by
-:mod:`outrider.train.adaptation`.
+:mod:`outrider.training.adaptation`.
 """
 
 from collections.abc import Sequence
 
-from outrider.algorithms.empo2.hook import clean_reflection, last_words
+from outrider.algorithms.tips import clean_reflection, last_words
 from outrider.environments.base import EpisodeResult
 from outrider.rollout.hooks import EpisodeState, Splice
 from outrider.trace import Trace

@@ -1,7 +1,7 @@
 """Tree-GRPO (arXiv 2509.21240): groups of trees, whose leaves are compared with the whole group and with
 their own tree.
 
-Trees grow in :mod:`outrider.rollout.tree_growth`; deviations are in docs/algorithms/tree_grpo.md.
+Trees grow in :mod:`outrider.rollout.branching`; deviations are in docs/algorithms/tree_grpo.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.algorithms.arpo.hook import require_countable
+from outrider.algorithms.advantages import TreeCombination, tree_advantages_per_leaf
 from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages
-from outrider.algorithms.common.batch_advantages import TreeCombination, tree_advantages_per_leaf
-from outrider.algorithms.common.group_settings import with_preset
-from outrider.algorithms.common.loss_settings import needs_whole_rollouts
-from outrider.algorithms.common.on_policy import OnPolicyGroup
-from outrider.rollout.tree_growth import Expansion
+from outrider.algorithms.entropy_branching import require_countable
+from outrider.algorithms.grpo import OnPolicyGroup, with_preset
+from outrider.algorithms.loss_settings import needs_whole_rollouts
+from outrider.rollout.branching import Expansion
 from outrider.trace import Leaf, Node, Trace
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

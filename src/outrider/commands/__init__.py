@@ -5,19 +5,17 @@ until a command needs them.
 import argparse
 
 from outrider import __version__
-from outrider.commands import (
-    buffers,
-    critics,
-    evaluation,
-    looking,
-    packs,
-    planning,
-    prompts,
-    pushing,
-    training,
-    viewing,
-    workplace,
-)
+from outrider.commands import buffer as buffers
+from outrider.commands import critic as critics
+from outrider.commands import doctor as workplace
+from outrider.commands import eval as evaluation
+from outrider.commands import pack as packs
+from outrider.commands import plan as planning
+from outrider.commands import prompt as prompts
+from outrider.commands import push as pushing
+from outrider.commands import replay as looking
+from outrider.commands import train as training
+from outrider.commands import view as viewing
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from outrider.engines.base import Engine, EngineContext, LocalSettings, VllmSettings
 
 if TYPE_CHECKING:
-    from outrider.engines.vllm import VllmEngine
+    from outrider.engines.vllm.engine import VllmEngine
 
 
 class Local:
@@ -16,7 +16,7 @@ class Local:
     @classmethod
     def build(cls, settings: LocalSettings, context: EngineContext) -> Engine:
         """With the trainer's own weights, on the path that its model was loaded on."""
-        from outrider.engines.local.choice import make_engine
+        from outrider.engines.local.engine import make_engine
 
         return make_engine(
             context.language_model,
@@ -34,7 +34,7 @@ class Vllm:
     @classmethod
     def build(cls, settings: VllmSettings, context: EngineContext) -> "VllmEngine":
         """With weights of its own. Raises ModelError."""
-        from outrider.engines.vllm import VllmEngine
+        from outrider.engines.vllm.engine import VllmEngine
 
         model = context.language_model
         return VllmEngine(

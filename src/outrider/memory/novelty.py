@@ -12,8 +12,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from outrider.config import Settings
 from outrider.memory.tips import SIMILARITY_DIGITS
+from outrider.seeding import stream
 
 Key: TypeAlias = NDArray[np.float32]
 
@@ -106,3 +109,168 @@ def _add(states: _States, key: Key, unit: NDArray[np.float64]) -> None:
     states.units_ND[num] = unit
     states.keys.append(key)
     states.counts.append(0)
+
+
+# How new a state is, by random network distillation (Burda et al., arXiv 1810.12894), on a text's embedding.
+#
+# A predictor learns what a fixed random network says of the states that were seen: where it is wrong, few like
+# them were. It is the other novelty reward of EMPO² (arXiv 2602.23008, appendix F). Shape letters: N states, D
+# dimensions of a key, H hidden units, F features.
+
+
+Floats: TypeAlias = NDArray[np.float64]
+PREFIX = "distillation/"
+_CLIP = 5.0  # of a whitened input (the paper, section 2.4)
+_ADAM = (0.9, 0.999, 1e-8)
+
+
+class DistillationSettings(Settings):
+    """``hidden`` units a layer and ``features`` that are predicted; after each group ``passes`` steps of Adam
+    with ``learning_rate`` over its states.
+
+    The paper has convolutions, 512 features, 4 passes and 1e-4 over millions of frames. Sizes and rate here
+    are ours, for some hundred states a group that are vectors already.
+    """
+
+    hidden: int = Field(64, ge=1)
+    features: int = Field(32, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+    passes: int = Field(4, ge=1)
+
+
+class RandomDistillation:
+    """One predictor for all tasks, on keys of ``dim`` numbers. All that it holds is float64 on the CPU and in
+    :meth:`snapshot`, so that it goes on bit for bit.
+
+    Keys are whitened by their running mean and variance and clipped. Before any was seen, the mean is 0 and
+    the variance that of a unit vector's parts, as if one key had said so.
+    """
+
+    def __init__(self, dim: int, settings: DistillationSettings | None = None, *, seed: int) -> None:
+        self.settings = settings or DistillationSettings()
+        draws = stream(seed, "distillation")
+        hidden, features = self.settings.hidden, self.settings.features
+        shapes = {"1": (dim, hidden), "2": (hidden, features)}
+        self._target = {f"target_{name}": _weights(shape, draws) for name, shape in shapes.items()}
+        shapes = {"1": (dim, hidden), "2": (hidden, hidden), "3": (hidden, features)}  # a layer more
+        self._learned = {f"weight_{name}": _weights(shape, draws) for name, shape in shapes.items()}
+        self._learned |= {f"bias_{name}": np.zeros(shape[1]) for name, shape in shapes.items()}
+        self._adam = {f"{kind}_{name}": np.zeros_like(value) for name, value in self._learned.items()
+                      for kind in ("mean", "square")}  # fmt: skip
+        self._keys = {"key_mean": np.zeros(dim), "key_variance": np.full(dim, 1.0 / dim)}
+        self._num_keys, self._num_updates = 1, 0
+        self._num_errors, self._squared_errors = 0, 0.0
+
+    def errors(self, keys: Sequence[NDArray[Any]]) -> list[float]:
+        """The mean squared error of the features of each key; nothing is learned."""
+        inputs_ND = self._whitened(_rows(keys))
+        predicted_NF = self._predict(inputs_ND)[-1]
+        return [float(error) for error in ((predicted_NF - self._features(inputs_ND)) ** 2).mean(axis=1)]
+
+    def visit_together(self, keys: Sequence[NDArray[Any]]) -> list[tuple[float, float]]:
+        """For each of the states that were visited at the same time its bonus and its error; then learn them.
+
+        The bonus is the error over the root mean square of all errors so far, these included: an average
+        state of the run's has about 1. All errors are those before the update, so that rollouts of a group
+        that see the same get the same.
+        """
+        if not len(keys):
+            return []
+        errors = self.errors(keys)
+        self._num_errors += len(errors)
+        self._squared_errors += sum(error * error for error in errors)
+        scale = (self._squared_errors / self._num_errors) ** 0.5 or 1.0
+        rows_ND = _rows(keys)
+        self._count(rows_ND)
+        inputs_ND = self._whitened(rows_ND)
+        target_NF = self._features(inputs_ND)
+        for _ in range(self.settings.passes):
+            self._update(self._gradients(inputs_ND, target_NF))
+        return [(error / scale, error) for error in errors]
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, Floats]]:
+        """Plain data and arrays that :meth:`restore` takes; for checkpoints."""
+        arrays = {PREFIX + name: value.copy() for part in self._parts() for name, value in part.items()}
+        plain = {"num_keys": self._num_keys, "num_updates": self._num_updates,
+                 "num_errors": self._num_errors, "squared_errors": self._squared_errors}  # fmt: skip
+        return plain, arrays
+
+    def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Become what was saved, the fixed network too."""
+        for part in self._parts():
+            part.update({name: np.array(arrays[PREFIX + name], np.float64) for name in part})
+        self._num_keys, self._num_updates = int(state["num_keys"]), int(state["num_updates"])
+        self._num_errors = int(state["num_errors"])
+        self._squared_errors = float(state["squared_errors"])
+
+    def _parts(self) -> tuple[dict[str, Floats], ...]:
+        return self._target, self._learned, self._adam, self._keys
+
+    def _count(self, rows_ND: Floats) -> None:
+        """The running mean and variance with these keys (Chan et al., 1979)."""
+        num, more = self._num_keys, len(rows_ND)
+        mean, off = self._keys["key_mean"], rows_ND.mean(axis=0) - self._keys["key_mean"]
+        spread = self._keys["key_variance"] * num + rows_ND.var(axis=0) * more
+        self._num_keys = num + more
+        self._keys["key_mean"] = mean + off * more / self._num_keys
+        self._keys["key_variance"] = (spread + off**2 * num * more / self._num_keys) / self._num_keys
+
+    def _whitened(self, rows_ND: Floats) -> Floats:
+        scale = np.sqrt(self._keys["key_variance"])
+        whitened: Floats = np.clip((rows_ND - self._keys["key_mean"]) / scale, -_CLIP, _CLIP)
+        return whitened
+
+    def _features(self, inputs_ND: Floats) -> Floats:
+        return _product(
+            np.maximum(_product(inputs_ND, self._target["target_1"]), 0), self._target["target_2"]
+        )
+
+    def _predict(self, inputs_ND: Floats) -> tuple[Floats, Floats, Floats]:
+        """Both hidden layers, and the features."""
+        own = self._learned
+        first_NH = np.maximum(_product(inputs_ND, own["weight_1"]) + own["bias_1"], 0)
+        second_NH = np.maximum(_product(first_NH, own["weight_2"]) + own["bias_2"], 0)
+        return first_NH, second_NH, _product(second_NH, own["weight_3"]) + own["bias_3"]
+
+    def _gradients(self, inputs_ND: Floats, target_NF: Floats) -> dict[str, Floats]:
+        """Of the mean squared error over all features of all states."""
+        first_NH, second_NH, predicted_NF = self._predict(inputs_ND)
+        slope = 2 * (predicted_NF - target_NF) / target_NF.size
+        gradients: dict[str, Floats] = {}
+        for layer, below in (("3", second_NH), ("2", first_NH), ("1", inputs_ND)):
+            gradients[f"weight_{layer}"] = _product(below.T, slope)
+            gradients[f"bias_{layer}"] = slope.sum(axis=0)
+            if layer != "1":
+                slope = _product(slope, self._learned[f"weight_{layer}"].T) * (below > 0)
+        return gradients
+
+    def _update(self, gradients: Mapping[str, Floats]) -> None:
+        """One step of Adam (arXiv 1412.6980)."""
+        slow, fast, tiny = _ADAM
+        self._num_updates += 1
+        for name, gradient in gradients.items():
+            mean = slow * self._adam[f"mean_{name}"] + (1 - slow) * gradient
+            square = fast * self._adam[f"square_{name}"] + (1 - fast) * gradient**2
+            self._adam |= {f"mean_{name}": mean, f"square_{name}": square}
+            step = mean / (1 - slow**self._num_updates)
+            size = np.sqrt(square / (1 - fast**self._num_updates)) + tiny
+            self._learned[name] = self._learned[name] - self.settings.learning_rate * step / size
+
+
+def _rows(keys: Sequence[NDArray[Any]]) -> Floats:
+    rows_ND = np.stack([np.asarray(key, np.float32) for key in keys]).astype(np.float64)
+    if not np.isfinite(rows_ND).all():
+        raise ValueError("a state needs a finite key")
+    return rows_ND
+
+
+def _weights(shape: tuple[int, int], draws: np.random.Generator) -> Floats:
+    """He et al.'s scale for layers that rectify (arXiv 1502.01852)."""
+    weights: Floats = draws.normal(0.0, (2.0 / shape[0]) ** 0.5, shape)
+    return weights
+
+
+def _product(left: Floats, right: Floats) -> Floats:
+    """Not a BLAS product: its bits depend on how many threads it was given."""
+    product: Floats = np.einsum("ij,jk->ik", np.ascontiguousarray(left), np.ascontiguousarray(right))
+    return product

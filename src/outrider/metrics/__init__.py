@@ -1,13 +1,7 @@
 """Metrics: every name is declared once, every record is one line of ``metrics.jsonl``. No torch, no numpy."""
 
-from outrider.metrics.declared import (
-    DECLARED,
-    WRITTEN_TOKENS,
-    UndeclaredMetric,
-    declare,
-    declared_metric,
-)
 from outrider.metrics.metric import Metric
+from outrider.metrics.registry import DECLARED, WRITTEN_TOKENS, UndeclaredMetric, declare, declared_metric
 from outrider.metrics.writer import CutReport, Kind, MetricsWriter
 
 __all__ = [

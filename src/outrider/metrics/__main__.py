@@ -2,6 +2,6 @@
 
 import sys
 
-from outrider.metrics.docs import metrics_page
+from outrider.metrics.registry import metrics_page
 
 sys.stdout.write(metrics_page())

@@ -10,10 +10,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Final, Literal, SupportsFloat, TypeAlias
 
-from outrider.atomic_io import append_bytes
 from outrider.errors import CheckpointError, DataError
-from outrider.json_lines import parsed, read_lines, replace_lines, whole_lines
-from outrider.metrics.declared import declared_metric
+from outrider.files import append_bytes, parsed, read_lines, replace_lines, whole_lines
+from outrider.metrics.registry import declared_metric
 
 Kind: TypeAlias = Literal["sft", "train", "eval"]
 

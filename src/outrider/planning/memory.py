@@ -9,18 +9,20 @@ Shape letters are those of :class:`outrider.planning.shape.ModelShape`; T is a m
 bytes of a number of the working precision (bfloat16 2, float32 4), N the trainer ranks.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
+from outrider.engines.base import VllmSettings
 from outrider.errors import ConfigError
 from outrider.planning.shape import ModelShape
+from outrider.training.settings import RunSettings
 
 MARGIN: Final = 1.1  # allocator's gaps, and buffers that no formula has
 CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffers, per GPU
 PROCESS_BYTES: Final = 500_000_000  # on a CPU: interpreter and libraries of one process
 SLEEPING_BYTES: Final = 2_000_000_000  # what an engine that sleeps leaves on its GPU
-HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.train.update.chunked_logprobs
+HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.training.logprobs
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
 VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
@@ -88,7 +90,7 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
         "gradients": GRADIENT * trained,
         # in float32 masters and working copy are one memory
         "working copy": b * trained if alone and b < MASTER else 0.0,
-        # one process copies its working copy; ranks hold theirs in float32 shards (outrider.scale.rank)
+        # one process copies its working copy; ranks hold theirs in float32 shards (outrider.distributed.learner)
         "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
         "gathered layers": 0.0 if alone else gathered_bytes(shape, training),
         "activations kept": activation_bytes(shape, training),
@@ -142,7 +144,7 @@ def activations_per_token(shape: ModelShape) -> int:
 
 def head_bytes(shape: ModelShape, value_bytes: int) -> float:
     """Logits of a block of tokens in the working precision, and log-probs and probabilities of a chunk of
-    it in float32: ``(512 b + 128 * 8) V`` (:mod:`outrider.train.update.chunked_logprobs`).
+    it in float32: ``(512 b + 128 * 8) V`` (:mod:`outrider.training.logprobs`).
     """
     return (HEAD_ROWS * value_bytes + 2 * 4 * HEAD_CHUNK) * shape.vocabulary
 
@@ -163,3 +165,288 @@ def token_bytes(shape: ModelShape, *, tensor_parallel: int, value_bytes: int = 2
 def with_margin(num_bytes: float) -> float:
     """What a GPU needs for ``num_bytes`` of tensors."""
     return MARGIN * num_bytes + CONTEXT_BYTES
+
+
+# What of a run's settings decides its memory and its work.
+
+
+USED_SHARE: Final = 0.35  # of a device's peak rate, an assumption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """``context``: tokens of the longest episode, prompt and response. ``shares_weights``: the engine is the
+    model that trains. ``extra_forwards``: passes without a gradient over the tokens of an update.
+    ``contexts``: samples that an episode may become at most, which are one micro-batch together.
+    ``engine_memory``: ``engine.memory`` of the vLLM engine; ``has_vllm``: whether there is one.
+    """
+
+    training: Training
+    context: int
+    episodes: int
+    shares_weights: bool
+    extra_forwards: int
+    contexts: int = 1
+    has_vllm: bool = False
+    engine_memory: float | None = None
+
+    @property
+    def episode_tokens(self) -> int:
+        """Tokens that an update computes of an episode at most."""
+        return self.context * self.contexts
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step at most: every episode as long as it may be, and nothing shared."""
+        return self.episodes * self.episode_tokens
+
+    def update_seconds(self, shape: ModelShape, *, ranks: int, peak: float) -> float:
+        """Estimate ``(6 + 2 c + 2 m) P U / (0.35 N peak)``: forward and backward pass are 6 operations per
+        parameter and token, a pass computed again (c) and each of m extra forwards 2. Attention's products
+        are not counted. With adapters the backward pass has 2 of its 4 operations, because frozen weights
+        have no gradient; with ``trained_layers`` it runs through these layers only.
+        """
+        training = self.training
+        backward = 4.0 if training.lora_rank is None else 2.0
+        if training.trained_layers is not None:
+            backward *= training.trained_parameters(shape) / shape.num_parameters
+        per_parameter = 2 + backward + 2 * training.checkpointed + 2 * self.extra_forwards
+        operations = per_parameter * shape.num_parameters * self.step_tokens
+        return operations / (USED_SHARE * ranks * peak)
+
+
+def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | None = None) -> Workload:
+    """Of a recipe. The length of prompts is not in it, so it is given; ``longest``: positions of the model.
+
+    ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
+    """
+    device, update, algorithm = settings.model.device, settings.update, settings.algorithm
+    engine, lora = settings.engine, settings.model.lora
+    precision = settings.model.precision
+    if precision == "auto":
+        precision = "float32" if device == "cpu" else "bfloat16"
+    limits = [limit for limit in (settings.model.context_length, longest) if limit]
+    context = min([prompt_tokens + settings.rollout.max_response_tokens, *limits])
+    # a conversation that is rendered again before a turn may begin a context anew
+    contexts = settings.rollout.max_turns if settings.model.history_thinking == "strip" else 1
+    has_several_updates = update.num_mini_batches * update.num_epochs > 1
+    return Workload(
+        training=Training(
+            # a rollout that is longer is a micro-batch of its own
+            max_tokens=max(update.max_tokens, context * contexts),
+            precision=precision,
+            checkpointed=update.checkpoint_activations,
+            has_reference=algorithm.needs_reference,
+            lora_rank=None if lora is None else lora.rank,
+            lora_targets=() if lora is None else tuple(lora.target_modules),
+            trained_layers=settings.model.trained_layers,
+        ),
+        context=context,
+        episodes=settings.train.tasks_per_step * algorithm.group_size,
+        shares_weights=settings.engine.is_exact,
+        extra_forwards=has_several_updates + algorithm.needs_reference,
+        contexts=contexts,
+        has_vllm=isinstance(engine, VllmSettings),
+        engine_memory=engine.memory if isinstance(engine, VllmSettings) else None,
+    )
+
+
+# Whether processes of a layout fit on their GPUs.
+
+
+GIB: Final = 2**30
+# engine.memory where a recipe does not set it: beside a trainer, on a GPU of its own, GiB on a CPU
+# (outrider.engines.vllm.engine.engine.options, outrider.distributed.engines)
+_SHARE_COLOCATED, _SHARE_ALONE, _CPU_GIB = 0.3, 0.9, 2.0
+Placement = Literal["process", "colocate", "disaggregate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """``process``: trainer and engine are one process on one GPU. ``colocate``: engines on the trainers'
+    GPUs, asleep while these work. ``disaggregate``: GPUs of their own.
+    """
+
+    placement: Placement = "process"
+    trainers: int = 1
+    engines: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all processes."""
+        own = self.engines * self.tensor_parallel if self.placement == "disaggregate" else 0
+        return self.trainers + own
+
+    @property
+    def overrides(self) -> list[str]:
+        """Settings that ask for it."""
+        if self.placement == "process":
+            return []
+        settings = {
+            "num_trainers": self.trainers,
+            "num_engines": self.engines,
+            "tensor_parallel": self.tensor_parallel,
+            "placement": self.placement,
+        }
+        return [f"cluster.{name}={value}" for name, value in settings.items()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Bytes of a layout. ``rank``: of one trainer rank by purpose; ``trainer_gpu`` and ``engine_gpu``: all of
+    such a GPU without keys and values (the same if both are one; on a CPU both are the sum of all processes);
+    ``episodes``: how many of the longest ones an engine has room for at a time; ``engine_share``: the share
+    of a GPU that vLLM uses (``engine.memory``), None for an engine that takes what the trainer leaves.
+    """
+
+    layout: Layout
+    rank: Mapping[str, float]
+    weights: float
+    trainer_gpu: float
+    engine_gpu: float
+    token: float
+    episodes: int
+    gpu_memory: float
+    engine_share: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Both kinds of GPU, with room for an episode."""
+        return max(self.trainer_gpu, self.engine_gpu) <= self.gpu_memory and self.episodes >= 1
+
+
+def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> Fit:
+    """Count it. A GPU needs 1.1 times the bytes of its processes and 2 GB
+    (:func:`outrider.planning.memory.with_margin`); what is left is for keys and values.
+
+    A colocated GPU counts the trainer's peak, the engine's weights and what a sleeping engine leaves: both at
+    once, an upper bound. vLLM uses at most its share ``engine.memory`` of a GPU: 1.1 times its weights, and
+    keys and values in the rest. Raises ConfigError if ``engine.memory`` is no share.
+    """
+    rank = rank_bytes(shape, replace(work.training, ranks=layout.trainers))
+    trainer, tp = sum(rank.values()), layout.tensor_parallel
+    shares_gpu = layout.placement != "disaggregate"
+    shared = layout.placement == "process" and work.shares_weights
+    # an engine of another process has weights in bfloat16
+    value_bytes = work.training.value_bytes if shared else 2
+    weights = 0.0 if shared else weight_bytes(shape, tensor_parallel=tp)
+    asleep = SLEEPING_BYTES if layout.placement == "colocate" else 0
+    shared_gpu_bytes = with_margin(trainer + weights + asleep)
+    engine = shared_gpu_bytes if shares_gpu else with_margin(weights)
+    token = token_bytes(shape, tensor_parallel=tp, value_bytes=value_bytes)
+    room = max(0.0, gpu_memory - engine) / MARGIN
+    share = _engine_share(work, layout)
+    if share is not None:
+        room = min(room, max(0.0, share * gpu_memory - MARGIN * weights))
+    return Fit(
+        layout=layout,
+        rank=rank,
+        weights=weights,
+        trainer_gpu=shared_gpu_bytes if shares_gpu else with_margin(trainer),
+        engine_gpu=engine,
+        token=token,
+        episodes=int(room // (token * work.context)),
+        gpu_memory=gpu_memory,
+        engine_share=share,
+    )
+
+
+def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float) -> Fit:
+    """Count the processes of a run on a CPU, which share ``memory`` bytes: 1.1 times their tensors and 0.5 GB
+    each; keys and values get the rest, or ``engine.memory`` GiB of vLLM.
+    """
+    rank = rank_bytes(shape, replace(work.training, ranks=layout.trainers))
+    shared = layout.placement == "process" and work.shares_weights
+    value_bytes = work.training.value_bytes
+    weights = 0.0 if shared else weight_bytes(shape, tensor_parallel=1, value_bytes=value_bytes)
+    engines = layout.engines if weights else 0
+    num_processes = layout.trainers + (engines if layout.placement != "process" else 0)
+    total = (
+        MARGIN * (layout.trainers * sum(rank.values()) + engines * weights) + num_processes * PROCESS_BYTES
+    )
+    token = token_bytes(shape, tensor_parallel=1, value_bytes=value_bytes)
+    room = max(0.0, memory - total) / MARGIN / layout.engines
+    if work.has_vllm:
+        room = min(room, GIB * (work.engine_memory or _CPU_GIB))
+    return Fit(
+        layout=layout, rank=rank, weights=weights, trainer_gpu=total, engine_gpu=total, token=token,
+        episodes=int(room // (token * work.context)), gpu_memory=memory,
+    )  # fmt: skip
+
+
+def _engine_share(work: Workload, layout: Layout) -> float | None:
+    if not work.has_vllm:
+        return None
+    default = _SHARE_ALONE if layout.placement == "disaggregate" else _SHARE_COLOCATED
+    share = default if work.engine_memory is None else work.engine_memory
+    if share > 1:
+        raise ConfigError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
+    return share
+
+
+# What to change where a run does not fit: fewer tokens in a pass, or more GPUs.
+
+
+_MAX_NODES: Final = 64
+_MIN_TOKENS: Final = 256
+
+
+def smallest_fit(
+    shape: ModelShape, work: Workload, placement: Placement, *, gpu_memory: float, gpus_per_node: int
+) -> Fit | None:
+    """The fewest GPUs, and then the fewest per engine, that hold it; None where no number of them does.
+
+    Trainers are a power of two within a node, else whole nodes; an engine is within a node.
+    """
+    for trainers in _gpu_counts(gpus_per_node):
+        for tp in _tensor_parallel_sizes(shape, gpus_per_node):
+            if placement == "colocate" and trainers % tp:
+                continue
+            engines = trainers // tp if placement == "colocate" else 1
+            layout = Layout(placement=placement, trainers=trainers, engines=engines, tensor_parallel=tp)
+            if (candidate := fit(shape, work, layout, gpu_memory=gpu_memory)).fits:
+                return candidate
+    return None
+
+
+def fits_if_checkpointed(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> bool:
+    """Whether ``update.checkpoint_activations`` alone makes it fit."""
+    candidate = replace(work, training=replace(work.training, checkpointed=True))
+    return not work.training.checkpointed and fit(shape, candidate, layout, gpu_memory=gpu_memory).fits
+
+
+def largest_tokens(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> int | None:
+    """The largest ``update.max_tokens`` in halves of the recipe's that fits, None where none does. Below the
+    longest episode it would change nothing: an episode is one micro-batch at least.
+    """
+    tokens = work.training.max_tokens // 2
+    while tokens >= max(work.episode_tokens, _MIN_TOKENS):
+        candidate = replace(work, training=replace(work.training, max_tokens=tokens))
+        if fit(shape, candidate, layout, gpu_memory=gpu_memory).fits:
+            return tokens
+        tokens //= 2
+    return None
+
+
+def smallest_share(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> float | None:
+    """The smallest ``engine.memory`` in steps of 0.05 with room for an episode, None if no share fits."""
+    for twentieths in range(1, 20):
+        candidate = replace(work, engine_memory=twentieths / 20)
+        if fit(shape, candidate, layout, gpu_memory=gpu_memory).fits:
+            return twentieths / 20
+    return None
+
+
+def _gpu_counts(gpus_per_node: int) -> Iterator[int]:
+    number = 1
+    while number < gpus_per_node:
+        yield number
+        number *= 2
+    yield from (gpus_per_node * nodes for nodes in range(1, _MAX_NODES + 1))
+
+
+def _tensor_parallel_sizes(shape: ModelShape, gpus_per_node: int) -> list[int]:
+    """GPUs per engine: vLLM cuts heads evenly."""
+    powers = [2**power for power in range(gpus_per_node.bit_length())]
+    return [tp for tp in powers if tp <= gpus_per_node and shape.num_heads % tp == 0]

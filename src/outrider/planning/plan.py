@@ -1,17 +1,27 @@
 """A recipe's plan: what it needs, whether it fits, what to change."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.planning.change import fits_if_checkpointed, largest_tokens, smallest_fit, smallest_share
-from outrider.planning.devices import Device
-from outrider.planning.fit import Fit, Layout, Placement, fit, fit_cpu
-from outrider.planning.memory import weight_bytes
-from outrider.planning.read_shape import find_shape
-from outrider.planning.shape import ModelShape
-from outrider.planning.workload import Workload, make_workload
-from outrider.train.settings import RunSettings
+from outrider.planning.memory import (
+    USED_SHARE,
+    Fit,
+    Layout,
+    Placement,
+    Workload,
+    fit,
+    fit_cpu,
+    fits_if_checkpointed,
+    largest_tokens,
+    make_workload,
+    smallest_fit,
+    smallest_share,
+    weight_bytes,
+)
+from outrider.planning.shape import GB, Device, ModelShape, find_shape
+from outrider.training.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +129,151 @@ def _advice(shape: ModelShape, work: Workload, layout: Layout, memory: float) ->
     if work.has_vllm and (share := smallest_share(shape, work, layout, gpu_memory=memory)) is not None:
         advice.append(f"engine.memory={share:g}")
     return advice
+
+
+# A plan as lines for people and as values for machines.
+
+
+_MB = 1e6
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """Name, value and a few words on each line."""
+    shape, work, fit = plan.shape, plan.work, plan.fit
+    yield _line("model", shape.name, shape.family)
+    yield _line("parameters", f"{shape.num_parameters:,}")
+    device = plan.options.device
+    memory_label = "GB of this CPU's memory" if device.is_cpu else "GB per GPU"
+    yield _line("layout", layout_words(plan), f"{device.memory / GB:,.4g} {memory_label}")
+    if (trained := work.training.trained_parameters(shape)) != shape.num_parameters:
+        yield _line("trained parameters", f"{trained:,}", _trained_words(plan))
+    yield _line("trainer rank", _gb(sum(fit.rank.values())), "at its peak, of which:")
+    for name, size in fit.rank.items():
+        if size:
+            yield _line(f"  {name}", _gb(size))
+    shared = "the model that trains" if not fit.weights else _precision(plan)
+    yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(fit.weights), shared)
+    yield _line("  keys and values", f"{fit.token / 1e3:,.1f} kB", "per token")
+    yield from _gpus(plan)
+    share = f", engine.memory = {fit.engine_share:g}" if fit.engine_share is not None else ""
+    yield _line("episodes at a time", f"{fit.episodes:,}", f"per engine, of {work.context:,} tokens{share}")
+    yield _line("tokens per step", f"{work.step_tokens:,}", f"at most: {work.episodes:,} episodes")
+    yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
+    if plan.options.device.peak:
+        yield _line("seconds of an update", f"{plan.update_seconds:,.0f}", seconds_words(plan))
+    yield from _verdict(plan)
+
+
+def _gpus(plan: Plan) -> Iterator[str]:
+    fit, words = plan.fit, "with 10 % and 2 GB more, without keys and values"
+    if plan.options.device.is_cpu:
+        yield _line(
+            "all processes", _gb(fit.trainer_gpu), "with 10 % and 0.5 GB each more, without keys and values"
+        )
+    elif fit.layout.placement == "disaggregate":
+        yield _line("a trainer's GPU", _gb(fit.trainer_gpu), "with 10 % and 2 GB more")
+        yield _line("an engine's GPU", _gb(fit.engine_gpu), words)
+    else:
+        yield _line("a GPU", _gb(fit.trainer_gpu), words)
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    yield _line("fits", "yes" if plan.fit.fits else "no", "" if plan.fit.fits else _shortage(plan.fit))
+    for advice in plan.advice:
+        yield _line("change", advice, "would fit")
+    if plan.options.device.is_cpu:
+        return
+    for smallest in plan.fewest:
+        yield _line("fewest GPUs", str(smallest.layout.num_gpus), _gpu_words(smallest))
+    if not plan.fewest:
+        yield _line("fewest GPUs", "none", "no number of them fits: the pass or the vocabulary is too large")
+
+
+def _shortage(fit: Fit) -> str:
+    if max(fit.trainer_gpu, fit.engine_gpu) > fit.gpu_memory:
+        return "more than there is"
+    return "no room for the keys and values of one episode"
+
+
+def _trained_words(plan: Plan) -> str:
+    training = plan.work.training
+    if training.lora_rank is not None:
+        return f"adapters of rank {training.lora_rank}"
+    return f"the last {training.trained_layers} layers and the norm behind them"
+
+
+def _precision(plan: Plan) -> str:
+    return plan.work.training.precision if plan.options.device.is_cpu else "bfloat16"
+
+
+def layout_words(plan: Plan) -> str:
+    """Processes in words."""
+    layout = plan.fit.layout
+    if not plan.options.device.is_cpu:
+        return _gpu_words(plan.fit)
+    if layout.placement == "process":
+        return "one process on the CPU"
+    ranks = f"{layout.trainers} trainer ranks" if layout.trainers > 1 else "1 trainer"
+    engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
+    return f"{ranks} and {engines} on the CPU"
+
+
+def _gpu_words(fit: Fit) -> str:
+    layout = fit.layout
+    if layout.placement == "process":
+        return "one process on one GPU"
+    engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
+    if layout.placement == "colocate":
+        gpus = f"{layout.trainers} GPUs" if layout.trainers > 1 else "1 GPU"
+        return f"{gpus}, {engines} of {layout.tensor_parallel} on the same (colocate)"
+    ranks = f"{layout.trainers} trainer ranks" if layout.trainers > 1 else "1 trainer"
+    return f"{ranks}, {engines} of {layout.tensor_parallel} beside them (disaggregate)"
+
+
+def seconds_words(plan: Plan) -> str:
+    """What the estimate assumes."""
+    device, m = plan.options.device, plan.work.extra_forwards
+    return (
+        f"estimate: {plan.fit.layout.trainers} ranks at {USED_SHARE:.0%} of {device.name}'s "
+        f"{device.peak / 1e12:g} TFLOP/s, {m} extra forward passes, all tokens of the step, no attention"
+    )
+
+
+def _line(name: str, value: str, words: str = "") -> str:
+    return f"{name:<24} {value:>16}  {words}".rstrip()
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:,.2f} GB" if size >= GB / 10 else f"{size / _MB:,.1f} MB"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Bytes, tokens and seconds; keys are stable."""
+    work, fit = plan.work, plan.fit
+    return {
+        "trained_parameters": work.training.trained_parameters(plan.shape),
+        "model": asdict(plan.shape) | {"num_parameters": plan.shape.num_parameters},
+        "device": asdict(plan.options.device),
+        "training": asdict(work.training) | {"ranks": fit.layout.trainers},
+        **_fit_json(fit),
+        "context": work.context,
+        "tokens_per_step": work.step_tokens,
+        "sync_bytes": plan.sync_bytes,
+        "update_seconds": plan.update_seconds if plan.options.device.peak else None,
+        "change": list(plan.advice),
+        "fewest": [_fit_json(candidate) for candidate in plan.fewest],
+    }
+
+
+def _fit_json(fit: Fit) -> dict[str, Any]:
+    return {
+        "fits": fit.fits,
+        "layout": asdict(fit.layout) | {"num_gpus": fit.layout.num_gpus},
+        "rank_bytes": dict(fit.rank),
+        "engine_weight_bytes": fit.weights,
+        "token_bytes": fit.token,
+        "trainer_gpu_bytes": fit.trainer_gpu,
+        "engine_gpu_bytes": fit.engine_gpu,
+        "episodes": fit.episodes,
+        "engine_memory_share": fit.engine_share,
+    }

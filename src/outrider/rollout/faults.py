@@ -2,12 +2,17 @@
 repair them.
 """
 
+import asyncio
+import contextlib
+import queue
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias, TypeVar
 
 from outrider.errors import (
+    ConfigError,
     EngineFault,
     EnvironmentFault,
     InvalidResult,
@@ -15,8 +20,10 @@ from outrider.errors import (
     ToolFault,
     UnusableReward,
 )
-from outrider.trace import Leaf, Trace
-from outrider.types import Outcome
+from outrider.rollout.base import Limits
+from outrider.tools.concurrency import CallClock
+from outrider.trace import Leaf, Node, Trace, split_contexts
+from outrider.types import Origin, Outcome
 
 _MAX_CHARS = 300
 NON_FINITE: Final = "non_finite"
@@ -115,3 +122,239 @@ def require_results(traces: Sequence[Trace], counts: Mapping[str, int]) -> None:
     num = sum(len(trace.leaves) for trace in traces)
     if num and counts.get(NON_FINITE, 0) == num:
         raise InvalidResult(f"no rollout has a finite result: task {fault_line(reasons)}")
+
+
+# Calls of environments in threads: bounded in time, and whatever breaks in them is a typed fault.
+
+
+ResultT = TypeVar("ResultT")
+_TICK = 0.05  # seconds between two looks at a clock that stands still
+_Outcome: TypeAlias = tuple[ResultT, None] | tuple[None, BaseException]
+
+
+async def run_guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
+    """Run ``call`` in a thread of its own and wait for at most ``timeout_s`` seconds.
+
+    Raises ToolFault, EnvironmentFault or InvalidResult and nothing else; a cancellation always gets through.
+    The thread is a daemon and not one of a pool: a call that hangs can take no place from others (whose wait
+    would then look like slowness) and cannot keep the process alive. Waiting for shared processes is not
+    counted (:mod:`outrider.tools.concurrency`); a call that nobody waits for any more leaves their queues.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_Outcome[ResultT]] = loop.create_future()
+    clock = CallClock(timeout_s)
+
+    def deliver(outcome: _Outcome[ResultT]) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    def run() -> None:
+        with clock.running_here():
+            outcome = _run_call(call, *arguments)
+        # the loop is closed: nobody waits for a call that outlived the run
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(deliver, outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        # Not asyncio.wait_for: on Python 3.11 it swallows a cancellation that comes once the answer is there,
+        # and a worker that goes on after a stop waits for a batch that never forms. A loop that was busy for
+        # longer than the limit sees the answer and the limit in one go: the answer counts.
+        while not future.done() and (left := clock.seconds_left()) > 0:
+            await asyncio.wait({future}, timeout=max(left, _TICK))
+        if not future.done():
+            raise EnvironmentFault(f"no answer within {timeout_s:g} s")
+    finally:
+        if not future.done():
+            clock.abandon()
+    return _unwrap(future.result())
+
+
+def run_timed(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
+    """:func:`guarded` for code outside of an event loop: it blocks, and raises the same."""
+    outcomes: queue.SimpleQueue[_Outcome[ResultT]] = queue.SimpleQueue()
+    clock = CallClock(timeout_s)
+
+    def run() -> None:
+        with clock.running_here():
+            outcomes.put(_run_call(call, *arguments))
+
+    threading.Thread(target=run, daemon=True).start()
+    outcome: _Outcome[ResultT] | None = None
+    try:
+        while outcome is None and (left := clock.seconds_left()) > 0:
+            with contextlib.suppress(queue.Empty):
+                outcome = outcomes.get(timeout=max(left, _TICK))
+    finally:
+        if outcome is None:
+            clock.abandon()
+    if outcome is None:
+        raise EnvironmentFault(f"no answer within {timeout_s:g} s")
+    return _unwrap(outcome)
+
+
+def _run_call(call: Callable[..., ResultT], *arguments: object) -> _Outcome[ResultT]:
+    try:
+        return call(*arguments), None
+    except BaseException as error:  # SystemExit too: a tool that exits must not end the run
+        return None, error
+
+
+def _unwrap(outcome: _Outcome[ResultT]) -> ResultT:
+    result, error = outcome
+    if isinstance(error, ToolFault | EnvironmentFault | InvalidResult):
+        raise error
+    if error is not None:
+        raise EnvironmentFault(f"{type(error).__name__}: {error}") from error
+    return result  # type: ignore[return-value]  # without an error there is a result
+
+
+# A fault starts a rollout again. What its tries wrote alike is one piece of the tree: a fault changes no
+# sharing.
+
+
+_DECIDED: Final = ("entropy_change", "num_forks", "num_forks_wanted", "is_replayed")  # of a turn
+
+
+def rejoin(trace: Trace) -> None:
+    """Hang the rollouts that left a failed try under the same nodes of the try that counts, where it has
+    them.
+
+    Nodes are the same if one rollout wrote the same tokens in the same place. The try that counts is the
+    rollout's last, or the first that came there where all of them failed. A failed try's own nodes stay in
+    the trace, as what they cost. Call it before the nodes get their final numbers.
+    """
+    own = [
+        node
+        for leaf, path in trace.rollouts()
+        for node in path
+        if node.metadata.get("rollout") == leaf.rollout
+    ]
+    counts = {node.node_id for node in own}
+    first: dict[Hashable, int] = {}  # what was written where -> the node that came first
+    same: list[int] = []  # of every node, the first one that is the same
+    representatives: dict[int, int] = {}  # that one -> the node that stands for all of them
+    for node in trace.nodes:
+        is_own = node.parent is not None and "rollout" in node.metadata
+        parent = None if node.parent is None else same[node.parent]
+        key = (parent, node.metadata["rollout"], node.origin, node.token_ids) if is_own else node.node_id
+        same.append(first.setdefault(key, node.node_id))
+        if node.node_id in counts or node.node_id == same[-1]:
+            representatives[same[-1]] = node.node_id
+    for node in trace.nodes:
+        _move_decisions(node, trace.nodes[representatives[same[node.node_id]]])
+        if node.parent is not None:
+            node.parent = representatives[same[node.parent]]
+    for leaf in trace.leaves.values():
+        if leaf.node_id is not None:
+            leaf.node_id = representatives[same[leaf.node_id]]
+
+
+def _move_decisions(node: Node, other: Node) -> None:
+    """A turn is decided about once; the report looks for that on the rollout's path."""
+    if node is not other:
+        other.metadata |= {name: node.metadata.pop(name) for name in _DECIDED if name in node.metadata}
+
+
+# Why rollouts ended without success, counted, with the settings of the limits that cut them.
+
+
+CUT = "cut by "
+
+
+def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: int) -> str | None:
+    """The setting of the limit that cut the rollout, or a turn of it, with its value; None if none did."""
+    turns = [node for node in path if node.receives_advantages]
+    shortened = [node for node in turns if node.metadata.get("finish") == "length"]
+    if any(len(node.token_ids) >= limits.max_turn_tokens for node in shortened):
+        return f"rollout.max_turn_tokens = {limits.max_turn_tokens}"
+    if leaf.outcome is Outcome.TRUNCATED_TURNS:
+        if len(turns) >= limits.max_turns:
+            return f"rollout.max_turns = {limits.max_turns}"
+        return "the environment's own limit of moves"
+    if leaf.outcome is not Outcome.TRUNCATED_TOKENS and not shortened:
+        return None
+    num_response = sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
+    left = limits.max_response_tokens - num_response
+    room = context_length - sum(len(node.token_ids) for node in split_contexts(path)[-1])
+    if leaf.outcome is not Outcome.TRUNCATED_TOKENS and min(left, room) > 0:
+        return None  # a program's own limit of a turn
+    if room <= left:
+        return f"the context of {context_length} tokens (model.context_length)"
+    return f"rollout.max_response_tokens = {limits.max_response_tokens}"
+
+
+def failure_reasons(traces: Sequence[Trace], limits: Limits, *, context_length: int) -> Counter[str]:
+    """Why the rollouts without success ended, in a few words each. Faults are left out."""
+    reasons: Counter[str] = Counter()
+    for trace in traces:
+        for leaf, path in trace.scored_rollouts():
+            if leaf.success:
+                continue
+            limit = limiting_setting(leaf, path, limits, context_length=context_length)
+            if limit is not None:
+                reasons[f"{CUT}{limit}"] += 1
+            elif leaf.outcome is Outcome.INVALID:
+                reasons["ended with a turn that the environment cannot read"] += 1
+            else:
+                reasons["ended without success"] += 1
+    return reasons
+
+
+def reasons_line(reasons: Mapping[str, int]) -> str:
+    """The reasons with their counts, the most frequent first; empty without any."""
+    ordered = sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0]))
+    return ", ".join(f"{num} {reason}" for reason, num in ordered)
+
+
+def cut_line(cut: Mapping[str, int]) -> str:
+    """How many rollouts each limit cut: ``3 by rollout.max_turn_tokens = 256``."""
+    ordered = sorted(cut.items(), key=lambda entry: (-entry[1], entry[0]))
+    return ", ".join(f"{num} by {limit}" for limit, num in ordered)
+
+
+def count_cut(traces: Sequence[Trace], limits: Limits, *, context_length: int) -> Counter[str]:
+    """How many rollouts each limit cut, also those that were solved all the same."""
+    limits_by_rollout = (
+        limiting_setting(leaf, path, limits, context_length=context_length)
+        for trace in traces
+        for leaf, path in trace.scored_rollouts()
+    )
+    return Counter(limit for limit in limits_by_rollout if limit is not None)
+
+
+def has_no_room(leaf: Leaf, path: Sequence[Node]) -> bool:
+    """Whether the prompt left the policy no room for a single token."""
+    return (
+        leaf.outcome is Outcome.TRUNCATED_TOKENS
+        and bool(path)
+        and all(node.origin is Origin.PROMPT for node in path)
+    )
+
+
+def require_room(traces: Sequence[Trace], *, context_length: int) -> list[str]:
+    """A line about prompts that leave the policy no room, if there are any.
+
+    Raises ConfigError if no prompt leaves room: nothing can be generated then.
+    """
+    rollouts = [(trace.task.key, leaf, path) for trace in traces for leaf, path in trace.scored_rollouts()]
+    lengths = {
+        key: sum(len(node.token_ids) for node in path)
+        for key, leaf, path in rollouts
+        if has_no_room(leaf, path)
+    }
+    if not lengths:
+        return []
+    num = sum(has_no_room(leaf, path) for _, leaf, path in rollouts)
+    key = min(lengths, key=lambda task_key: lengths[task_key])
+    room = f"model.context_length: the context has {context_length} tokens"
+    if num == len(rollouts):
+        raise ConfigError(
+            f"no prompt leaves the policy room to write; {room}, the shortest prompt ({key}) has "
+            f"{lengths[key]}"
+        )
+    longest = max(lengths.values())
+    return [
+        f"{num} of {len(rollouts)} rollouts have a prompt that leaves the policy no room; {room}, the "
+        f"longest prompt has {longest}"
+    ]

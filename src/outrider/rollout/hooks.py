@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from outrider.environments.base import Environment, EpisodeResult, StepResult
-from outrider.environments.conversing import Refusal
-from outrider.rollout.conversing import Exchange
+from outrider.environments.conversations import Refusal
+from outrider.rollout.external_agent import Exchange
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task

@@ -13,20 +13,30 @@ from typing import Protocol, cast
 from outrider.engines.base import Engine
 from outrider.environments.base import Environment, EnvironmentFactory, RoundAware
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
-from outrider.rollout.batcher import RoundBatcher
-from outrider.rollout.blocking import run_guarded
-from outrider.rollout.branch import Brancher, Copies, Enqueue, Fork, GroupScheduler, fork_environment
+from outrider.rollout.base import Limits, RolloutStatus
+from outrider.rollout.batching import LoopLag, RoundBatcher, StreamBatcher, StreamingEngine, run_to_end
+from outrider.rollout.branching import (
+    Brancher,
+    BranchingGroupScheduler,
+    Copies,
+    Enqueue,
+    Expansion,
+    ExpansionScheduler,
+    Fork,
+    GroupScheduler,
+    fork_environment,
+)
 from outrider.rollout.episode import EpisodeRunner, Sampling
-from outrider.rollout.event_loop import run_to_end
-from outrider.rollout.faults import FaultLog, cancelled_leaf, fault_detail, locate_invalid_result, lost_leaf
-from outrider.rollout.group_book import BranchingGroupScheduler
+from outrider.rollout.faults import (
+    FaultLog,
+    cancelled_leaf,
+    fault_detail,
+    locate_invalid_result,
+    lost_leaf,
+    rejoin,
+    run_guarded,
+)
 from outrider.rollout.hooks import Hook
-from outrider.rollout.limits import Limits
-from outrider.rollout.loop_lag import LoopLag
-from outrider.rollout.rejoin import rejoin
-from outrider.rollout.stream_batcher import StreamBatcher, StreamingEngine
-from outrider.rollout.tree_growth import Expansion, ExpansionScheduler
-from outrider.rollout.whereabouts import RolloutStatus
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
 from outrider.types import Origin, Task

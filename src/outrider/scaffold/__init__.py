@@ -11,9 +11,9 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from outrider import __version__
-from outrider.atomic_io import replace_file
 from outrider.errors import ConfigError
-from outrider.plugins.names import BUILT_IN, Kind
+from outrider.files import replace_file
+from outrider.plugins.registry import BUILT_IN, Kind
 from outrider.printing import print_lines
 
 _KINDS: Final[Mapping[str, Kind]] = {

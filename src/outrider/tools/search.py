@@ -1,4 +1,4 @@
-"""BM25 search over a local corpus: deterministic, offline, one thread, safe to call from several threads."""
+"""Texts of unknown origin in a form that can be normalised in time proportional to their length."""
 
 import hashlib
 import json
@@ -8,22 +8,45 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from outrider.atomic_io import first_folder
 from outrider.config import Settings
 from outrider.errors import DataError, ToolUnavailable
+from outrider.files import first_folder
 from outrider.records import read_rows
 from outrider.tools.base import ToolContext, ToolOutput
-from outrider.tools.stream_safe import stream_safe
 from outrider.types import Json
 
-if TYPE_CHECKING:  # its import is slow, and settings are read without an index
+if TYPE_CHECKING:
     import bm25s
+
+
+_MOST_MARKS: Final = 30  # in a row, of one letter: the limit of the Stream-Safe Text Format (UAX #15)
+
+
+def stream_safe(text: str) -> str:
+    """The text without the marks beyond the 30th of a letter, which no language writes.
+
+    Normalisation sorts the marks of each letter in quadratic time, so that a text of many marks would hold
+    the interpreter's lock for minutes.
+    """
+    if len(text) <= 10 * _MOST_MARKS or text.isascii():
+        return text
+    characters: list[str] = []
+    num_marks = 0
+    for character in text:
+        num_marks = num_marks + 1 if unicodedata.combining(character) else 0
+        if num_marks <= _MOST_MARKS:
+            characters.append(character)
+    return "".join(characters) if len(characters) < len(text) else text
+
+
+# BM25 search over a local corpus: deterministic, offline, one thread, safe to call from several threads.
+
 
 EMPTY_QUERY = "The search query is empty."
 NO_HITS = "No search results."

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from outrider.tools.base import ToolContext
-from outrider.tools.browser.settings import BrowserSettings
+from outrider.tools.browser.pages import BrowserSettings
 from outrider.tools.browser.tool import Browser
 
 ROWS: list[dict[str, Any]] = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.tools.browser.charsets import decode_page
+from outrider.tools.browser.pages import decode_page
 
 # label, text, the codec of Python in which pages with this label are really written
 PAGES = [

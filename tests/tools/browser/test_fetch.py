@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import ToolFault
 from outrider.testing import check_tool
-from outrider.tools.browser.fetch import Fetcher
-from outrider.tools.browser.hosts import look_up
-from outrider.tools.browser.pages import Refused
-from outrider.tools.browser.settings import FetchSettings
+from outrider.tools.browser.pages import Fetcher, FetchSettings, Refused, look_up
 from tests.chat_server import Answer, Asked, ChatServer, chat_server
 from tests.tools.browser.pages import browser
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.tools.browser.html_text import title_and_text
+from outrider.tools.browser.pages import title_and_text
 
 
 @pytest.mark.parametrize(

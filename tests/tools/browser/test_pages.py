@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet, system_prompt
+from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt
 from outrider.errors import ToolUnavailable
 from outrider.testing import check_tool
 from outrider.tools.base import ToolContext
-from outrider.tools.browser.settings import BrowserSettings
+from outrider.tools.browser.pages import BrowserSettings
 from outrider.tools.browser.tool import EMPTY, UNKNOWN, Browser
 from outrider.types import Message
 from tests.tools.browser.pages import ROWS, browser

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.errors import ToolFault, ToolUnavailable
 from outrider.testing import check_tool
 from outrider.tools.browser.pages import Page
-from outrider.tools.browser.readers import NO_MATCH, NOTHING_READ, Bm25Reader, split_passages
+from outrider.tools.browser.tool import NO_MATCH, NOTHING_READ, Bm25Reader, split_passages
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.tools.browser.pages import browser
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.tools.base import Tool
-from outrider.tools.mcp.settings import McpConfig
-from outrider.tools.mcp.tool import McpServer
+from outrider.tools.mcp.tool import McpConfig, McpServer
 
 HERE = Path(__file__).parent
 

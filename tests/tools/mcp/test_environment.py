@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.environments.base import turn_message  # noqa: E402
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet  # noqa: E402
+from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet  # noqa: E402
+from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling  # noqa: E402
-from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402

@@ -12,9 +12,11 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable  # noqa: E402
 from outrider.tools.base import ToolOutput  # noqa: E402
-from outrider.tools.mcp import servers as servers_module  # noqa: E402
-from outrider.tools.mcp.settings import McpConfig  # noqa: E402
-from outrider.tools.mcp.tool import McpServer  # noqa: E402
+from outrider.tools.mcp import tool as servers_module  # noqa: E402
+from outrider.tools.mcp.tool import (
+    McpConfig,  # noqa: E402
+    McpServer,  # noqa: E402
+)
 from tests.tools.mcp.servers import built, hostile, numbers, over_http  # noqa: E402
 
 AGAIN = "; it is started again for the next call"
@@ -41,7 +43,7 @@ def test_a_call_that_takes_too_long_ends_alone_where_the_server_still_answers() 
 
 
 def test_a_server_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.tools.mcp.link.LOOK_S", 0.5)
+    monkeypatch.setattr("outrider.tools.mcp.LOOK_S", 0.5)
     with built(numbers(only=["stop_all", "process_id"], timeout_s=0.5)) as tools:
         first = _patiently(lambda: tools["process_id"].run_text("{}").text)
         with ThreadPoolExecutor(2) as pool:  # both at that server: one restart, two faults
@@ -173,8 +175,8 @@ def test_an_answer_over_http_is_bounded(flags: tuple[str, ...], tmp_path: Path) 
 def test_a_server_over_http_that_hangs_is_given_up_and_closing_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.tools.mcp.link.LOOK_S", 0.3)
-    monkeypatch.setattr("outrider.tools.mcp.link._CLOSE_S", 0.3)
+    monkeypatch.setattr("outrider.tools.mcp.LOOK_S", 0.3)
+    monkeypatch.setattr("outrider.tools.mcp.session._CLOSE_S", 0.3)
     with over_http(tmp_path) as (url, _):
         settings = numbers(
             command=None, args=(), url=url, timeout_s=2.0, start_timeout_s=30.0, max_restarts=0

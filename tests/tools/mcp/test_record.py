@@ -9,13 +9,13 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.cli import main  # noqa: E402
 from outrider.errors import CheckpointError, PackError  # noqa: E402
-from outrider.evals.pack.panels import read_recipe  # noqa: E402
-from outrider.tools.mcp import asking  # noqa: E402
-from outrider.tools.mcp.listing import Listing, origins  # noqa: E402
-from outrider.tools.mcp.settings import McpConfig  # noqa: E402
-from outrider.tools.once import SingleFlightCache  # noqa: E402
-from outrider.train.launch import run_training  # noqa: E402
-from outrider.train.state.run_directory import RunDirectory  # noqa: E402
+from outrider.evaluation.packs import read_recipe  # noqa: E402
+from outrider.tools.concurrency import SingleFlightCache  # noqa: E402
+from outrider.tools.mcp import tool as asking  # noqa: E402
+from outrider.tools.mcp.session import Listing, origins  # noqa: E402
+from outrider.tools.mcp.tool import McpConfig  # noqa: E402
+from outrider.training.run_dir import RunDirectory  # noqa: E402
+from outrider.training.setup import run_training  # noqa: E402
 from tests.tools.mcp.servers import HERE  # noqa: E402
 from tests.train.short_runs import begin, interrupted, resume  # noqa: E402
 from tests.train.tool_run import write_tool_run  # noqa: E402

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.config import Settings, load_settings, to_toml  # noqa: E402
-from outrider.environments.families import EnvironmentConfig  # noqa: E402
-from outrider.environments.tool_qa.family import ToolsConfig, ToolsTaskSet, system_prompt  # noqa: E402
+from outrider.environments.task_sets import EnvironmentConfig  # noqa: E402
+from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt  # noqa: E402
 from outrider.errors import ConfigError  # noqa: E402
-from outrider.tools.mcp.listing import select_tools  # noqa: E402
-from outrider.tools.mcp.settings import McpConfig  # noqa: E402
+from outrider.tools.mcp.session import select_tools  # noqa: E402
+from outrider.tools.mcp.tool import McpConfig  # noqa: E402
 from tests.tools.mcp.servers import HERE, numbers  # noqa: E402
 
 URL = {"url": "http://127.0.0.1:9/mcp"}
@@ -92,7 +92,7 @@ def test_the_wait_for_other_episodes_follows_from_the_servers() -> None:
 
 
 def test_a_script_is_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.tools.mcp.settings.search_folders", lambda: (tmp_path, HERE))
+    monkeypatch.setattr("outrider.plugins.imports.search_folders", lambda: (tmp_path, HERE))
     assert numbers(command=None, args=(), script="server.py").script_path() == HERE / "server.py"
     (tmp_path / "server.py").write_text("")
     assert numbers(command=None, args=(), script="server.py").script_path() == tmp_path / "server.py"

@@ -14,10 +14,12 @@ import pytest
 
 uvicorn = pytest.importorskip("uvicorn", reason="the extra `view` is not installed")
 
-from outrider.commands.viewing import _comparison_page  # noqa: E402
-from outrider.watch.viewer.catalogue import Catalogue  # noqa: E402
-from outrider.watch.viewer.serve import _bound  # noqa: E402
-from outrider.watch.viewer.server import make_app  # noqa: E402
+from outrider.commands.view import _comparison_page  # noqa: E402
+from outrider.viewer.answers import Catalogue  # noqa: E402
+from outrider.viewer.server import (  # noqa: E402
+    _bound,
+    make_app,
+)
 
 OWN = ("localhost", "127.0.0.1")
 

@@ -13,9 +13,9 @@ import pytest
 import outrider
 from outrider.errors import DataError
 from outrider.metrics import declared_metric
-from outrider.watch.viewer import text_search
-from outrider.watch.viewer.catalogue import Catalogue
-from outrider.watch.viewer.text_search import TextSearch, _read
+from outrider.viewer import search as text_search
+from outrider.viewer.answers import Catalogue
+from outrider.viewer.search import TextSearch, _read
 from tests.train.recorded_run import REASON
 from tests.watch.viewer.serving import Served, serving
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from outrider.cli import main
-from outrider.watch.recorded_progress import LIVE, NOTES
+from outrider.viewer.run_reader import LIVE, NOTES
 
 
 def test_a_bundle_says_its_own_policy_and_names_nothing_of_this_machine(

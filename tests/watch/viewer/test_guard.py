@@ -15,11 +15,12 @@ from typing import Any, cast
 import pytest
 
 from outrider.errors import ConfigError, DataError
-from outrider.file_lock import FileLock
-from outrider.watch.recorded_progress import LIVE
-from outrider.watch.viewer import live, server
-from outrider.watch.viewer.answers import ANSWERS
-from outrider.watch.viewer.guard import is_loopback
+from outrider.files import FileLock
+from outrider.viewer import answers as live
+from outrider.viewer import server
+from outrider.viewer.answers import ANSWERS
+from outrider.viewer.run_reader import LIVE
+from outrider.viewer.server import is_loopback
 from tests.watch.viewer.serving import Served, serving
 
 
@@ -129,7 +130,7 @@ def test_a_process_that_only_has_the_runs_number_is_left_alone(tmp_path: Path) -
 
 def test_the_process_that_holds_the_lock_is_ended(tmp_path: Path) -> None:
     held = (
-        "import sys, time; from outrider.file_lock import FileLock;"
+        "import sys, time; from outrider.files import FileLock;"
         "lock = FileLock(sys.argv[1]); print(flush=True); time.sleep(600)"
     )
     lock = tmp_path / "lock"
@@ -231,7 +232,7 @@ def test_loopback_is_told_from_other_addresses() -> None:
 
 
 def test_an_address_that_is_taken_is_one_line(served: Served) -> None:
-    from outrider.watch.viewer.serve import _bound
+    from outrider.viewer.server import _bound
 
     with pytest.raises(ConfigError, match="cannot be bound: Address already in use"):
         _bound("127.0.0.1", served.port)

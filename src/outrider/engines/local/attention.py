@@ -1,27 +1,153 @@
-"""Attention over ragged rows, registered with transformers as the implementation ``outrider``.
+"""Attention of one training segment over its context; in bfloat16 on CPU with a backward pass of matrix
+products.
 
-Linear layers see one packed row of tokens without padding; only attention knows where sequences begin. Two
-plans exist: :class:`TreePlan` (training: a segment attends to its ancestors and itself, so a shared prefix is
-computed once) and :class:`CachePlan` (generation: keys and values live in slots, one per rollout).
+The fused CPU kernel's backward pass does not use the matrix unit of a processor that has one, and a unit is
+what bfloat16 is chosen for there. So the forward is fused, and the backward computes the probabilities again
+and uses plain products, a block of queries at a time: what lies after the block is never computed. In float32
+the fused backward pass is the faster one (benchmarks/update_profile.py prints both).
 
-Shape letters: N packed tokens, B rows, S slots, T cache positions, H query heads, K key-value heads, D head
-size.
+Shape letters: B sequences, H query heads, K key-value heads, G query heads per key-value head, N queries, T
+keys, D head size.
 """
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cache
+from itertools import product
+from typing import Any, Final, Protocol
 
 import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from outrider.engines.local.segment_attention import causal_attention
 from outrider.errors import ModelError
+
+_BLOCK = 128  # queries: with them a block's scores over a thousand keys take about a megabyte
+
+
+def causal_attention(
+    query_BHND: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention [B, H, N, D] in which the queries are the last N of the T keys."""
+    if query_BHND.requires_grad and query_BHND.device.type == "cpu" and query_BHND.dtype.itemsize < 4:
+        output: torch.Tensor = _CpuAttention.apply(  # type: ignore[no-untyped-call]
+            query_BHND, key_BKTD, value_BKTD, scale
+        )
+        return output
+    return _fused(query_BHND, key_BKTD, value_BKTD, scale)
+
+
+def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    num_new, num_seen = query.shape[2], key.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    if num_new == num_seen:
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    if num_new > 1 and query.device.type == "cuda":
+        return _lower_right(query, key, value, scale)
+    mask = None if num_new == 1 else _hidden(query, num_seen).logical_not()
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same with a mask that a GPU's flash kernel knows: for a boolean one with grouped heads there is
+    only the kernel that holds all scores in memory.
+    """
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _hidden(query: torch.Tensor, num_seen: int) -> torch.Tensor:
+    """[N, T]: True where a key lies after its query."""
+    num_new = query.shape[2]
+    return torch.ones(num_new, num_seen, dtype=torch.bool, device=query.device).triu(num_seen - num_new + 1)
+
+
+class _CpuAttention(torch.autograd.Function):
+    """Saves queries, keys and values only; P = softmax(QK') is computed again.
+
+    Products are rounded to the precision of the queries (of bfloat16, QK' too, where the fused forward pass
+    keeps float32); softmax and what lies between the products are computed in float32 or better.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        return _fused(query, key, value, scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Head by head and block by block, so that a block's scores stay in cache; sums over blocks in
+        float32 or better.
+        """
+        query_BHND, key_BKTD, value_BKTD = ctx.saved_tensors
+        num_new, num_seen, size = query_BHND.shape[2], key_BKTD.shape[2], query_BHND.shape[3]
+        repeats = query_BHND.shape[1] // key_BKTD.shape[1]
+        exact = torch.promote_types(query_BHND.dtype, torch.float32)
+        grad_query = torch.empty_like(query_BHND)
+        # Sums over query blocks, in which bfloat16 would lose small terms.
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=exact) for tensor in (key_BKTD, value_BKTD))
+        for row, head in product(range(len(key_BKTD)), range(key_BKTD.shape[1])):
+            queries = slice(head * repeats, (head + 1) * repeats)
+            for start in range(0, num_new, _BLOCK):
+                block = slice(start, min(start + _BLOCK, num_new))
+                seen = num_seen - num_new + block.stop
+                # the query heads of a key-value head lie one below the other
+                query, output = (
+                    tensor[row, queries, block].reshape(-1, size) for tensor in (query_BHND, gradient)
+                )
+                key, value = key_BKTD[row, head, :seen], value_BKTD[row, head, :seen]
+                gradients = _block_gradients(query, key, value, output, repeats, ctx.scale)
+                grad_query[row, queries, block] = gradients[0].view(repeats, -1, size)
+                grad_key[row, head, :seen] += gradients[1]
+                grad_value[row, head, :seen] += gradients[2]
+        return grad_query, grad_key.to(key_BKTD.dtype), grad_value.to(value_BKTD.dtype), None
+
+
+def _block_gradients(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gradient: torch.Tensor,
+    repeats: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dV = P'dO, dS = P * (dO V' - rowsum), dQ = dS K, dK = dS'Q; the last keys are the block's own."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    num_own = len(query) // repeats
+    scores = (query @ key.t()).to(exact).mul_(scale)
+    # Only the block's own keys can lie after one of its queries: the mask covers no others.
+    hidden = torch.ones(num_own, num_own, dtype=torch.bool, device=query.device).triu(1)
+    scores.view(repeats, num_own, -1)[:, :, len(key) - num_own :].masked_fill_(hidden, float("-inf"))
+    probs = torch.softmax(scores, dim=-1)
+    grad_scores = (gradient @ value.t()).to(exact).mul_(probs)
+    grad_scores.sub_(probs * grad_scores.sum(dim=-1, keepdim=True)).mul_(scale)
+    rounded = grad_scores.to(query.dtype)
+    return rounded @ key, rounded.t() @ query, probs.to(query.dtype).t() @ gradient
+
+
+# Attention over ragged rows, registered with transformers as the implementation ``outrider``.
+#
+# Linear layers see one packed row of tokens without padding; only attention knows where sequences begin. Two
+# plans exist: :class:`TreePlan` (training: a segment attends to its ancestors and itself, so a shared prefix is
+# computed once) and :class:`CachePlan` (generation: keys and values live in slots, one per rollout).
+#
+# Shape letters: N packed tokens, B rows, S slots, T cache positions, H query heads, K key-value heads, D head
+# size.
+
 
 IMPLEMENTATION = "outrider"
 _MASK_ALIGNMENT = 8
@@ -301,3 +427,117 @@ def register() -> None:
     """Make the implementation known to transformers; calling it again changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+
+
+# Attention over a packed training row in one call on a GPU: flex attention, one block mask a micro-batch.
+#
+# The segments of a tree are packed depth first, so that whoever descends from a segment lies in one interval
+# behind it: a query q sees a key k exactly where ``k <= q < end[k]``, with the end of the interval of the
+# segment of k. Rows are padded to one length an octave, so that compilations are few; what is padded attends
+# within its own block only, which costs next to nothing. The reference is
+# :meth:`outrider.engines.local.attention.TreePlan.attend`.
+#
+# Shape letters: N packed tokens, L positions after padding, H query heads, K key-value heads, D head size.
+
+
+BLOCK: Final = 128  # positions of a side of the mask's blocks
+PROGRAMS: Final = 256
+"""Programs that may be compiled for one process: each length, with and without gradient, for every kind of
+layer (head size, window, scale). torch's own limit is 8, behind which it falls back, silently, to the plain
+formula with all scores in memory.
+"""
+_LIMITS: Final[Mapping[str, Any]] = {
+    "recompile_limit": PROGRAMS,
+    "accumulated_recompile_limit": 4 * PROGRAMS,
+    "fail_on_recompile_limit_hit": True,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlexPlan:
+    """A :class:`TreePlan` on a device; made once for all layers of a micro-batch."""
+
+    mask: BlockMask
+    num_positions: int
+
+    @classmethod
+    def from_plan(cls, plan: TreePlan, *, device: torch.device) -> "FlexPlan":
+        """Raises ValueError for segments that are not packed depth first."""
+        num_tokens = sum(segment.length for segment in plan.segments)
+        length = bucket(num_tokens)
+        # what is padded sees what is padded in its block: no row of scores is empty
+        ends = (torch.arange(length, dtype=torch.int32) // BLOCK + 1) * BLOCK
+        ends[:num_tokens] = _ends_N(plan)
+        return cls(mask=_mask(ends.to(device)), num_positions=length)
+
+    def attend(
+        self, module: nn.Module, query_1HND: Tensor, key_1KND: Tensor, value_1KND: Tensor, scale: float
+    ) -> Tensor:
+        """Attention output [1, N, H, D]. Raises ModelError where more programs than :data:`PROGRAMS` would be
+        compiled.
+        """
+        num_tokens = query_1HND.shape[2]
+        rest = (0, 0, 0, self.num_positions - num_tokens)
+        query, key, value = (pad(tensor, rest) for tensor in (query_1HND, key_1KND, value_1KND))
+        try:
+            with dynamo_config.patch(**_LIMITS):
+                output: Tensor = _attention(query.device.type)(
+                    query,
+                    key,
+                    value,
+                    block_mask=self.mask,
+                    scale=scale,
+                    enable_gqa=query.shape[1] != key.shape[1],
+                )
+        except FailOnRecompileLimitHit as error:
+            raise ModelError(
+                f"flex attention would be compiled more than {PROGRAMS} times for this model: set "
+                "update.attention=segments"
+            ) from error
+        return output[:, :, :num_tokens].transpose(1, 2)
+
+
+def bucket(num_tokens: int) -> int:
+    """The padded length: the next power of two, and at least a block."""
+    return max(BLOCK, 1 << (num_tokens - 1).bit_length())
+
+
+def _ends_N(plan: TreePlan) -> Tensor:
+    """[N]: where the interval of a token's segment and its descendants ends."""
+    ends = [0] * len(plan.segments)
+    position = 0
+    for index, segment in enumerate(plan.segments):
+        if any(ends[ancestor] != position for ancestor in segment.ancestors):
+            raise ValueError("the segments of a packed row are not in depth-first order")
+        position += segment.length
+        for number in (*segment.ancestors, index):
+            ends[number] = position
+    lengths = torch.tensor([segment.length for segment in plan.segments])
+    return torch.tensor(ends, dtype=torch.int32).repeat_interleave(lengths)
+
+
+def _mask(ends_L: Tensor) -> BlockMask:
+    """From the first and the last end of every block of keys: nothing of the size of L x L is made."""
+    blocks = torch.arange(len(ends_L) // BLOCK, device=ends_L.device)
+    first_end, last_end = (bound(ends_L.view(-1, BLOCK), dim=1).values for bound in (torch.min, torch.max))
+    query, key = blocks[:, None], blocks[None, :]
+    is_whole = (key < query) & (first_end >= (query + 1) * BLOCK)
+    is_part = (key <= query) & (last_end > query * BLOCK) & ~is_whole
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends_L[key])
+
+    return BlockMask.from_kv_blocks(*_listed(is_part), *_listed(is_whole), BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """[1, 1, Q] numbers of chosen blocks of keys, and [1, 1, Q, K] which, in front of those that are not."""
+    order = chosen.int().argsort(dim=1, descending=True, stable=True).int()
+    return chosen.sum(dim=1).int()[None, None], order.contiguous()[None, None]
+
+
+@cache
+def _attention(device: str) -> Callable[..., Any]:
+    """Compiled where there is a kernel of it, with a program for every length; the plain formula else."""
+    plain: Callable[..., Any] = flex_attention
+    return plain if device == "cpu" else torch.compile(plain, dynamic=False)

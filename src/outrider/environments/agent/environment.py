@@ -1,13 +1,18 @@
-"""One episode: a program that asks, and a policy that answers."""
+"""Which program is the agent, what it works on, and how an episode of it is paid."""
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
-from outrider.environments.agent.launched import ProgramRunner, Report
-from outrider.environments.agent.session import (
+from pydantic import Field, field_validator, model_validator
+
+from outrider.environments.agent.launcher import FunctionRole, load_function
+from outrider.environments.agent.programs import ProgramRunner, Programs, Report
+from outrider.environments.agent.requests import IGNORABLE, Answer, read_json
+from outrider.environments.agent.server import (
     Closed,
     Event,
     PendingRequest,
@@ -17,17 +22,158 @@ from outrider.environments.agent.session import (
     Session,
     read_reward,
 )
-from outrider.environments.agent.settings import ProgramConfig
-from outrider.environments.agent.wire import Answer, read_json
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversing import Conversation, Refusal, SampledTurn, ServedTurn, before_stop
-from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult, UnusableReward
-from outrider.tokens.calls import find_call_error, get_call_format, read_turn_unchecked
-from outrider.tokens.parsed import split_thinking
-from outrider.types import Message, Task, ToolCall
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.conversations import Conversation, Refusal, SampledTurn, ServedTurn, before_stop
+from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
+from outrider.errors import (
+    DataError,
+    EnvironmentFault,
+    InvalidResult,
+    NonFiniteResult,
+    ToolUnavailable,
+    UnusableReward,
+)
+from outrider.plugins.registry import is_import_path
+from outrider.tokens.call_formats import CallFormatName, find_call_error, get_call_format, read_turn_unchecked
+from outrider.tokens.tool_calls import split_thinking
+from outrider.types import Message, Step, Task, ToolCall
 
 if TYPE_CHECKING:
-    from outrider.environments.agent.gateway import Gateway
+    from outrider.environments.agent.server import Gateway
+
+
+class ProgramConfig(EnvironmentSettings):
+    """How an episode is paid whose policy is asked by a program, and what such a program may take."""
+
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"max_programs", "failed_return", "cut_return", "response_format", "ignored_fields"}
+    )
+
+    tool_calls: CallFormatName | None = None
+    """The form of the policy's native tool calls. None: requests with tools are refused."""
+    response_format: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of requests whose answer has to be JSON (``response_format``, ``text.format``), to which
+    nothing holds the policy. ``ignore``: they are answered and counted (``num_ignored_formats``).
+    """
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of requests that are refused by default, and that are ignored and counted instead
+    (``num_ignored_fields``), such as ``logit_bias``.
+    """
+    success_at: float = 1.0
+    """An episode with at least this return is a success, where the reward does not say so itself."""
+    time_limit_s: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds that a program may take, without those in which it waits for the policy."""
+    failed_return: float | None = None
+    """Return of a program that ends with an error or runs out of time. None: that is a fault, and the rollout
+    is played again.
+    """
+    cut_return: float = 0.0
+    """Return of an episode that ``rollout.max_turns`` or a full context ended."""
+    is_repeatable: bool = False
+    """Whether a program that gets the same answers always asks the same: methods that fork by replay (ARPO,
+    Tree-GRPO) need it.
+    """
+    max_programs: Annotated[int, Field(ge=1)] | None = None
+    """Programs at a time, of all rollout workers together."""
+
+    @field_validator("ignored_fields")
+    @classmethod
+    def _can_be_ignored(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in IGNORABLE:
+                raise ValueError(f"{name!r} is no field that can be ignored: {', '.join(sorted(IGNORABLE))}")
+        return names
+
+    @property
+    def has_experts(self) -> bool:
+        """Nobody knows what a program would have to be told."""
+        return False
+
+    @property
+    def call_format(self) -> str | None:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return self.tool_calls
+
+    @property
+    def keeps_conversations(self) -> bool:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return True
+
+    @property
+    def max_concurrent(self) -> int | None:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return self.max_programs
+
+    def waiting_s(self, num_concurrent: int) -> float:
+        """A program's own limit ends it first: only then is it one that took too long."""
+        return self.time_limit_s
+
+    def replayed_differently(self) -> list[str]:
+        """All of them, unless the recipe says otherwise."""
+        return [] if self.is_repeatable else [self.type]
+
+
+class AgentConfig(ProgramConfig):
+    """A program of yours that speaks to an OpenAI endpoint. It owns its loop, its prompts and its tools; the
+    endpoint that it is given (``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``) is the policy.
+    """
+
+    type: Literal["agent"] = "agent"
+    function: str | None = None
+    """A Python function, as ``my_agent:run``: called with the task, in a process of its own per episode. What
+    it returns is the reward (a number, or an object with ``reward``, ``success`` and ``metrics``), or what
+    ``reward`` is given.
+    """
+    command: tuple[str, ...] = ()
+    """Or a program with its arguments, in which ``{question}`` stands for the question. The task is its
+    standard input, as JSON; its standard output is what ``reward`` is given.
+    """
+    reward: str | None = None
+    """A function ``my_agent:score``, called with the task and what the program came back with; returns as
+    ``function`` does. None: the function returns the reward, or the program posts it to ``/reward`` under
+    the base URL.
+    """
+    expert: str | None = None
+    """A function ``my_agent:answer`` that knows what to say, for a cold start: called with the task and the
+    conversation (a list of objects with ``role`` and ``content``), it gives the text of the policy's turn.
+    Episodes that are no success are not used.
+    """
+    train: DatasetConfig | None = None
+    valid: DatasetConfig | None = None
+    test: DatasetConfig | None = None
+
+    @model_validator(mode="after")
+    def _validate(self) -> "AgentConfig":
+        if (self.function is None) == (not self.command):
+            raise ValueError("set exactly one of function and command")
+        for name in ("function", "reward", "expert"):
+            value = getattr(self, name)
+            if value is not None and not is_import_path(value):
+                raise ValueError(f"{name} is an import path such as my_agent:run, not {value!r}")
+        return self
+
+    @property
+    def has_experts(self) -> bool:
+        """Where a function is named."""
+        return self.expert is not None
+
+    def imported(self) -> Mapping[str, str]:
+        """The functions that the recipe names."""
+        return {str(key): path for key, path in self._functions().items()}
+
+    def reference_checks(self) -> Mapping[str, Callable[[], object]]:
+        """They, as they are called."""
+        return {key: partial(load_function, key, path) for key, path in self._functions().items()}
+
+    def _functions(self) -> Mapping[FunctionRole, str]:
+        paths: dict[FunctionRole, str | None] = {
+            "function": self.function, "reward": self.reward, "expert": self.expert
+        }  # fmt: skip
+        return {key: path for key, path in paths.items() if path is not None}
+
+
+# One episode: a program that asks, and a policy that answers.
+
 
 _SINGLE_CALL: Final = "The program takes one tool call a turn (parallel_tool_calls = false)."
 
@@ -314,3 +460,118 @@ def read_exit(report: Report) -> ProgramExit:
 
 def _unusable(problem: str) -> ProgramExit:
     return ProgramExit(reward=None, problem=problem, unusable=UnusableReward(problem))
+
+
+# What the episodes of one run share: the server that programs ask, and whoever starts them.
+
+
+class ProgramFactory:
+    """Owns the server that programs speak to and the process that runs them."""
+
+    def __init__(self, config: ProgramConfig, launch: Callable[[], ProgramRunner]) -> None:
+        """Raises ToolUnavailable where the server's packages are not there, and what ``launch`` raises."""
+        try:
+            from outrider.environments.agent.server import Gateway
+        except ImportError as error:
+            raise ToolUnavailable("agent programs need a server: pip install 'outrider[agent]'") from error
+        self._config = config
+        self._programs = launch()
+        try:
+            self._gateway = Gateway()
+        except BaseException:
+            self._programs.close()
+            raise
+
+    def __call__(self, task: Task) -> AgentEnvironment:
+        """A fresh episode of the task."""
+        return AgentEnvironment(
+            gateway=self._gateway, programs=self._programs, config=self._config, task=task
+        )
+
+    def close(self) -> None:
+        """End every program and the server; may be called twice."""
+        self._programs.close()
+        self._gateway.close()
+
+
+# Agent programs that speak to an OpenAI endpoint: ``environment.type = "agent"``.
+
+
+_MAX_EXPERT_TURNS: Final = 1000
+
+
+class AgentFactory(ProgramFactory):
+    """Episodes of the program that a recipe names."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Raises ToolUnavailable where the agent cannot be loaded, or the server's packages are not there."""
+        super().__init__(
+            config,
+            lambda: Programs(function=config.function, command=config.command, reward=config.reward),
+        )
+
+
+class AgentTaskSet:
+    """The rows of your data sets, which programs work on."""
+
+    Settings = AgentConfig
+    name = "agent"
+    protocol: Literal["inline", "chat"] = "chat"
+    stateful = True
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Start nothing."""
+        self.config = config
+        self.stop: tuple[str, ...] = ()
+        self._factory: AgentFactory | None = None
+        self._answer: Callable[[Task, Sequence[Mapping[str, str]]], str] | None = None
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The rows of a split in file order. Raises DataError when none is configured or the data are bad."""
+        dataset = {"train": self.config.train, "valid": self.config.valid, "test": self.config.test}.get(
+            split
+        )
+        if dataset is None:
+            raise DataError(f"agent: no data set is configured for the split {split!r}")
+        return load_tasks(dataset, setting=f"environment.{split}")
+
+    def make(self) -> AgentFactory:
+        """Load the agent and start the server. Raises ToolUnavailable."""
+        return AgentFactory(self.config)
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """The turns of ``expert``, played; None without one, or where they are no success. Raises
+        EnvironmentFault where the function raises, or a program breaks.
+        """
+        if self.config.expert is None:
+            return None
+        if self._factory is None:
+            self._factory = self.make()
+        environment = self._factory(task)
+        try:
+            environment.reset(seed)
+            steps: list[Step] = []
+            while not steps or not steps[-1].is_terminal:
+                text = self._expert_answer(task, environment.request.messages)
+                result = environment.step(environment.read(text))
+                steps.append(Step(text=text, observation=result.text, is_terminal=result.done))
+                if len(steps) > _MAX_EXPERT_TURNS:
+                    return None
+            return steps if environment.result().success else None
+        finally:
+            environment.close()
+
+    def close(self) -> None:
+        """End the programs that experts were asked for; may be called twice."""
+        factory, self._factory = self._factory, None
+        if factory is not None:
+            factory.close()
+
+    def _expert_answer(self, task: Task, messages: Sequence[Message]) -> str:
+        if self._answer is None:
+            self._answer = load_function("expert", str(self.config.expert))
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(self._answer(task, conversation))
+        except Exception as error:  # somebody else's code
+            raise EnvironmentFault(f"{self.config.expert} raised {type(error).__name__}: {error}") from error

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import inspect
 import json
+import math
 import os
 import selectors
 import signal
@@ -19,19 +20,79 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
-from outrider.environments.agent.came_back import (
-    format_error,
-    normalize_reward,
-    one_line_text,
-    result_to_json,
-)
-from outrider.environments.agent.named import load_function
-from outrider.environments.keeper import STATUS_PREFIX, supervised_command
-from outrider.errors import OutriderError
-from outrider.tools import sandbox
+from outrider.environments.base import as_float
+from outrider.environments.process_supervisor import STATUS_PREFIX, supervised_command
+from outrider.errors import ConfigError, InvalidResult, NonFiniteResult, OutriderError
+from outrider.plugins.imports import import_function
+from outrider.tools.python import sandbox
 from outrider.types import Task
+
+# The functions that a recipe names, and how they are called.
+
+
+FunctionRole: TypeAlias = Literal["function", "reward", "expert"]
+_ARGUMENTS: Final[Mapping[FunctionRole, tuple[str, ...]]] = {
+    "function": ("task",),
+    "reward": ("task", "result"),
+    "expert": ("task", "messages"),
+}
+
+
+def load_function(key: FunctionRole, path: str) -> Callable[..., Any]:
+    """The function at ``path``. Raises ConfigError unless it is there and can be called as ``key`` is."""
+    function = import_function(path, *_ARGUMENTS[key])
+    if key == "expert" and inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{path} is a coroutine: an expert is called, and not awaited")
+    return function
+
+
+# What a program came back with, as the JSON text that its launcher is told: some text whatever it is.
+
+
+def normalize_reward(value: Any) -> Any:
+    """A reward as :func:`~outrider.environments.agent.server.read_reward` takes it: a pair of a number and
+    a mapping is a reward with its metrics, as many libraries give it.
+    """
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        return {"reward": value[0], "metrics": dict(value[1])}
+    return value
+
+
+def result_to_json(result: Mapping[str, Any]) -> str:
+    """``result`` as JSON; where that cannot be, why not, under ``unusable``."""
+    try:
+        return json.dumps(result, default=_plain)
+    except Exception as error:  # somebody else's object may raise anything
+        kind = type(result.get("value")).__name__
+        return json.dumps(
+            {"unusable": f"what came back cannot be written as JSON ({kind}): {one_line_text(error)}"}
+        )
+
+
+def format_error(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {one_line_text(error)}"
+
+
+def one_line_text(value: object) -> str:
+    """The words of an object, such as an exception, in one line."""
+    try:
+        return " ".join(str(value).split())
+    except BaseException:  # what a program wrote is as total as it wants
+        return "(it has no words)"
+
+
+def _plain(value: Any) -> float:
+    """A number of NumPy's, PyTorch's or another library's; NaN stands for what is not finite."""
+    try:
+        return as_float(value, "")
+    except NonFiniteResult:
+        return math.nan
+    except InvalidResult as error:
+        raise TypeError(f"{type(value).__name__} is no number") from error
+
 
 _TAIL_BYTES: Final = 8 << 10  # of what a program prints
 _MAX_RESULT: Final = 4 << 20

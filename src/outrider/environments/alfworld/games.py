@@ -1,21 +1,160 @@
-"""The two sources of games: those that are made here and those on disk. Which tasks there are, and how one is
-started and solved.
-"""
+"""Which ALFWorld games there are, and by which rules they are played."""
 
-from collections.abc import Callable
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, ClassVar, Final, Literal, Protocol
 
-from outrider.environments.alfworld import published, published_files
-from outrider.environments.alfworld.floor_plans import SPLITS, Split
-from outrider.environments.alfworld.making import make_scene
-from outrider.environments.alfworld.planner import shortest_plan
+from pydantic import Field, model_validator
+
+from outrider.environments.alfworld import play as published
+from outrider.environments.alfworld.made_games import (
+    SPLITS,
+    TASK_TYPES,
+    Scene,
+    Split,
+    TaskType,
+    make_scene,
+    shortest_plan,
+)
 from outrider.environments.alfworld.play import Game, OfflineGame
-from outrider.environments.alfworld.scene import Scene
-from outrider.environments.alfworld.settings import AlfworldConfig
-from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
+from outrider.environments.base import EnvironmentSettings
+from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
 from outrider.types import Json, Task
+
+# Seconds that the package's engine may take to load a kitchen; loads and steps wait for one another.
+_LOAD_S: Final = 20.0
+
+
+class AlfworldConfig(EnvironmentSettings):
+    """Which games are played, and by which rules. Without ``data`` they are made offline, and their scores
+    compare with no published one.
+    """
+
+    starts_quickly: ClassVar[bool] = False
+    input_paths: ClassVar[frozenset[str]] = frozenset({"data"})
+
+    type: Literal["alfworld"] = "alfworld"
+    task_types: Annotated[tuple[TaskType, ...], Field(min_length=1)] = TASK_TYPES
+    """Games of these types; those made offline take turns in this order."""
+    data: Path | None = None
+    """Folder of the published games (``json_2.1.1``, which ``alfworld-download`` fetches); needs the extra
+    ``alfworld``. Their texts are made by code that stands in the files: take them from nobody else.
+    """
+    num_train: Annotated[int, Field(ge=0)] | None = 120
+    """Games of the split: so many are made, or so many of the published ones are taken (None: all)."""
+    num_valid: Annotated[int, Field(ge=0)] | None = 24
+    num_test: Annotated[int, Field(ge=0)] | None = 60
+    game_seed: int = 0
+    """Decides the games made offline. More games leave the first ones as they are."""
+    max_moves: Annotated[int, Field(ge=1)] = 50
+    """Commands given to the game after which an episode is cut, done or not; text without a command costs
+    none.
+    """
+    reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Reward and return of a game that is won; GiGPO's released code pays 10."""
+    show_admissible: bool = False
+    """Append the list of commands that do something now to every observation, as agents of published scores
+    are often given.
+    """
+    num_shown_actions: Annotated[int, Field(ge=1)] = 100
+
+    @model_validator(mode="after")
+    def _validate(self) -> "AlfworldConfig":
+        sizes = {"num_train": self.num_train, "num_valid": self.num_valid, "num_test": self.num_test}
+        endless = [name for name, size in sizes.items() if size is None]
+        if endless and self.data is None:
+            raise ValueError(f"{', '.join(endless)} none: all games there are only of published ones (data)")
+        if not any(size is None or size for size in sizes.values()):
+            raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
+        if len(set(self.task_types)) < len(self.task_types):
+            raise ValueError("task_types holds a type twice")
+        return self
+
+    def waiting_s(self, num_concurrent: int) -> float:
+        """Steps of the package's engine take turns; those of games made offline do not wait."""
+        return 0.0 if self.data is None else _LOAD_S * num_concurrent
+
+    def num_tasks(self, split: Split) -> int | None:
+        """Games of a split; None for all that there are."""
+        return {"train": self.num_train, "valid": self.num_valid, "test": self.num_test}[split]
+
+    @property
+    def name(self) -> str:
+        """Name of these games in task keys. Sizes and rules of play change no game."""
+        return "published" if self.data is not None else f"offline-{self.game_seed}"
+
+
+# Which published games lie in a folder (``json_2.1.1``, which ``alfworld-download`` fetches).
+
+
+FOLDERS: Final[dict[Split, str]] = {"train": "train", "valid": "valid_seen", "test": "valid_unseen"}
+"""Folder of each split: published scores are those of ``valid_seen`` and ``valid_unseen``."""
+GAME: Final = "game.tw-pddl"
+_TASK: Final = re.compile(r"Your task is to: (.+?)\.?\"")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedFile:
+    """One game on disk. ``name``: its folder below that of its split; ``digest``: SHA-256 of the file."""
+
+    path: Path
+    name: str
+    task_type: TaskType
+    task: str
+    digest: str
+
+
+def find_games(
+    data: Path, split: Split, task_types: Sequence[TaskType], limit: int | None
+) -> tuple[PublishedFile, ...]:
+    """The first ``limit`` games of a split, by name. As in the package, those count that are marked solvable
+    and neither need a movable receptacle nor a slice. Raises DataError where there is none.
+    """
+    root = data / FOLDERS[split]
+    games: list[PublishedFile] = []
+    for file in sorted(root.rglob("traj_data.json")):
+        if limit is not None and len(games) >= limit:
+            break
+        name = file.parent.relative_to(root).as_posix()
+        if "movable" in name or "Sliced" in name or not file.with_name(GAME).is_file():
+            continue
+        if game := _read(file, name, task_types):
+            games.append(game)
+    if not games and limit != 0:
+        raise DataError(
+            f"{root} holds no solvable ALFWorld game of these types (alfworld-download brings them)"
+        )
+    return tuple(games)
+
+
+def _read(file: Path, name: str, task_types: Sequence[TaskType]) -> PublishedFile | None:
+    path = file.with_name(GAME)
+    try:
+        task_type = json.loads(file.read_bytes())["task_type"]
+        content = path.read_bytes()
+        game = json.loads(content)
+        task = _TASK.search(game["grammar"])
+        is_match = task_type in task_types and bool(game.get("solvable"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file.parent} is no ALFWorld game: {type(error).__name__}: {error}") from error
+    if not is_match:
+        return None
+    return PublishedFile(
+        path=path,
+        name=name,
+        task_type=task_type,
+        task=task[1] if task else name,
+        digest=hashlib.sha256(content).hexdigest(),
+    )
+
+
+# The two sources of games: those that are made here and those on disk. Which tasks there are, and how one is
+# started and solved.
 
 
 class Games(Protocol):
@@ -107,7 +246,7 @@ class PublishedGames:
     def tasks(self, split: Split) -> tuple[Task, ...]:
         """In the order of their folders' names. Raises DataError where there is none."""
         config = self._config
-        games = published_files.find_games(self._data, split, config.task_types, config.num_tasks(split))
+        games = find_games(self._data, split, config.task_types, config.num_tasks(split))
         return tuple(
             Task(
                 key=f"alfworld/published/{split}/{game.name}",
@@ -139,8 +278,8 @@ class PublishedGames:
         return published.planned(self._path(task), self._planners)
 
     def _path(self, task: Task) -> Path:
-        folder = self._data / published_files.FOLDERS[task_split(task, self._config)]
-        return folder / str(task.metadata["name"]) / published_files.GAME
+        folder = self._data / FOLDERS[task_split(task, self._config)]
+        return folder / str(task.metadata["name"]) / GAME
 
 
 def task_split(task: Task, config: AlfworldConfig) -> Split:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from outrider.tools.sandbox import die_with_parent
+from outrider.tools.python.sandbox import die_with_parent
 
 STALL_SECONDS: Final = 60.0
 ALIVE: Final = "alive"
@@ -30,7 +30,7 @@ _VERDICTS = {b"1": True, b"0": False, b"?": None}
 
 def main(parent: int, cpu_seconds: int) -> None:
     """Serve until standard input or the process with id ``parent`` ends. ``cpu_seconds`` limits a pair."""
-    from outrider.environments.grading.math_values import is_same_value
+    from outrider.environments.grading.math_comparison import is_same_value
 
     logging.disable(logging.CRITICAL)
     # Before the first fork, outside the limit of a pair: what is imported now, and at the first use, may

@@ -5,16 +5,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.gym.generators import IsolatedRandom, RandomState
-from outrider.environments.gym.making import Recipe, close
-from outrider.environments.gym.observations import observation_text
-from outrider.environments.gym.settings import GymConfig
-from outrider.environments.moves import MAX_EXPERT_TURNS, MoveRecord, opening_message
+from outrider.environments.base import EpisodeResult, StepResult, play_steps
+from outrider.environments.gym.making import (
+    GymConfig,
+    IsolatedRandom,
+    RandomState,
+    Recipe,
+    close,
+    make_recipe,
+    package_version,
+)
+from outrider.environments.gym.spaces import observation_text
+from outrider.environments.scienceworld.tasks import STOP
+from outrider.environments.seeded import MAX_EXPERT_TURNS, ExpertTurns, MoveRecord, opening_message, task_seed
 from outrider.errors import EnvironmentFault, OutriderError
-from outrider.types import Message
+from outrider.types import Message, Step, Task
 
 
 class GymEnvironment:
@@ -115,3 +122,135 @@ class CopyableGymEnvironment(GymEnvironment):
             twin._env = copy.deepcopy(self._env)
         twin._draws = None if self._draws is None else self._draws.twin()
         return twin
+
+
+# Whether episodes of an environment can be forked by a deep copy.
+
+
+_NUM_STEPS = 4
+
+
+def copies_are_exact(recipe: Recipe, config: GymConfig, seed: int) -> bool:
+    """Whether a deep copy goes on as its original, and both as they would alone: tried before each of the
+    first steps of a task. Environments that cannot be copied are forked by playing their actions again.
+    """
+    try:
+        alone, again = _play(recipe, config, seed), _play(recipe, config, seed)
+        # An environment that its seed does not decide is another one each time: nothing to hold it against.
+        expected = alone if alone == again else None
+        return all(_copy_matches(recipe, config, seed, step, expected) for step in range(_NUM_STEPS))
+    except Exception:  # whatever somebody else's environment raises when it is copied
+        return False
+
+
+def _turns(recipe: Recipe) -> list[Message]:
+    return [
+        Message(role="assistant", content=recipe.action.probe(number)) for number in range(_NUM_STEPS + 1)
+    ]
+
+
+def _play(recipe: Recipe, config: GymConfig, seed: int) -> list[StepResult]:
+    """What the turns are answered where nobody makes a copy."""
+    environment = CopyableGymEnvironment(recipe=recipe, config=config, seed=seed)
+    results: list[StepResult] = []
+    try:
+        environment.reset(0)
+        for turn in _turns(recipe):
+            results.append(environment.step(turn))
+            if results[-1].done:
+                break
+    finally:
+        environment.close()
+    return results
+
+
+def _copy_matches(
+    recipe: Recipe, config: GymConfig, seed: int, step: int, expected: Sequence[StepResult] | None
+) -> bool:
+    turns = _turns(recipe)
+    original = CopyableGymEnvironment(recipe=recipe, config=config, seed=seed)
+    copies = []
+    seen: list[StepResult] = []
+    try:
+        original.reset(0)
+        for turn in turns[:step]:
+            seen.append(original.step(turn))
+            if seen[-1].done:
+                return True
+        copies = [original.copy(), original.copy()]
+        twin, other = copies
+        other.step(turns[-1])  # goes another way, which neither of the two may notice
+        for turn in turns[step:]:
+            seen.append(original.step(turn))
+            if seen[-1] != twin.step(turn) or original.result() != twin.result():
+                return False
+            if seen[-1].done:
+                break
+        return expected is None or seen == expected
+    finally:
+        for environment in (original, *copies):
+            environment.close()
+
+
+# Gymnasium, GEM and environments of their form: ``environment.type = "gym"``.
+
+
+class GymFactory:
+    """Makes environments; nothing is shared but how they are made."""
+
+    def __init__(self, *, recipe: Recipe, config: GymConfig, is_copyable: bool) -> None:
+        self._recipe = recipe
+        self._config = config
+        self._cls = CopyableGymEnvironment if is_copyable else GymEnvironment
+
+    def __call__(self, task: Task) -> GymEnvironment:
+        """A fresh episode of the task. Raises :class:`ConfigError` for a task of another environment."""
+        seed = task_seed(task, self._config.id)
+        return self._cls(recipe=self._recipe, config=self._config, seed=seed)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class GymTaskSet:
+    """The seeds of one environment."""
+
+    Settings = GymConfig
+    name = "gym"
+    protocol: Literal["inline", "chat"] = "chat"
+    stateful = True
+
+    def __init__(self, config: GymConfig) -> None:
+        """Make nothing."""
+        self.config = config
+        self.stop: tuple[str, ...] = () if config.reads_raw else (STOP,)
+        self._expert: ExpertTurns[GymEnvironment] = ExpertTurns(config.expert, self.make, _play_expert)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """One task per seed of ``train``, ``valid`` or ``test``. They name the package's version, which may
+        play other games: a resumed run refuses another one.
+        """
+        package = package_version(self.config)
+        return self.config.seed_tasks(split, self.config.id, {"package": package})
+
+    def make(self) -> GymFactory:
+        """Make one environment, and try whether its copies hold. Raises :class:`ToolUnavailable` or
+        :class:`ConfigError`.
+        """
+        recipe = make_recipe(self.config)
+        is_copyable = copies_are_exact(recipe, self.config, self.config.first_seed)
+        return GymFactory(recipe=recipe, config=self.config, is_copyable=is_copyable)
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """The turns of ``expert``, played. See :class:`outrider.environments.seeded.ExpertTurns`."""
+        return self._expert.steps(task, seed)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _play_expert(environment: GymEnvironment, solve: Any, seed: int) -> Sequence[Step]:
+    environment.reset(seed)
+    texts = environment.expert_texts(solve)
+    environment.reset(seed)  # it may have tried its way in the environment
+    return play_steps(environment, texts)

@@ -1,20 +1,200 @@
-"""Environments of Gymnasium, GEM or a function of one's own: making them, and the form of their texts."""
+"""Whether Gymnasium knows an environment, which nothing is made for."""
 
 import copy
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
-from contextlib import nullcontext
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from outrider.environments.gym.actions import DiscreteAction, RawAction, TextAction, WordAction
-from outrider.environments.gym.generators import IsolatedRandom, RandomState
-from outrider.environments.gym.observations import ObservationMode, observation_text
-from outrider.environments.gym.settings import GymConfig
-from outrider.errors import ConfigError, ToolUnavailable
+import numpy as np
+from pydantic import Field, model_validator
+
+from outrider.environments.gym.spaces import (
+    DiscreteAction,
+    ObservationMode,
+    RawAction,
+    TextAction,
+    WordAction,
+    observation_text,
+)
+from outrider.environments.seeded import SeedSettings
+from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.plugins.imports import describe_exception, import_target
+from outrider.plugins.registry import is_import_path
+
+
+def require_registered(name: str) -> None:
+    """Raises ConfigError where ``gymnasium.make`` would not find it. Says nothing where the package is not
+    installed, of which a run tells.
+    """
+    if importlib.util.find_spec("gymnasium") is None:
+        return
+    from gymnasium import spec
+    from gymnasium.envs.registration import find_highest_version, parse_env_id
+    from gymnasium.error import Error
+
+    module, _, bare = name.rpartition(":")
+    if module:
+        try:
+            importlib.import_module(module)  # it registers its own
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"the module {module!r} cannot be imported{describe_exception(error)}"
+            ) from error
+    try:
+        namespace, short, version = parse_env_id(bare)
+        if version is not None or find_highest_version(namespace, short) is None:
+            spec(bare)
+    except Error as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+# Which Gymnasium or GEM environment is played, and how its actions and observations are written.
+
+
+class GymConfig(SeedSettings):
+    """An environment with ``reset(seed=...)`` and ``step(action)`` of Gymnasium's form. An ``expert`` is
+    called with an environment that was reset to the task's seed and gives the texts of the turns.
+    """
+
+    details: ClassVar[frozenset[str]] = SeedSettings.details | {"draws_globally", "lock_timeout_s"}
+
+    type: Literal["gym"] = "gym"
+    source: Literal["gymnasium", "gem", "factory"] = "gymnasium"
+    """Who makes the environment: ``gymnasium.make``, ``gem.make`` (package ``gem-llm``), or a function of
+    yours, named in ``id`` as ``my_module:make``.
+    """
+    id: Annotated[str, Field(min_length=1)] = "FrozenLake-v1"
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the environment is made with."""
+    actions: tuple[str, ...] = ()
+    """Names of a discrete space's actions, first to last; empty are the numbers themselves."""
+    action_format: Literal["auto", "tag", "raw"] = "auto"
+    """``tag`` reads ``<action>left</action>``; ``raw`` hands over the whole text of a turn, for games that
+    look for their own marks. ``auto``: ``raw`` with GEM, else ``tag``.
+    """
+    observation: Literal["auto", "text", "render", "json"] = "auto"
+    """How an observation becomes text: as it is, by the environment's ``ansi`` rendering, or as JSON.
+    ``auto``: the first of these that is possible.
+    """
+    draws_globally: bool | None = None
+    """Whether the environment draws from Python's or NumPy's global generator, of which each episode then has
+    a state of its own and one at a time is in the environment. None: yes with GEM and factories.
+    """
+    lock_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that an episode waits for others in that case, after which it is faulted."""
+
+    @model_validator(mode="after")
+    def _validate(self) -> "GymConfig":
+        if self.source == "factory" and not is_import_path(self.id):
+            raise ValueError(
+                f"with source = factory the id is an import path such as my_module:make, not {self.id!r}"
+            )
+        # as a turn's action is read: case and the number of blanks do not matter
+        names = [" ".join(action.lower().split()) for action in self.actions]
+        if len(set(names)) != len(names) or not all(names):
+            raise ValueError("actions are different names (in any case), none of them empty")
+        if self.actions and self.reads_raw:
+            raise ValueError(
+                "actions are named for action_format = tag: with raw the environment reads the turn"
+            )
+        return self
+
+    @property
+    def reads_raw(self) -> bool:
+        """Whether the environment gets the whole text of a turn."""
+        return self.action_format == "raw" or (self.action_format == "auto" and self.source == "gem")
+
+    @property
+    def has_own_draws(self) -> bool:
+        """Whether each episode keeps a state of the global generators."""
+        return self.source != "gymnasium" if self.draws_globally is None else self.draws_globally
+
+    def waiting_s(self, num_concurrent: int) -> float:
+        """One episode at a time is in an environment that draws globally; a fault ends a longer wait."""
+        return self.lock_timeout_s if self.has_own_draws else 0.0
+
+    def imported(self) -> Mapping[str, str]:
+        """The function that makes environments, and the expert's."""
+        own = {"id": self.id} if self.source == "factory" else {}
+        return {**own, **super().imported()}
+
+    def reference_checks(self) -> Mapping[str, Callable[[], object]]:
+        """They, or the id that Gymnasium has to know."""
+        checks = {"id": partial(require_registered, self.id)} if self.source == "gymnasium" else {}
+        return {**checks, **super().reference_checks()}
+
+
+# Python's and NumPy's global generators, with a state of its own for every episode.
+#
+# Games that draw from them (GEM seeds them in ``reset`` and draws in ``step``) would take each other's numbers
+# where several episodes are played in one process: the same seed would be another game from run to run.
+
+
+_INSIDE = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """A state of both generators."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def from_seed(cls, seed: int) -> "RandomState":
+        """The state that ``random.seed`` and ``numpy.random.seed`` would give; nothing is set."""
+        return cls(random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
+
+    @classmethod
+    def current(cls) -> "RandomState":
+        """The state that the process has."""
+        return cls(random.getstate(), np.random.get_state())
+
+    def set(self) -> None:
+        """Make it the process's."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+class IsolatedRandom:
+    """One episode's state. ``timeout_s`` bounds the wait for other episodes: one that hangs inside its
+    environment must not stop all others for ever.
+    """
+
+    def __init__(self, state: RandomState, timeout_s: float) -> None:
+        self._state = state
+        self._timeout_s = timeout_s
+
+    def twin(self) -> "IsolatedRandom":
+        """The same state, for a copy of the episode."""
+        return IsolatedRandom(self._state, self._timeout_s)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """This state is the process's, and nobody else is in an environment. Raises
+        :class:`EnvironmentFault` where the wait was too long.
+        """
+        if not _INSIDE.acquire(timeout=self._timeout_s):
+            raise EnvironmentFault(f"another environment has not returned for {self._timeout_s:g} s")
+        outside = RandomState.current()
+        try:
+            self._state.set()
+            yield
+        finally:
+            self._state = RandomState.current()
+            outside.set()
+            _INSIDE.release()
+
+
+# Environments of Gymnasium, GEM or a function of one's own: making them, and the form of their texts.
+
 
 _PACKAGES: Final = {"gymnasium": ("gymnasium", "gymnasium"), "gem": ("gem", "gem-llm")}
 

@@ -1,21 +1,37 @@
 """One episode in a session of an OpenEnv server."""
 
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from outrider.environments.base import EpisodeResult, StepResult, play_steps
-from outrider.environments.moves import MAX_EXPERT_TURNS, MoveRecord, opening_message
-from outrider.environments.openenv.actions import FieldAction, JsonAction, describe_errors
-from outrider.environments.openenv.observations import observation_text
-from outrider.environments.openenv.server import Server
-from outrider.environments.openenv.session import CAPACITY, NOT_VALID, Answer, ServerSilent, Session
-from outrider.environments.openenv.settings import OpenEnvConfig
-from outrider.errors import EnvironmentFault
-from outrider.types import Message, Step
+from outrider.environments.openenv.server import (
+    CAPACITY,
+    NOT_VALID,
+    Answer,
+    OpenEnvConfig,
+    Server,
+    ServerDescription,
+    ServerSilent,
+    Session,
+    fetch_description,
+)
+from outrider.environments.openenv.spaces import (
+    FieldAction,
+    JsonAction,
+    describe_errors,
+    make_action,
+    observation_text,
+    require_fields,
+)
+from outrider.environments.scienceworld.tasks import STOP
+from outrider.environments.seeded import MAX_EXPERT_TURNS, ExpertTurns, MoveRecord, opening_message, task_seed
+from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
+from outrider.types import Message, Step, Task
 
 Solve = Callable[[str], Generator[str, str, Any]]
 """An expert: called with the prompt, it yields the text of a turn and is sent the answer."""
@@ -24,7 +40,7 @@ _PAUSE_S: Final = 0.2  # between looks at whether the server has a free session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contact:
-    """How a server is spoken to, which :func:`outrider.environments.openenv.trying.check_server` has found out."""
+    """How a server is spoken to, which :func:`outrider.environments.openenv.environment.check_server` has found out."""
 
     name: str
     server: Server
@@ -185,3 +201,171 @@ class OpenEnvEnvironment:
 
     def _new_record(self) -> MoveRecord:
         return MoveRecord(name=self._contact.name, settings=self._config)
+
+
+# Trying a server before the first rollout: what it is, how it is spoken to, how many sessions it takes, and
+# whether its seeds decide its games.
+
+
+_NUM_STEPS = 2
+_NUM_SEEDS = 2
+
+
+def describe_server(server: Server, config: OpenEnvConfig) -> ServerDescription:
+    """What the server says of itself. Raises :class:`ToolUnavailable` where it does not."""
+    try:
+        return fetch_description(server.address()[0], config.step_limit_s)
+    except EnvironmentFault as error:
+        raise ToolUnavailable(f"no OpenEnv server: {error}") from error
+
+
+def check_server(server: Server, config: OpenEnvConfig) -> Contact:
+    """How the server is spoken to. Raises :class:`ToolUnavailable` where it fails, :class:`ConfigError` where
+    it is not what the settings say.
+    """
+    description = describe_server(server, config)
+    fields = [*config.observation, *([config.success_key] if config.success_key else [])]
+    require_fields(description.observation, fields)
+    action = make_action(description.action, config.action_field)
+    contact = Contact(name=description.name, server=server, action=action, config=config)
+    try:
+        _require_sessions(contact)
+        if config.takes_seeds:
+            _require_seeds(contact)
+    except EnvironmentFault as error:
+        raise ToolUnavailable(f"the OpenEnv server {description.name} does not play: {error}") from error
+    return contact
+
+
+def _require_sessions(contact: Contact) -> None:
+    """As many at a time as the settings say. Somebody else's sessions, which end, are no reason to refuse."""
+    config, url = contact.config, contact.server.address()[0]
+    with ExitStack() as opened:
+        sessions: list[Session] = []
+        for _ in range(config.num_sessions):
+            sessions.append(Session(url, limit_s=config.step_limit_s))
+            opened.callback(sessions[-1].close)
+        for session in sessions:
+            answer = session.request("state", limit_s=config.load_limit_s)
+            most = answer.data.get("max_sessions")
+            if answer.code == CAPACITY and isinstance(most, int) and most < config.num_sessions:
+                raise ConfigError(
+                    f"{contact.name} takes {most} sessions at a time (max_concurrent_envs): "
+                    f"environment.num_sessions = {most}"
+                )
+
+
+def _require_seeds(contact: Contact) -> None:
+    config = contact.config
+    for seed in range(config.first_seed, config.first_seed + _NUM_SEEDS):
+        first, again = (_play(contact, seed) for _ in range(2))
+        if first != again:
+            raise ConfigError(
+                f"{contact.name} plays another game when it is reset to the seed {seed} again: "
+                "environment.takes_seeds = false (methods that fork by replay are then refused)"
+            )
+
+
+def _play(contact: Contact, seed: int) -> list[object]:
+    """What the policy would read, and the rewards, of a few steps. A step may fail, which tells as much of a
+    game as another answer; a reset may not.
+    """
+    environment = OpenEnvEnvironment(contact=contact, seed=seed)
+    try:
+        seen: list[object] = [environment.reset(0)]
+        for _ in range(_NUM_STEPS):
+            try:
+                result = environment.step(Message(role="assistant", content=contact.action.probe))
+            except EnvironmentFault as fault:
+                return [*seen, str(fault)]
+            seen.append(result)
+            if result.done:
+                break
+        return seen
+    finally:
+        environment.close()
+
+
+# Environments behind OpenEnv servers: ``environment.type = "openenv"``.
+
+
+class OpenEnvFactory:
+    """Makes environments, and owns the server where it was started here."""
+
+    def __init__(self, contact: "Contact") -> None:
+        self._contact = contact
+
+    def __call__(self, task: Task) -> "OpenEnvEnvironment":
+        """A fresh episode of the task. Raises :class:`ConfigError` for a task of another environment."""
+        return OpenEnvEnvironment(contact=self._contact, seed=task_seed(task, self._contact.name))
+
+    def close(self) -> None:
+        """Kill the server that was started here; may be called twice."""
+        self._contact.server.close()
+
+
+class OpenEnvTaskSet:
+    """The seeds of one server."""
+
+    Settings = OpenEnvConfig
+    name = "openenv"
+    protocol: Literal["inline", "chat"] = "chat"
+    stateful = True
+    stop = (STOP,)
+
+    def __init__(self, config: OpenEnvConfig) -> None:
+        """Start and ask nothing."""
+        self.config = config
+        self._described: ServerDescription | None = None
+        self._server: Server | None = None  # started to ask it; the next factory takes it over
+        self._expert: ExpertTurns[OpenEnvEnvironment] = ExpertTurns(
+            config.expert, self.make, lambda environment, solve, seed: environment.solved(solve)
+        )
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """One task per seed of ``train``, ``valid`` or ``test``. They name the server and its version, which
+        may play other games: a resumed run refuses another one. Raises :class:`ToolUnavailable` where the
+        server does not answer.
+        """
+        if self._described is None:
+            self._described = self._describe_server()
+        description = self._described
+        return self.config.seed_tasks(split, description.name, {"server_version": description.version})
+
+    def make(self) -> OpenEnvFactory:
+        """Try the server. Raises :class:`ToolUnavailable` or :class:`ConfigError`."""
+        from outrider.environments.openenv.server import make_server
+
+        _require_package()
+        server, self._server = self._server or make_server(self.config), None
+        try:
+            return OpenEnvFactory(check_server(server, self.config))
+        except BaseException:
+            server.close()
+            raise
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """The turns of ``expert``, played on a server of their own where one is started. See
+        :class:`outrider.environments.seeded.ExpertTurns`.
+        """
+        return self._expert.steps(task, seed)
+
+    def close(self) -> None:
+        """Kill the servers that were started to ask them and for experts; may be called twice."""
+        self._expert.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def _describe_server(self) -> "ServerDescription":
+        from outrider.environments.openenv.server import make_server
+
+        _require_package()
+        if self._server is None:
+            self._server = make_server(self.config)
+        return describe_server(self._server, self.config)
+
+
+def _require_package() -> None:
+    if importlib.util.find_spec("websockets") is None:
+        raise ToolUnavailable("OpenEnv servers are spoken to by websockets: pip install 'outrider[openenv]'")

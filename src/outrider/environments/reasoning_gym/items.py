@@ -1,5 +1,5 @@
 """Items of reasoning-gym's data sets, split; no question comes twice. Run as a program of its own, which
-reads a request and writes rows (:mod:`outrider.environments.reasoning_gym.generating`).
+reads a request and writes rows (:mod:`outrider.environments.reasoning_gym.environment`).
 """
 
 import copy

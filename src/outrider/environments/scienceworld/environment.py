@@ -1,16 +1,103 @@
-"""One episode on a borrowed ScienceWorld simulator."""
+"""Which ScienceWorld episodes are played, by which rules, and on how many simulators."""
 
+import importlib.metadata
+import importlib.util
+import os
+import shutil
 import threading
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal
 
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.scienceworld import text as scienceworld_text
-from outrider.environments.scienceworld.gateway import Simulator
-from outrider.environments.scienceworld.pool import Loan, SimulatorPool
-from outrider.environments.scienceworld.settings import ScienceWorldConfig
-from outrider.errors import ConfigError, EnvironmentFault
-from outrider.types import Message, Task
+from pydantic import Field, model_validator
+
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, play_steps
+from outrider.environments.scienceworld import tasks as scienceworld_tasks
+from outrider.environments.scienceworld import tasks as scienceworld_text
+from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Loan, Simulator, SimulatorPool
+from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
+from outrider.types import Message, Step, Task
+
+
+class ScienceWorldConfig(EnvironmentSettings):
+    """Which episodes are played, by which rules, and on how many simulators."""
+
+    starts_quickly: ClassVar[bool] = False
+
+    type: Literal["scienceworld"] = "scienceworld"
+    task_names: Annotated[tuple[str, ...], Field(min_length=1)] = ("find-animal",)
+    """Names as in the simulator; the order fixes the order of the task list."""
+    num_train_variations: Annotated[int, Field(ge=1)] | None = 5
+    """First variations of the simulator's train split per task (fewer where it has fewer); None for all."""
+    num_valid_variations: Annotated[int, Field(ge=1)] | None = 5
+    num_test_variations: Annotated[int, Field(ge=1)] | None = 20
+    max_moves: Annotated[int, Field(ge=1)] = 100
+    """Simulator moves after which an episode is cut. ``wait`` costs more than one, an unreadable command
+    none.
+    """
+    simplification: str = ""
+    """Comma-separated names out of the simulator's list, or ``easy``."""
+    show_valid_actions: bool = False
+    """Append the list of understood commands to every observation (20-80 ms and thousands of characters per
+    step).
+    """
+    num_shown_actions: Annotated[int, Field(ge=1)] = 200
+    correct_actions: bool = False
+    """Replace a command by the most similar valid one, as EMPO²'s released wrapper does; it can trigger a
+    fatal focus.
+    """
+    clip_negative: bool = False
+    """Count a negative score as 0 in reward and return; the raw score stays in the metrics."""
+    reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Reward and return are score times this; 0.01 gives returns up to 1."""
+    num_workers: Annotated[int, Field(ge=1)] = 1
+    """Java processes; more than one per core gains nothing."""
+    heap: Annotated[str, Field(pattern=r"^[1-9][0-9]*[mg]$")] = "512m"
+    deterministic: bool = True
+    """Fix the order of objects, so that equal actions give equal episodes; the published simulator does
+    not.
+    """
+    start_limit_s: Annotated[float, Field(gt=0)] = 60.0
+    load_limit_s: Annotated[float, Field(gt=0)] = 120.0
+    step_limit_s: Annotated[float, Field(gt=0)] = 30.0
+    borrow_limit_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _known(self) -> "ScienceWorldConfig":
+        unknown = [name for name in self.task_names if name not in scienceworld_tasks.NUM_VARIATIONS]
+        if unknown:
+            raise ValueError(
+                f"unknown ScienceWorld tasks {unknown}; known: {list(scienceworld_tasks.NUM_VARIATIONS)}"
+            )
+        if len(set(self.task_names)) < len(self.task_names):
+            raise ValueError("task_names holds a name twice")
+        parts = [part for part in self.simplification.split(",") if part]
+        unknown = [part for part in parts if part not in scienceworld_tasks.SIMPLIFICATIONS]
+        if unknown:
+            raise ValueError(
+                f"unknown simplifications {unknown}; known: {list(scienceworld_tasks.SIMPLIFICATIONS)}"
+            )
+        electrical = [name for name in self.task_names if scienceworld_tasks.is_electrical(name)]
+        if "noElectricalAction" in parts and electrical:
+            raise ValueError(f"noElectricalAction makes {electrical} impossible")
+        return self
+
+    @property
+    def max_concurrent(self) -> int:
+        """As many as there are simulators: an episode that waits for one would hold the batch."""
+        return self.num_workers
+
+    def replayed_differently(self) -> list[str]:
+        """Tasks whose objects move by themselves."""
+        return [
+            name
+            for name in self.task_names
+            if not scienceworld_tasks.replays_exactly(name, deterministic=self.deterministic)
+        ]
+
+
+# One episode on a borrowed ScienceWorld simulator.
+
 
 FULL_SCORE: Final = 100
 
@@ -191,3 +278,144 @@ def identity(task: Task) -> tuple[str, int]:
     if not isinstance(name, str) or not isinstance(variation, int):
         raise ConfigError(f"{task.key} is not a ScienceWorld task")
     return name, variation
+
+
+# ScienceWorld: 30 elementary-science tasks in a text simulator (Wang et al. 2022, arXiv 2203.07540), over a
+# real Java process.
+#
+# The score runs from 0 to 100 and falls to -100 when the agent focuses on a wrong object, which ends the
+# episode. A step's reward is the change of the record, so that rewards add up to the return: the simulator's
+# own score at the end.
+
+
+class ScienceWorldFactory:
+    """Makes environments and owns their simulators."""
+
+    def __init__(self, *, config: ScienceWorldConfig, pool: SimulatorPool) -> None:
+        """``pool`` is closed with the factory."""
+        self._config = config
+        self.pool = pool
+
+    def __call__(self, task: Task) -> ScienceWorldEnvironment:
+        """A fresh environment for one episode; it waits for a free simulator in ``reset``."""
+        return ScienceWorldEnvironment(task=task, config=self._config, pool=self.pool)
+
+    def close(self) -> None:
+        """Kill all simulators; may be called twice."""
+        self.pool.close()
+
+
+class ScienceWorldTaskSet:
+    """The ScienceWorld tasks of a config. ``start`` replaces the Java process in tests."""
+
+    Settings = ScienceWorldConfig
+    name = "scienceworld"
+    stop: tuple[str, ...] = (scienceworld_text.STOP,)
+    protocol: Literal["inline", "chat"] = "chat"
+    stateful = True
+
+    def __init__(self, config: ScienceWorldConfig, *, start: Callable[[], Simulator] | None = None) -> None:
+        """Start nothing."""
+        self.config = config
+        self._start = start
+        # Only expert() plays here; the environments of make() have their own pool, closed with their factory.
+        self._expert_pool = self._new_pool(num_workers=1)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The frozen list of ``train``, ``valid`` or ``test``: the simulator's own split, no Java needed."""
+        limits = {
+            "train": self.config.num_train_variations,
+            "valid": self.config.num_valid_variations,
+            "test": self.config.num_test_variations,
+        }
+        if split not in limits:
+            raise ConfigError(f"unknown split {split!r}; ScienceWorld has {', '.join(limits)}")
+        return scienceworld_tasks.make_tasks(self.config.task_names, split, limits[split])
+
+    def content_hash(self, split: str) -> str:
+        """SHA-256 of the split's frozen list."""
+        return scienceworld_tasks.hash_tasks(self.tasks(split))
+
+    def fork_by_replay_is_exact(self, task_name: str) -> bool:
+        """Whether the same actions lead to the same state (see ``scienceworld_tasks``)."""
+        return scienceworld_tasks.replays_exactly(task_name, deterministic=self.config.deterministic)
+
+    def make(self) -> ScienceWorldFactory:
+        """Start one simulator and compare its task sizes with ours. Raises :class:`ToolUnavailable`."""
+        pool = self._new_pool(num_workers=self.config.num_workers)
+        try:
+            loan = pool.borrow()
+            sizes = {name: loan.simulator.num_variations(name) for name in self.config.task_names}
+            pool.release(loan)
+        except EnvironmentFault as error:
+            pool.close()
+            raise ToolUnavailable(f"ScienceWorld does not run here: {error}") from error
+        expected = {name: scienceworld_tasks.NUM_VARIATIONS[name] for name in self.config.task_names}
+        if sizes != expected:
+            pool.close()
+            raise ToolUnavailable(
+                f"this ScienceWorld has other variations ({sizes}) than our frozen splits ({expected})"
+            )
+        return ScienceWorldFactory(config=self.config, pool=pool)
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """The simulator's gold path, played in the episode that ``reset(seed)`` starts; None where it misses
+        100 or ``max_moves``.
+        """
+        task_name, variation = identity(task)
+        loan = self._expert_pool.borrow()
+        try:
+            gold = loan.simulator.gold_actions(
+                task_name=task_name, variation=variation, simplification=self.config.simplification
+            )
+        finally:
+            self._expert_pool.release(loan)
+        config = self.config.model_copy(update={"correct_actions": False})
+        environment = ScienceWorldEnvironment(task=task, config=config, pool=self._expert_pool)
+        try:
+            environment.reset(seed)
+            steps = play_steps(environment, [scienceworld_text.render_action(action) for action in gold])
+        finally:
+            environment.close()
+        return steps if environment.result().success else None
+
+    def close(self) -> None:
+        """Kill the simulator that :meth:`expert` started; a later call of ``expert`` starts another. May be
+        called twice.
+        """
+        self._expert_pool.close()
+
+    def _new_pool(self, *, num_workers: int) -> SimulatorPool:
+        start = self._start or self._start_java
+        return SimulatorPool(start=start, num_workers=num_workers, borrow_limit_s=self.config.borrow_limit_s)
+
+    def _start_java(self) -> Simulator:
+        return JavaSimulator(find_launch(self.config))
+
+
+def find_launch(config: ScienceWorldConfig) -> Launch:
+    """Find Java and the simulator. Raises :class:`ToolUnavailable` with what is missing."""
+    java = shutil.which("java")
+    if java is None:
+        raise ToolUnavailable("ScienceWorld needs Java: no 'java' on PATH")
+    package = importlib.util.find_spec("scienceworld")
+    if package is None or package.origin is None:
+        raise ToolUnavailable("ScienceWorld is not installed: pip install 'outrider[scienceworld]'")
+    version = importlib.metadata.version("scienceworld")
+    if version != scienceworld_tasks.SIMULATOR_VERSION:
+        raise ToolUnavailable(
+            f"ScienceWorld {version} found, the frozen splits are of {scienceworld_tasks.SIMULATOR_VERSION}"
+        )
+    from py4j.java_gateway import find_jar_path
+
+    # Py4J's own jar goes first: the copy inside the simulator's jar is older and knows no secret.
+    jars = (str(find_jar_path()), str(Path(package.origin).parent / "scienceworld.jar"))
+    return Launch(
+        java=java,
+        class_path=os.pathsep.join(str(Path(jar).resolve()) for jar in jars),
+        heap=config.heap,
+        deterministic=config.deterministic,
+        start_limit_s=config.start_limit_s,
+        load_limit_s=config.load_limit_s,
+        step_limit_s=config.step_limit_s,
+    )

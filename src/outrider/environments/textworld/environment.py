@@ -1,19 +1,139 @@
-"""One episode of one TextWorld game."""
+"""Which TextWorld games there are, and by which rules they are played."""
 
+import importlib.metadata
+import importlib.util
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal
 
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.scienceworld import text as scienceworld_text
-from outrider.environments.textworld.commands import refusal
-from outrider.environments.textworld.kinds import Split
-from outrider.environments.textworld.play import Game, Opening
-from outrider.environments.textworld.settings import TextWorldConfig, identity
-from outrider.errors import EnvironmentFault
-from outrider.types import Message, Task
+from pydantic import Field, model_validator
+
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, play_steps
+from outrider.environments.scienceworld import tasks as scienceworld_text
+from outrider.environments.textworld import games as textworld_games
+from outrider.environments.textworld.games import GameSettings, GameShelf, QuestGame, Split
+from outrider.environments.textworld.play import Game, Opening, StoryGame, walkthrough
+from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
+from outrider.types import Message, Step, Task
+
+
+class TextWorldConfig(EnvironmentSettings):
+    """Which games are made and by which rules they are played."""
+
+    starts_quickly: ClassVar[bool] = False
+
+    type: Literal["textworld"] = "textworld"
+    game: GameSettings = QuestGame()
+    """Kind of game: ``quest``, ``coin_collector``, ``treasure_hunter`` or ``cooking``, each with its own
+    sizes.
+    """
+    num_train: Annotated[int, Field(ge=0)] = 8
+    """Games of the split. All differ in their seeds; of tiny games some can still be equal, across splits
+    too.
+    """
+    num_valid: Annotated[int, Field(ge=0)] = 2
+    num_test: Annotated[int, Field(ge=0)] = 4
+    game_seed: int = 0
+    """Decides the games, together with ``game``. More games leave the first ones as they are."""
+    max_moves: Annotated[int, Field(ge=1)] = 50
+    """Commands given to the game after which an episode is cut, understood or not; text without a command
+    costs none.
+    """
+    show_admissible: bool = False
+    """Append the list of commands that change or show something now to every observation (halves the
+    speed).
+    """
+    num_shown_actions: Annotated[int, Field(ge=1)] = 100
+    cache: Path | None = None
+    """Folder of made games; None is ``$OUTRIDER_CACHE/textworld`` or ``~/.cache/outrider/textworld``.
+    Processes may share it.
+    """
+    make_ahead: bool = True
+    """Make all games before the first rollout, so that impossible settings stop the run at its start and no
+    episode waits (2-5 s per game, once). Otherwise one game is made then and each other one, in turn, when it
+    is first played: the rollout's limit of a step must leave time for that.
+    """
+    num_makers: Annotated[int, Field(ge=1)] = 2
+    """Processes that make games; more than one per core gains nothing."""
+    make_limit_s: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds a game, after which its making counts as broken."""
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "TextWorldConfig":
+        if self.num_train + self.num_valid + self.num_test == 0:
+            raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
+        return self
+
+    def shelf(self) -> GameShelf:
+        """Where the games of these settings are kept."""
+        return GameShelf(
+            root=self.cache or cache_folder(),
+            game=self.game,
+            game_seed=self.game_seed,
+            num_makers=self.num_makers,
+            make_limit_s=self.make_limit_s,
+        )
+
+
+def cache_folder() -> Path:
+    """Where games lie by default: ``$OUTRIDER_CACHE/textworld`` or ``~/.cache/outrider/textworld``."""
+    return Path(os.environ.get("OUTRIDER_CACHE", Path.home() / ".cache" / "outrider")) / "textworld"
+
+
+def identity(task: Task, config: TextWorldConfig) -> tuple[Split, int]:
+    """Split and number of the task's game. Raises ConfigError for a task of other games."""
+    games, split, index = (task.metadata.get(name) for name in ("games", "split", "index"))
+    if games != config.shelf().name or not isinstance(index, int):
+        raise ConfigError(f"{task.key} is not a task of these TextWorld games")
+    for known in ("train", "valid", "test"):
+        if known == split:
+            return known, index
+    raise ConfigError(f"{task.key} is of no split")
+
+
+# Which commands reach a game.
+
+
+MAX_COMMAND_CHARACTERS: Final = 100
+"""The interpreter cuts off what is longer than its line."""
+_READABLE: Final = re.compile(r"[a-z0-9' -]+")
+# Commands to the interpreter: they write files, restart or end it, change how it talks, or repeat what the
+# package typed unseen. Its dictionary holds nine letters of a word.
+_OUTSIDE: Final = frozenset(
+    word[:9]
+    for word in (
+        "again", "brief", "g", "long", "normal", "noscript", "notify", "nouns", "o", "oops", "pronouns",
+        "q", "quit", "record", "recording", "replay", "restart", "restore", "save", "script", "short",
+        "superbrief", "transcript", "undo", "unscript", "verbose", "verify", "version",
+    )
+)  # fmt: skip
+
+
+def refusal(command: str) -> str:
+    """Why a command does not reach the game, in words for the policy; empty where it does.
+
+    Kept out: several commands in one line, and commands to the interpreter (``save`` and ``script`` would
+    write files).
+    """
+    if len(command) > MAX_COMMAND_CHARACTERS:
+        return f"The command is longer than {MAX_COMMAND_CHARACTERS} characters; nothing was done."
+    if not _READABLE.fullmatch(command):
+        return "A command holds only letters, digits, spaces, hyphens and apostrophes; nothing was done."
+    words = command.split()
+    if "then" in words:
+        return "Found several commands; nothing was done. Write exactly one command."
+    if words[0][:9] in _OUTSIDE or words[0].startswith("tw-"):
+        return f"'{words[0]}' is not part of the game; nothing was done."
+    return ""
+
+
+# One episode of one TextWorld game.
+
 
 _UNREADABLE: Final = (
     "That's not a verb I recognise",
@@ -189,3 +309,121 @@ class TextWorldEnvironment:
 def render_prompt(opening: Opening) -> str:
     """The first user message: how to act, the goal, and what the player sees."""
     return f"{INSTRUCTIONS.format(templates=', '.join(opening.command_templates))}\n\n{opening.text}"
+
+
+# TextWorld: small text adventures made on the spot (Côté et al. 2018, arXiv 1806.11532), with forks through
+# the package itself.
+#
+# The return is the game's score over its largest; a step's reward is what the step added, so rewards add up to
+# the return. A game that is won or lost ends; ``max_moves`` cuts the others.
+
+
+class TextWorldFactory:
+    """Makes environments; each owns its interpreter, so there is nothing to share but the folder of games."""
+
+    def __init__(self, *, config: TextWorldConfig, open_game: Callable[[Split, int], Game]) -> None:
+        """``open_game`` starts the game of a split and number."""
+        self._config = config
+        self._open_game = open_game
+
+    def __call__(self, task: Task) -> TextWorldEnvironment:
+        """A fresh environment for one episode of the task."""
+        return TextWorldEnvironment(task=task, config=self._config, open_game=self._open_game)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class TextWorldTaskSet:
+    """The TextWorld games of a config. ``open_game`` replaces the package in tests."""
+
+    Settings = TextWorldConfig
+    name = "textworld"
+    stop: tuple[str, ...] = (scienceworld_text.STOP,)
+    protocol: Literal["inline", "chat"] = "chat"
+    stateful = True
+
+    def __init__(
+        self, config: TextWorldConfig, *, open_game: Callable[[Split, int], Game] | None = None
+    ) -> None:
+        """Make nothing."""
+        self.config = config
+        self._substitute = open_game
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The frozen list of ``train``, ``valid`` or ``test``; needs no package and makes no game."""
+        name, game = self.config.shelf().name, self.config.game.type.replace("_", " ")
+        return tuple(
+            Task(
+                key=f"textworld/{name}/{known}/{index}",
+                question=f"TextWorld {game} {index} of {known}",
+                metadata={"games": name, "split": known, "index": index},
+            )
+            for known, index in self._keys(split)
+        )
+
+    def make(self) -> TextWorldFactory:
+        """Make the games (all, or one: ``make_ahead``) and start one. Raises :class:`ToolUnavailable` or
+        :class:`ConfigError`.
+        """
+        open_game = self._substitute or self._open
+        keys = [key for split in ("train", "valid", "test") for key in self._keys(split)]
+        if self._substitute is None:
+            check_package()
+        try:
+            if self._substitute is None:
+                self.config.shelf().ensure(keys if self.config.make_ahead else keys[:1])
+            open_game(*keys[0]).close()
+        except EnvironmentFault as error:
+            raise ToolUnavailable(f"TextWorld does not run here: {error}") from error
+        return TextWorldFactory(config=self.config, open_game=open_game)
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """The game's walkthrough, played in the episode that ``reset(seed)`` starts; None where it needs more
+        than ``max_moves``.
+        """
+        check_package()
+        shelf, key = self.config.shelf(), identity(task, self.config)
+        shelf.ensure([key])
+        environment = TextWorldEnvironment(task=task, config=self.config, open_game=self._open)
+        try:
+            environment.reset(seed)
+            commands = walkthrough(shelf.story(*key))
+            steps = play_steps(
+                environment, [scienceworld_text.render_action(command) for command in commands]
+            )
+        finally:
+            environment.close()
+        return steps if environment.result().success else None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _keys(self, split: str) -> list[tuple[Split, int]]:
+        sizes: dict[Split, int] = {
+            "train": self.config.num_train,
+            "valid": self.config.num_valid,
+            "test": self.config.num_test,
+        }
+        for name, size in sizes.items():
+            if name == split:
+                return [(name, index) for index in range(size)]
+        raise ConfigError(f"unknown split {split!r}; TextWorld has {', '.join(sizes)}")
+
+    def _open(self, split: Split, index: int) -> Game:
+        shelf = self.config.shelf()
+        shelf.ensure([(split, index)])
+        return StoryGame.start(shelf.story(split, index), with_commands=self.config.show_admissible)
+
+
+def check_package() -> None:
+    """Raises :class:`ToolUnavailable` where the package is missing or of another version, which would make
+    other games.
+    """
+    if importlib.util.find_spec("textworld") is None:
+        raise ToolUnavailable("TextWorld is not installed: pip install 'outrider[textworld]'")
+    version = importlib.metadata.version("textworld")
+    if version != textworld_games.PACKAGE_VERSION:
+        raise ToolUnavailable(
+            f"TextWorld {version} found, the games are of {textworld_games.PACKAGE_VERSION}"
+        )

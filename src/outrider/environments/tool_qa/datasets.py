@@ -6,19 +6,19 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.config import Settings
-from outrider.config_paths import no_such_file
+from outrider.config import Settings, no_such_file
+from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import DataError, ToolUnavailable
 from outrider.plugins.imports import search_folders
 from outrider.records import SUFFIXES, Row, read_rows
-from outrider.types import Task
+from outrider.types import Message, Task
 
 Split = Literal["train", "valid", "test"]
 
@@ -185,3 +185,47 @@ def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
                 f"{row.location}: column {config.answer!r} lacks the mark {config.answer_after!r}"
             )
     return text.strip()
+
+
+# One question, one reply, no tools: what an evaluation plays that only wants an answer.
+
+
+class QuestionEnvironment:
+    """Asks once. The return is 0 whatever is said: whoever plays it grades the reply.
+
+    ``extract`` takes the answer out of a reply; a reply without one is invalid.
+    """
+
+    def __init__(self, *, prompt: Sequence[Message], extract: Callable[[str], str]) -> None:
+        self._prompt = prompt
+        self._extract = extract
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        """The prompt. Nothing is drawn, so the seed is not used."""
+        return self._prompt
+
+    def step(self, message: Message) -> StepResult:
+        """Any reply ends the episode."""
+        return StepResult(message=None, done=True, invalid=not self._extract(message.content).strip())
+
+    def result(self) -> EpisodeResult:
+        """A return of 0: there is no reward here."""
+        return EpisodeResult(episode_return=0.0, success=False)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class QuestionFactory:
+    """Makes environments; ``prompt`` gives the messages of a task."""
+
+    def __init__(self, *, prompt: Callable[[Task], Sequence[Message]], extract: Callable[[str], str]) -> None:
+        self._prompt = prompt
+        self._extract = extract
+
+    def __call__(self, task: Task) -> QuestionEnvironment:
+        """A fresh environment for one reply."""
+        return QuestionEnvironment(prompt=self._prompt(task), extract=self._extract)
+
+    def close(self) -> None:
+        """Nothing is shared."""

@@ -1,13 +1,368 @@
-"""Pages of a file, found by what a search result shows of them."""
+"""Settings of the browser tool: where pages come from, who reads them, and every limit."""
 
+import codecs
+import html
+import ipaddress
 import re
-from collections.abc import Iterable
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal, TypeAlias, TypeVar
 
-from outrider.errors import DataError
+import httpx2
+from pydantic import Field, field_validator
+
+from outrider.config import Settings
+from outrider.engines.chat import AnswerTooLarge, EndpointSettings, HttpAnswer, HttpClient
+from outrider.errors import DataError, ToolFault
+from outrider.printing import one_line
 from outrider.records import Row, read_rows
+from outrider.tools.concurrency import SingleFlightCache
 from outrider.tools.search import row_title
+
+_HOST = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*(?::[0-9]{1,5})?|\[[0-9a-f:.]+\](?::[0-9]{1,5})?")
+
+
+class FetchSettings(Settings):
+    """Live pages over http and https. What they say changes, and with it a run's bits."""
+
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"private_hosts", "max_bytes", "timeout_s", "max_redirects"}
+    )
+
+    # Lists, because a tool's table is compared with that of a checkpoint, and JSON has no tuples.
+    allowed_hosts: list[str] = Field(min_length=1)
+    """The only hosts that are asked, also by way of redirects: ``en.wikipedia.org``, ``*.example.org`` for
+    all names below it, ``127.0.0.1:8080`` with another port than that of the scheme.
+    """
+    private_hosts: list[str] = Field(default_factory=list)
+    """Those of them that may stand for an address of this machine or of a private network (a mirror)."""
+    max_bytes: int = Field(default=2 << 20, ge=1, le=16 << 20)
+    """A larger page is refused, and no more of it is read."""
+    timeout_s: float = Field(default=15.0, gt=0)
+    """Seconds for a page as a whole: all redirects, headers and the last byte."""
+    max_redirects: int = Field(default=4, ge=0, le=20)
+    cache_pages: int = Field(default=1024, ge=1)
+    """Fetched pages that are kept, so that all rollouts of a run see the same one; the oldest goes first."""
+
+    @field_validator("allowed_hosts", "private_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(
+                    f"{host!r} is no host: lower case, without a scheme or path, such as en.wikipedia.org"
+                )
+        return hosts
+
+
+class ReaderEndpoint(EndpointSettings):
+    """The reader's chat server. Less patience than elsewhere: a call has to end within a rollout's step."""
+
+    timeout_s: float = Field(20.0, gt=0)
+    max_retries: int = Field(1, ge=0)
+
+
+class NoReader(Settings):
+    """The beginning of the page, whatever is looked for."""
+
+    type: Literal["none"] = "none"
+
+
+class PassageReader(Settings):
+    """The passages of the page that BM25 ranks first, in the page's order."""
+
+    type: Literal["bm25"] = "bm25"
+    passage_chars: int = Field(default=400, ge=40)
+    """Characters of a passage at most; passages end with a sentence where they can."""
+
+
+class EndpointReader(Settings):
+    """A model behind an OpenAI-compatible server reads the page and answers in its own words."""
+
+    type: Literal["endpoint"] = "endpoint"
+    endpoint: ReaderEndpoint
+    max_tokens: int = Field(default=512, ge=1)
+    """Tokens that the reader may write."""
+    temperature: float = Field(default=0.0, ge=0)
+
+
+Reader: TypeAlias = Annotated[NoReader | PassageReader | EndpointReader, Field(discriminator="type")]
+
+
+class BrowserSettings(Settings):
+    """How pages are read, and whether live ones are. Those of a file are the environment's ``pages``."""
+
+    fetch: FetchSettings | None = None
+    """Live pages beside those; None asks nobody."""
+    reader: Reader = PassageReader()
+    max_page_chars: int = Field(default=24_000, ge=100)
+    """Characters of a page that are read; about the 6,000 tokens of ARPO's browser."""
+    max_chars: int = Field(default=2_000, ge=40)
+    """Characters of an observation below the page's title, of which 200 are shown."""
+    cache_readings: int = Field(default=4_096, ge=1)
+    """Readings that are kept, by what is on the page and what was looked for; the oldest goes first."""
+
+
+# Bytes of a page as text, with the character sets that browsers read for its labels.
+#
+# Source: WHATWG Encoding Standard, "Names and labels", and HTML Standard, "Determining the character encoding".
+# Python's codecs of the same names are often smaller sets: a page that says ``iso-8859-1`` or ``gb2312`` is
+# written in ``windows-1252`` or ``gb18030``.
+
+
+# By the name that Python has for a label: what browsers read instead.
+_LARGER: Final = {
+    "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874",
+    "tis-620": "cp874", "gb2312": "gb18030", "gbk": "gb18030", "big5": "big5hkscs", "cp950": "big5hkscs",
+    "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-16-le",
+}  # fmt: skip
+# Python knows these, and no browser does: the first two are of host names and take time that grows with the
+# square of a page, the others hide markup.
+_NO_LABELS: Final = frozenset({"punycode", "idna", "utf-7", "hz", "iso2022_kr"})
+# Labels that Python does not know, or knows as something else.
+_LABELS: Final = {
+    label: codec
+    for codec, labels in {
+        "utf-8": "unicode-1-1-utf-8 unicode11utf8 unicode20utf8 x-unicode20utf8",
+        "utf-16-le": "utf-16 ucs-2 iso-10646-ucs-2 csunicode unicode unicodefeff",
+        "utf-16-be": "unicodefffe",
+        "cp1252": "iso_8859-1:1987 ansi_x3.4-1968 x-user-defined x-cp1252 iso88591",
+        "cp1254": "x-cp1254 iso88599",
+        "iso8859-6": "iso-8859-6-e iso-8859-6-i csiso88596e csiso88596i iso88596",
+        "iso8859-8": "iso-8859-8-e iso-8859-8-i csiso88598e csiso88598i logical visual iso88598",
+        "iso8859-7": "sun_eu_greek iso88597",
+        "iso8859-15": "csisolatin9 l9 iso885915",
+        "koi8-r": "koi koi8",
+        "koi8-u": "koi8-ru",
+        "mac-roman": "macintosh mac csmacintosh x-mac-roman",
+        "mac-cyrillic": "x-mac-cyrillic x-mac-ukrainian",
+        "cp866": "866 csibm866",
+        "cp874": "dos-874 windows-874 iso885911",
+        "gb18030": "x-gbk chinese csgb2312 csiso58gb231280 gb_2312 gb_2312-80 iso-ir-58",
+        "big5hkscs": "x-x-big5 cn-big5 csbig5 big5-hkscs",
+        "euc_jp": "x-euc-jp cseucpkdfmtjapanese",
+        "iso2022_jp": "csiso2022jp",
+        "cp932": "x-sjis windows-31j ms_kanji ms932 csshiftjis shift-jis",
+        "cp949": "windows-949 iso-ir-149 korean cseuckr csksc56011987 ks_c_5601-1987 ks_c_5601-1989 ksc_5601",
+        **{f"cp{number}": f"x-cp{number}" for number in (1250, 1251, 1253, 1255, 1256, 1257, 1258)},
+        **{f"iso8859-{number}": f"iso8859{number}" for number in (2, 3, 4, 5, 10, 13, 14)},
+    }.items()
+    for label in labels.split()
+}
+# Old encodings in which markup can be hidden: browsers show one U+FFFD instead of the page.
+_UNREADABLE: Final = frozenset({
+    "hz-gb-2312", "iso-2022-kr", "csiso2022kr", "iso-2022-cn", "iso-2022-cn-ext", "replacement",
+})  # fmt: skip
+_MARKS: Final = (
+    (codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"),
+)  # fmt: skip
+_HEAD_BYTES: Final = 4096  # browsers read 1024 at first, and later begin anew at a declaration behind those
+_COMMENT: Final = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
+_META: Final = re.compile(rb"<meta[\s/]([^>]*)", re.IGNORECASE)
+_ATTRIBUTE: Final = re.compile(rb"""([a-z-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
+_CONTENT_CHARSET: Final = re.compile(rb"""charset\s*=\s*["']?([^\s"';]+)""", re.IGNORECASE)
+_XML: Final = re.compile(rb"""\s*<\?xml\s[^>]*?encoding\s*=\s*["']([^"']+)["']""", re.IGNORECASE)
+_EUC_JP: Final = re.compile("\x8f[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]|[\xa1-\xfe]{2}|[\x80-\xff]")
+
+
+def decode_page(content: bytes, charset: str | None) -> str:
+    """Decode a page: by its byte order mark, else the server's ``charset``, else the page's own declaration.
+
+    Without any of them it is UTF-8 if it can be, else windows-1252. What cannot be read becomes U+FFFD.
+    """
+    for mark, encoding in _MARKS:
+        if content.startswith(mark):
+            return _decode(content[len(mark) :], encoding)
+    if codec := _codec(charset or ""):
+        return _decode(content, codec)
+    if codec := _codec(_declared(content[:_HEAD_BYTES])):
+        # The declaration was read as ASCII, so the page is not in UTF-16.
+        return _decode(content, "utf-8" if codec.startswith("utf-16") else codec)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return _decode(content, "cp1252")
+
+
+def _codec(label: str) -> str | None:
+    """The codec that browsers use for a label; None for what is no label."""
+    label = label.strip().lower()
+    if label in _UNREADABLE:
+        return "replacement"
+    if label in _LABELS:
+        return _LABELS[label]
+    try:
+        name = codecs.lookup(label).name
+        b"a".decode(name, "ignore")  # what is no text encoding is a LookupError too
+    except (LookupError, ValueError):
+        return None
+    return None if name in _NO_LABELS else _LARGER.get(name, name)
+
+
+def _declared(head: bytes) -> str:
+    """The label that the page declares itself; empty without any."""
+    head = _COMMENT.sub(b"", head)
+    if xml := _XML.match(head):
+        return xml[1].decode("latin-1")
+    for meta in _META.finditer(head):
+        attributes: dict[bytes, bytes] = {
+            name.lower(): double or single or bare
+            for name, double, single, bare in _ATTRIBUTE.findall(meta[1])
+        }
+        label = attributes.get(b"charset")
+        if label is None and attributes.get(b"http-equiv", b"").strip().lower() == b"content-type":
+            inside = _CONTENT_CHARSET.search(attributes.get(b"content", b""))
+            label = inside[1] if inside else None
+        if label is not None and _codec(label.decode("latin-1")):
+            return label.decode("latin-1")
+    return ""
+
+
+def _decode(content: bytes, codec: str) -> str:
+    if codec == "replacement":
+        return "\ufffd" if content else ""
+    if codec == "euc_jp":
+        return _EUC_JP.sub(_euc_jp_character, content.decode("latin-1"))
+    try:
+        text: str = content.decode(codec, _ERRORS)
+        return text
+    except ValueError:  # some codecs raise whatever the handler says
+        return content.decode("utf-8", "replace")
+
+
+def _euc_jp_character(match: re.Match[str]) -> str:
+    """One character of EUC-JP in the larger set of browsers, which is that of windows-31j."""
+    raw = match[0].encode("latin-1")
+    if len(raw) != 2:
+        return raw.decode("euc_jp", "replace") if len(raw) == 3 else "\ufffd"
+    if raw[0] == 0x8E:
+        return raw[1:].decode("cp932", "replace")
+    row, cell = raw[0] - 0xA0, raw[1] - 0xA0
+    lead = (row - 1) // 2 + (0x81 if row <= 62 else 0xC1)
+    trail = cell + (0x3F + (cell > 63) if row % 2 else 0x9E)
+    return bytes([lead, trail]).decode("cp932", "replace")
+
+
+def _as_browsers_do(error: UnicodeError) -> tuple[str, int]:
+    """Single bytes that Python refuses and browsers read."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    byte = error.object[error.start]
+    if error.encoding == "charmap" and 0x80 <= byte < 0xA0:
+        return chr(byte), error.start + 1
+    if error.encoding == "gb18030" and byte == 0x80:
+        return "\u20ac", error.start + 1
+    return "\ufffd", error.end
+
+
+_ERRORS: Final = "outrider-browser"
+codecs.register_error(_ERRORS, _as_browsers_do)
+
+
+# The text of an HTML page: no script is run, nothing is loaded.
+#
+# One pass from left to right, in time that grows with the page and no faster: the standard library's parser
+# needs minutes for two megabytes of ``<a``, and a page is what a stranger wrote.
+
+
+# Their content is no text. The first four end at their own closing tag, whatever they hold.
+_RAW: Final = frozenset({"script", "style", "iframe", "noscript"})
+_HIDDEN: Final = _RAW | {"template", "svg", "object"}
+_INLINE: Final = frozenset(
+    (
+        "a", "abbr", "b", "bdi", "bdo", "cite", "code", "data", "dfn", "em", "font", "i", "kbd", "mark", "q",
+        "s", "samp", "small", "span", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr",
+    )
+)  # fmt: skip
+_CELLS: Final = frozenset({"td", "th"})
+_OPENS: Final = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9:-]{0,31})|<!--|<[!?/]")
+_ENDS: Final = re.compile(r"""(?>[^>"']+|"[^"]*"|'[^']*')*+>""")
+# Beside line breaks and tabs
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def without_controls(text: str) -> str:
+    """Blanks in the place of what a terminal would do, and no reader see."""
+    return _CONTROLS.sub(" ", text)
+
+
+def title_and_text(page: str) -> tuple[str, str]:
+    """Title and visible text: a line for each block, blanks between cells of a row."""
+    scan = _Scan(page)
+    while scan.read_next():
+        pass
+    lines = (" ".join(_unescape(line).split()) for line in "".join(scan.parts).split("\n"))
+    return " ".join(_unescape(scan.title).split()), "\n".join(line for line in lines if line)
+
+
+class _Scan:
+    """Where the pass is. Whatever is looked for and not there ends it or is not looked for again."""
+
+    def __init__(self, page: str) -> None:
+        self._page, self._position = page, 0
+        self._knows_quotes = True
+        self.parts: list[str] = []
+        self.title = ""
+
+    def read_next(self) -> bool:
+        """Read up to and with the next tag; False at the end."""
+        tag = _OPENS.search(self._page, self._position)
+        self.parts.append(self._page[self._position : tag.start() if tag else None].replace("\n", " "))
+        if tag is None:
+            return False
+        if tag[0] == "<!--":
+            end = self._page.find("-->", tag.start() + 2)
+            self._position = end + 3
+            return end >= 0
+        if not self._close(tag.end()):
+            return False
+        name = (tag[2] or "").lower()
+        if name == "title" and not tag[1]:
+            return self._read_title()
+        is_closed = self._page[self._position - 2] == "/" and name not in _RAW
+        if name in _HIDDEN and not tag[1] and not is_closed:
+            return self._skip(name)
+        if name and name not in _INLINE:
+            self.parts.append(" " if name in _CELLS else "\n")
+        return True
+
+    def _close(self, start: int) -> bool:
+        """Go behind the tag's ``>``, which does not count within quotes while these are closed."""
+        if self._knows_quotes:
+            if match := _ENDS.match(self._page, start):
+                self._position = match.end()
+                return True
+            self._knows_quotes = False
+        self._position = self._page.find(">", start) + 1
+        return self._position > 0
+
+    def _skip(self, name: str) -> bool:
+        end = re.compile(f"</{name}", re.IGNORECASE).search(self._page, self._position)
+        return end is not None and self._close(end.end())
+
+    def _read_title(self) -> bool:
+        """Up to its closing tag, or to any where it has none."""
+        end = self._page.find("<", self._position)
+        text = self._page[self._position : end if end >= 0 else None]
+        self.title = self.title or text.strip()
+        self._position = end
+        return end >= 0
+
+
+def _unescape(text: str) -> str:
+    try:
+        return without_controls(html.unescape(text))
+    except ValueError:  # a number of thousands of digits
+        return text
+
+
+# Pages of a file, found by what a search result shows of them.
+
 
 _SCHEME = re.compile(r"https?://(?:www\.)?")
 
@@ -88,3 +443,216 @@ def _key(name: str) -> str:
     plain = " ".join(name.split()).casefold()
     rest = _SCHEME.sub("", plain, count=1) if _SCHEME.match(plain) else plain
     return plain if rest == plain else rest.partition("#")[0].rstrip("/")
+
+
+# Which addresses may be asked: the rules that a fetched page cannot talk its way around.
+
+
+Resolve: TypeAlias = Callable[[str, int], Sequence[str]]
+"""Numeric addresses of a host and port. Raises Refused for a name that nobody has, ToolFault without an
+answer.
+"""
+ResultT = TypeVar("ResultT")
+_PORTS: Final = {"http": 80, "https": 443}
+_MAX_URL: Final = 2000
+# IPv6 addresses that stand for an IPv4 address, which is their last four bytes
+_TRANSLATED: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("::/96"))
+# All other IPv6 addresses that anybody on the internet has (RFC 4291, section 2.4)
+_UNICAST: Final = ipaddress.IPv6Network("2000::/3")
+# Nobody has the name, or it has no address of the kinds that are asked for
+_NO_SUCH: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
+
+
+def read_url(text: str, settings: FetchSettings) -> httpx2.URL:
+    """The url of what the policy or a redirect names; raises Refused unless its host is allowed.
+
+    It is read by the library that sends the request: two readings of one address would be a way around.
+    """
+    try:
+        url = httpx2.URL(text)
+        port = _port(url)
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise Refused("This is no address that can be opened.") from error
+    if url.scheme not in _PORTS or not url.host or len(text) > _MAX_URL:
+        raise Refused("Only http and https addresses can be opened.")
+    if url.userinfo:
+        raise Refused("An address with a user name cannot be opened.")
+    if not _is_listed(url_host(url), port, url.scheme, settings.allowed_hosts):
+        raise Refused(f"This host cannot be opened, only {', '.join(settings.allowed_hosts[:10])}.")
+    return url
+
+
+def url_host(url: httpx2.URL) -> str:
+    """The host as it is sent, without brackets or a last dot."""
+    return url.raw_host.decode("ascii").lower().strip("[]").removesuffix(".")
+
+
+def resolve_address(url: httpx2.URL, settings: FetchSettings, resolve: Resolve) -> str:
+    """The number that is connected to, so that no second look-up can give another one.
+
+    Raises Refused where any number of the host is not public and the host is not among the private ones.
+    """
+    host, port = url_host(url), _port(url)
+    addresses = resolve(host, port)
+    if not addresses:
+        raise ToolFault(f"browser: {host} has no address")
+    if not _is_listed(host, port, url.scheme, settings.private_hosts) and not all(map(is_public, addresses)):
+        raise Refused("This host cannot be opened: it stands for a private address.")
+    return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Whether a number is of the public internet, also where it wraps an IPv4 address."""
+    number = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(number, ipaddress.IPv6Address):
+        inner = number.ipv4_mapped or number.sixtofour
+        if inner is None and any(number in network for network in _TRANSLATED):
+            inner = ipaddress.IPv4Address(number.packed[-4:])
+        if inner is None:
+            return number in _UNICAST and number.is_global
+        number = inner
+    return number.is_global and not number.is_multicast
+
+
+def call_with_timeout(limit_s: float, call: Callable[[], ResultT]) -> ResultT:
+    """What the call gives or raises; raises TimeoutError after ``limit_s`` seconds.
+
+    For the system's resolver, which takes no limit: it goes on in a thread that keeps no process alive.
+    """
+    future: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="outrider-look-up", daemon=True).start()
+    return future.result(timeout=limit_s)
+
+
+def look_up(host: str, port: int) -> list[str]:
+    """By the system's resolver, in its order."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        if isinstance(error, UnicodeError) or error.errno in _NO_SUCH:
+            raise Refused("There is no such host.") from error
+        raise ToolFault(f"browser: {host}: {error.strerror}") from error
+    return [str(info[4][0]) for info in infos]
+
+
+def _port(url: httpx2.URL) -> int:
+    """0 is a port that nobody is at, and not that of the scheme."""
+    return _PORTS.get(url.scheme, 0) if url.port is None else url.port
+
+
+def _is_listed(host: str, port: int, scheme: str, listed: Sequence[str]) -> bool:
+    return any(_matches(host, port, scheme, entry) for entry in listed)
+
+
+def _matches(host: str, port: int, scheme: str, entry: str) -> bool:
+    name, _, own = entry.rpartition(":") if not entry.endswith("]") and ":" in entry else (entry, "", "")
+    if port != (int(own) if own else _PORTS[scheme]):
+        return False
+    return host.endswith(name[1:]) if name.startswith("*.") else host == name.strip("[]")
+
+
+# Live pages: asked of allowed hosts alone, within one limit of time and one of size.
+
+
+_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+# Of the server or of the way to it; every other refusal is about the page that was named.
+_FAULTS: Final = frozenset({407, 408, 425, 429})
+_HTML: Final = frozenset({"text/html", "application/xhtml+xml"})
+_PLAIN: Final = frozenset({"application/json", "application/xml"})
+
+
+class Fetcher:
+    """Safe to use from several threads. ``transport`` and ``resolve`` take the place of the network in
+    tests.
+    """
+
+    def __init__(
+        self,
+        settings: FetchSettings,
+        max_chars: int,
+        *,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        resolve: Resolve = look_up,
+    ) -> None:
+        self._settings = settings
+        self._max_chars = max_chars
+        self._client = HttpClient(transport, is_bare=True)
+        self._resolve = resolve
+        self._pages: SingleFlightCache[Page] = SingleFlightCache(settings.cache_pages)
+
+    def page(self, address: str) -> Page:
+        """The page as it was when it was first asked for. Raises Refused for what the policy cannot have, and
+        ToolFault where the network or the server failed.
+        """
+        url = read_url(address, self._settings).copy_with(fragment=None)
+        return self._pages.get(str(url), lambda: self._fetch(url))
+
+    def _fetch(self, url: httpx2.URL) -> Page:
+        ends = time.monotonic() + self._settings.timeout_s
+        for _ in range(self._settings.max_redirects + 1):
+            answer = self._request(url, ends)
+            if answer.status not in _REDIRECTS or not (target := answer.headers.get("Location")):
+                return self._read(url, answer)
+            try:
+                next_url = str(url.join(target))
+            except (httpx2.InvalidURL, ValueError) as error:
+                raise Refused("The page leads to what is no address.") from error
+            url = read_url(next_url, self._settings)
+        raise Refused("The page leads from one address to another without an end.")
+
+    def _request(self, url: httpx2.URL, ends: float) -> HttpAnswer:
+        host = url_host(url)
+        try:
+            number = call_with_timeout(
+                _left(ends), lambda: resolve_address(url, self._settings, self._resolve)
+            )
+            return self._client.request(
+                str(url.copy_with(host=number, fragment=None)),
+                None,
+                {
+                    "Host": url.netloc.decode("ascii"),
+                    "Accept": "text/html, text/*;q=0.9",
+                    "Connection": "close",  # another host of this number has another certificate
+                },
+                timeout_s=_left(ends),
+                max_bytes=self._settings.max_bytes,
+                server_name=host,
+            )
+        except TimeoutError as error:
+            raise ToolFault(f"browser: {host}: no page within {self._settings.timeout_s:g} s") from error
+        except AnswerTooLarge as error:
+            raise Refused("The page is too large.") from error
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
+            reason = one_line(str(error).partition(": bytearray(")[0] or type(error).__name__)
+            raise ToolFault(f"browser: {host}: {reason[:200]}") from error
+
+    def _read(self, url: httpx2.URL, answer: HttpAnswer) -> Page:
+        if answer.status in _FAULTS or answer.status >= 500:
+            raise ToolFault(f"browser: {url_host(url)}: status {answer.status}")
+        if answer.is_error:
+            raise Refused(f"The page cannot be had: status {answer.status}.")
+        if answer.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+            raise Refused("The page cannot be read: it is compressed, which was not asked for.")
+        kind, _, rest = answer.headers.get("Content-Type", "text/html").partition(";")
+        kind = kind.strip().lower()
+        if kind not in _HTML | _PLAIN and not kind.startswith("text/"):
+            raise Refused("The page cannot be read: it is no text.")
+        _, _, charset = rest.lower().partition("charset=")
+        text = without_controls(decode_page(answer.content, charset.partition(";")[0].strip(" \"'") or None))
+        title, text = title_and_text(text) if kind in _HTML else ("", text)
+        return Page(address=str(url), title=title or str(url), text=text[: self._max_chars + 1])
+
+
+def _left(ends: float) -> float:
+    """Seconds until then; raises TimeoutError where there are none."""
+    left = ends - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

@@ -12,8 +12,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.types import Origin, Outcome
-from outrider.watch.rollout_rows import RolloutWriter, rollouts_from_traces
-from outrider.watch.traces import TraceRow, TraceWriter
+from outrider.viewer.records import RolloutWriter, TraceRow, TraceWriter, rollouts_from_traces
 from tests.watch.viewer.browser.conftest import AXE
 from tests.watch.viewer.browser.places import VIEWS, place, row_with, until, views
 from tests.watch.viewer.serving import Served, serving

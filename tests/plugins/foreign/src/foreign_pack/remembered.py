@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.algorithms.algorithm import Algorithm
-from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages, group_advantages
+from outrider.algorithms.base import (
+    Algorithm,
+    GroupAdvantages,
+    ObjectiveSettings,
+    assign_advantages,
+    group_advantages,
+)
 from outrider.metrics import Metric
 from outrider.trace import Trace
 
 if TYPE_CHECKING:
-    from outrider.algorithms.common.token_loss import TokenLoss, TokenLossInputs
+    from outrider.algorithms.losses import TokenLoss, TokenLossInputs
 
 
 class RememberedSettings(ObjectiveSettings):

@@ -1,0 +1,454 @@
+"""Group credit: one scalar advantage per rollout, from the returns of the rollouts of one task.
+
+Every statistic counts rollouts, never turns or rows. float64 throughout, and independent of the order of the
+rollouts.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64Array: TypeAlias = NDArray[np.float64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+NoSignalReason = Literal["unscorable", "singleton", "no_spread", "rejected"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutAdvantages:
+    """The credit of one group.
+
+    ``values`` [N] are the advantages; ``assigned`` [N] is False where the rollout had no return (an
+    infrastructure fault), whose value is 0 only as a placeholder: such a rollout must not be trained on.
+    ``has_signal`` is False when no rollout can be told from another; ``reason`` then says why: every rollout
+    ``unscorable``, a ``singleton``, ``no_spread`` among the returns, or every rollout ``rejected`` (rejection
+    sampling).
+    """
+
+    values: Float64Array
+    assigned: BoolArray
+    has_signal: bool
+    reason: NoSignalReason | None
+
+
+def group_normalized_advantages_per_rollout(
+    *,
+    returns: Sequence[float | None] | Float64Array,
+    std_ddof: Literal[0, 1] = 1,
+    eps: float = 1e-6,
+    normalize_std: bool = True,
+    spread_tolerance: float = 1e-9,
+) -> RolloutAdvantages:
+    """``(R_i - mean R) / (std R + eps)`` over the scorable rollouts of one group (GRPO, arXiv 2402.03300
+    section 4.1).
+
+    ``returns`` [N]; None or NaN marks an unscorable rollout, which counts in neither mean nor std.
+    ``std_ddof`` is 1 for the sample and 0 for the population std. ``normalize_std=False`` only centres (Dr.
+    GRPO, arXiv 2503.20783). A group whose max - min is within ``spread_tolerance * max(1, max |R|)`` gets
+    exactly 0; a test on ``std == 0`` would let rounding noise through. A group of one gets 0, where upstream
+    libraries hand out the raw return.
+
+    Raises ValueError for an empty group, an infinite return or a negative ``eps``.
+    """
+    if eps < 0.0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    scorable, assigned = _split(returns)
+    reason = _no_signal_reason(scorable, spread_tolerance)
+    if reason is not None:
+        return _no_signal(assigned, reason)
+    centred = scorable - math.fsum(scorable) / scorable.size
+    if normalize_std:
+        # fsum rounds once: no bit depends on the order of the rollouts.
+        variance = math.fsum(centred * centred) / (scorable.size - std_ddof)
+        centred = centred / (math.sqrt(variance) + eps)
+    return _scatter(centred, assigned)
+
+
+def leave_one_out_advantages_per_rollout(
+    *, returns: Sequence[float | None] | Float64Array, spread_tolerance: float = 1e-9
+) -> RolloutAdvantages:
+    """``R_i - mean_{j != i} R_j`` over the scorable rollouts of one group (RLOO, arXiv 2402.14740).
+
+    The baseline does not depend on rollout i, so the policy gradient stays unbiased. Unscorable rollouts,
+    groups of one and groups without spread are treated as in :func:`group_normalized_advantages_per_rollout`.
+    """
+    scorable, assigned = _split(returns)
+    reason = _no_signal_reason(scorable, spread_tolerance)
+    if reason is not None:
+        return _no_signal(assigned, reason)
+    centred = scorable - math.fsum(scorable) / scorable.size
+    # R_i minus the mean of the others is n / (n - 1) times R_i minus the mean of all.
+    return _scatter(centred * (scorable.size / (scorable.size - 1)), assigned)
+
+
+def _split(returns: Sequence[float | None] | Float64Array) -> tuple[Float64Array, BoolArray]:
+    """The scorable returns and the mask [N] of who has one."""
+    values = np.array([math.nan if value is None else float(value) for value in returns], dtype=np.float64)
+    if values.size == 0:
+        raise ValueError("a group needs at least one rollout")
+    if np.isinf(values).any():
+        raise ValueError("an infinite return cannot be credited")
+    assigned = ~np.isnan(values)
+    return values[assigned], assigned
+
+
+def _no_signal_reason(scorable: Float64Array, spread_tolerance: float) -> NoSignalReason | None:
+    if scorable.size == 0:
+        return "unscorable"
+    if scorable.size == 1:
+        return "singleton"
+    spread = float(scorable.max() - scorable.min())
+    # Relative for large returns, whose rounding grows with them; absolute for small ones.
+    scale = max(1.0, float(np.abs(scorable).max()))
+    return "no_spread" if spread <= spread_tolerance * scale else None
+
+
+def _no_signal(assigned: BoolArray, reason: NoSignalReason) -> RolloutAdvantages:
+    return RolloutAdvantages(
+        values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reason
+    )
+
+
+def _scatter(advantages: Float64Array, assigned: BoolArray) -> RolloutAdvantages:
+    values = np.zeros(assigned.size)
+    values[assigned] = advantages
+    return RolloutAdvantages(values=values, assigned=assigned, has_signal=True, reason=None)
+
+
+# Advantages whose statistics span a batch, a tree or a group with demonstrations, and which groups are worth
+# an update.
+#
+# Shapes: N rollouts, T policy tokens of the flat packed layout (a rollout's tokens in the order of time).
+# ``None`` or NaN marks a rollout without a return, which is in no statistic and gets 0. float64 throughout;
+# sums over rollouts are rounded once, so that no advantage depends on the order of the rollouts. Groups that
+# tell nothing apart get exactly 0, as in :mod:`outrider.algorithms.advantages`. Sources:
+# docs/algorithms/objectives.md.
+
+
+Returns = Sequence[float | None] | Float64Array
+Index = Sequence[int] | NDArray[np.int64]
+Variance = Literal["sample", "population"]
+TreeCombination = Literal["sum", "inner", "nested"]
+
+_SPREAD_TOLERANCE = 1e-9
+
+
+def batch_scaled_advantages_per_rollout(
+    *, returns: Returns, groups: Sequence[Hashable], eps: float = 1e-4
+) -> Float64Array:
+    """``(R_i - mean of the group) / (std of the batch + eps)`` [N] (TRL, ``scale_rewards = "batch"``).
+
+    One sample std over all returns, so that groups with little spread are not blown up. ``groups`` [N] names
+    each rollout's group.
+    """
+    values = _floats(returns)
+    centred = np.zeros(values.size)
+    for members in _members(groups, values.size).values():
+        centred[members] = group_normalized_advantages_per_rollout(
+            returns=values[members], normalize_std=False
+        ).values
+    return _over_std(centred, counted=values[~np.isnan(values)], eps=eps)
+
+
+def leave_one_out_batch_normalized_advantages_per_rollout(
+    *, returns: Returns, groups: Sequence[Hashable], eps: float = 1e-4
+) -> Float64Array:
+    """RLOO's advantages over their sample std in the batch plus ``eps`` [N] (TRL, ``normalize_advantages``).
+
+    Their mean is 0 in every group, so nothing is subtracted and a group without spread keeps exactly 0.
+    """
+    values = _floats(returns)
+    advantages = np.zeros(values.size)
+    for members in _members(groups, values.size).values():
+        advantages[members] = leave_one_out_advantages_per_rollout(returns=values[members]).values
+    return _over_std(advantages, counted=advantages[~np.isnan(values)], eps=eps)
+
+
+def token_rewards_per_token(
+    *,
+    returns: Returns,
+    rollout_index: Index,
+    kl_per_token: Float64Array | None = None,
+    kl_weight: float = 0.0,
+) -> Float64Array:
+    """The return on the last policy token of each rollout, less ``kl_weight * k1`` on every token [T].
+
+    ``kl_per_token`` is ``log pi_old - log reference``. NaN on the last token of a rollout without a return.
+    """
+    values, owners = _floats(returns), np.asarray(rollout_index, dtype=np.int64)
+    if (kl_weight != 0.0) != (kl_per_token is not None):
+        raise ValueError("kl_weight and kl_per_token belong together")
+    rewards = (
+        np.zeros(owners.size)
+        if kl_per_token is None
+        else -kl_weight * np.asarray(kl_per_token, dtype=np.float64)
+    )
+    # Later tokens overwrite earlier ones: each rollout's last stays.
+    last = {int(owner): token for token, owner in enumerate(owners)}
+    for owner, token in last.items():
+        rewards[token] += values[owner]
+    return rewards
+
+
+def returns_to_go_per_token(
+    rewards: Float64Array, *, rollout_index: Index, gamma: float = 1.0
+) -> Float64Array:
+    """``G_t = sum_{k >= t} gamma^(k - t) r_k`` [T] over the policy tokens of each rollout.
+
+    Tokens that the policy did not write take no time, so a reward reaches the turns before an observation
+    undiminished. Raises ValueError for gamma outside [0, 1].
+    """
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+    returns_to_go: dict[int, float] = {}
+    values = np.zeros(len(rewards))
+    # From behind, so that one pass does; rollouts may be interleaved.
+    for token in range(len(rewards) - 1, -1, -1):
+        owner = int(rollout_index[token])
+        returns_to_go[owner] = float(rewards[token]) + gamma * returns_to_go.get(owner, 0.0)
+        values[token] = returns_to_go[owner]
+    return values
+
+
+def whitened_per_token(values: Float64Array, *, variance: Variance = "sample") -> Float64Array:
+    """``(x - mean) / std`` [T] over all tokens of the batch, so long rollouts weigh more. NaN is left out and
+    gets 0.
+
+    ``sample`` is verl's convention, ``1 / sqrt(sample variance + 1e-8)``; ``population`` is OpenRLHF's,
+    ``1 / sqrt(max(population variance, 1e-8))``. Without spread, or with fewer than two tokens, exactly 0.
+    """
+    known = ~np.isnan(values)
+    known_values = values[known]
+    white = np.zeros(len(values))
+    if not _has_spread(known_values, _SPREAD_TOLERANCE):
+        return white
+    centred = known_values - math.fsum(known_values) / known_values.size
+    squares = math.fsum(centred * centred)
+    scale = (
+        squares / (known_values.size - 1) + 1e-8
+        if variance == "sample"
+        else max(squares / known_values.size, 1e-8)
+    )
+    white[known] = centred / math.sqrt(scale)
+    return white
+
+
+def reinforce_plus_plus_advantages_per_token(
+    *,
+    returns: Returns,
+    rollout_index: Index,
+    gamma: float = 1.0,
+    kl_per_token: Float64Array | None = None,
+    kl_weight: float = 0.0,
+    variance: Variance = "sample",
+) -> Float64Array:
+    """REINFORCE++ (arXiv 2501.03262): whitened returns-to-go [T] of the rewards of
+    :func:`token_rewards_per_token`.
+
+    Needs no groups: one rollout per task will do. A group whose rollouts all have the same return still gets
+    credit against the batch.
+    """
+    # NaN in the last token's reward spreads to all earlier tokens of that rollout, which whitening then
+    # leaves out.
+    rewards = token_rewards_per_token(
+        returns=returns, rollout_index=rollout_index, kl_per_token=kl_per_token, kl_weight=kl_weight
+    )
+    return whitened_per_token(
+        returns_to_go_per_token(rewards, rollout_index=rollout_index, gamma=gamma), variance=variance
+    )
+
+
+def reinforce_plus_plus_baseline_advantages_per_token(
+    *, returns: Returns, groups: Sequence[Hashable], rollout_index: Index, variance: Variance = "sample"
+) -> Float64Array:
+    """REINFORCE++-baseline: ``R_i - mean of the group`` on every token, whitened over the batch's tokens [T].
+
+    Whitening centres again, by tokens: with unequal lengths a group's advantages need not sum to 0, and a
+    group without spread gets the same small value on each token instead of 0.
+    """
+    values = _floats(returns)
+    centred = np.full(values.size, math.nan)
+    for members in _members(groups, values.size).values():
+        member_advantages = group_normalized_advantages_per_rollout(
+            returns=values[members], normalize_std=False
+        )
+        centred[members] = np.where(member_advantages.assigned, member_advantages.values, math.nan)
+    return whitened_per_token(centred[np.asarray(rollout_index, dtype=np.int64)], variance=variance)
+
+
+def tree_advantages_per_leaf(
+    *, returns: Returns, trees: Sequence[Hashable], combination: TreeCombination = "sum", eps: float = 1e-6
+) -> RolloutAdvantages:
+    """Tree-GRPO (arXiv 2509.21240): z-scores of the leaves of one task, over the task and over each leaf's
+    tree.
+
+    ``trees`` [N] names each leaf's tree. ``sum`` adds the score over all leaves and the score within the
+    tree; ``inner`` is the latter alone; ``nested`` is the score within the tree of the scores over all
+    leaves. A tree of one leaf has 0 within the tree.
+    """
+    values = _floats(returns)
+    outer = group_normalized_advantages_per_rollout(returns=values, eps=eps)
+    scored = np.where(outer.assigned, outer.values, math.nan) if combination == "nested" else values
+    advantages = outer.values.copy() if combination == "sum" else np.zeros(values.size)
+    reasons = []
+    for members in _members(trees, values.size).values():
+        inner = group_normalized_advantages_per_rollout(returns=scored[members], eps=eps)
+        advantages[members] += inner.values
+        reasons.append(inner.reason)
+    has_signal = outer.has_signal if combination == "sum" else None in reasons
+    lone = outer.reason or ("singleton" if "no_spread" not in reasons else "no_spread")
+    return RolloutAdvantages(
+        values=advantages, assigned=outer.assigned, has_signal=has_signal, reason=None if has_signal else lone
+    )
+
+
+def mixed_group_advantages_per_rollout(
+    *,
+    returns: Returns,
+    is_demonstration: Sequence[bool],
+    statistics: Literal["mixed", "on_policy"] = "mixed",
+    normalize_std: bool = False,
+    eps: float = 1e-6,
+) -> RolloutAdvantages:
+    """LUFFY (arXiv 2504.14945): the advantages [N] of one group that holds demonstrations among the policy's
+    rollouts.
+
+    ``mixed`` counts demonstrations in mean and std. ``on_policy`` takes both from the policy's rollouts
+    alone; where these have no spread, a demonstration gets its plain distance from their mean. The paper
+    divides by the std, the released script does not.
+    """
+    values = _floats(returns)
+    demonstrated = np.asarray(is_demonstration, dtype=np.bool_)
+    if demonstrated.size != values.size:
+        raise ValueError(f"{values.size} returns with {demonstrated.size} marks of demonstrations")
+    if statistics == "mixed":
+        return group_normalized_advantages_per_rollout(returns=values, normalize_std=normalize_std, eps=eps)
+    own = values[~demonstrated & ~np.isnan(values)]
+    advantages = np.zeros(values.size)
+    if own.size:
+        advantages = np.where(np.isnan(values), 0.0, values - math.fsum(own) / own.size)
+    if not _has_spread(own, _SPREAD_TOLERANCE):
+        advantages[~demonstrated] = 0.0  # not the rounding of their mean
+    elif normalize_std:
+        advantages /= _sample_std(own) + eps
+    has_signal = bool(advantages.any())
+    reasons: tuple[NoSignalReason, NoSignalReason, NoSignalReason] = ("unscorable", "singleton", "no_spread")
+    return RolloutAdvantages(
+        values=advantages,
+        assigned=~np.isnan(values),
+        has_signal=has_signal,
+        reason=None if has_signal else reasons[min(own.size, 2)],
+    )
+
+
+def overlong_penalty(*, length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
+    """DAPO's soft punishment (arXiv 2503.14476, Eq. 13), to be added to the reward; between ``-factor`` and
+    0.
+
+    0 up to ``max_length - buffer`` tokens, then falling linearly to ``-factor`` at ``max_length``, and no
+    further beyond. Raises ValueError unless ``0 < buffer <= max_length`` and ``factor >= 0``.
+    """
+    if not 0 < buffer <= max_length or factor < 0.0:
+        raise ValueError(
+            f"impossible overlong punishment: max_length {max_length}, buffer {buffer}, factor {factor}"
+        )
+    excess = length - (max_length - buffer)
+    return -factor * min(1.0, excess / buffer) if excess > 0 else 0.0
+
+
+def groups_with_spread(
+    metric: Returns, *, groups: Sequence[Hashable], tolerance: float = _SPREAD_TOLERANCE
+) -> dict[Hashable, list[int]]:
+    """Dynamic sampling (DAPO): the groups whose metric is not constant, with the positions of their rollouts,
+    in first-seen order.
+
+    Give it the unshaped metric: a length punishment would keep groups that are all right or all wrong. A
+    group is constant when max - min is within ``tolerance * max(1, max |x|)`` over its rollouts with a
+    metric; a group of one is constant.
+    """
+    values = _floats(metric)
+    members_by_group = _members(groups, values.size)
+    return {
+        group: members
+        for group, members in members_by_group.items()
+        if _has_spread(values[members][~np.isnan(values[members])], tolerance)
+    }
+
+
+def difficulty_scores(
+    predicted: Sequence[float] | Float64Array, *, target: float = 0.5, temperature: float = 1e-3
+) -> Float64Array:
+    """``-|predicted mean reward - target| / temperature``: the logarithm of how often each task is drawn, up
+    to a constant.
+
+    Raises ValueError for a temperature <= 0.
+    """
+    if temperature <= 0.0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return -np.abs(np.asarray(predicted, dtype=np.float64) - target) / temperature
+
+
+def difficulty_probabilities(
+    predicted: Sequence[float] | Float64Array, *, target: float = 0.5, temperature: float = 1e-3
+) -> Float64Array:
+    """Probabilities of drawing each task, proportional to ``exp(-|predicted mean reward - target| /
+    temperature)`` (DOTS).
+
+    At the released temperature of 1e-3 this is close to taking the nearest tasks. Raises ValueError for a
+    temperature <= 0.
+    """
+    scores = difficulty_scores(predicted, target=target, temperature=temperature)
+    # Less the maximum: at a low temperature exp of the plain scores may be 0 for every task.
+    weights = np.exp(scores - scores.max(initial=-math.inf))
+    return np.asarray(weights / math.fsum(weights), dtype=np.float64)
+
+
+def replayable_groups(
+    keys: Sequence[Hashable], *, mean_rewards: Sequence[float], room: int | None = None
+) -> list[int]:
+    """RolloutReplay: positions of the stored groups that may be trained on again, oldest first.
+
+    ``keys`` names the task of each stored group, oldest first. Only the newest group of a task counts, and
+    only with a mean reward strictly between 0 and 1. ``room`` keeps that many of the newest, which is what
+    stays stored when fresh groups come in.
+    """
+    newest = {key: position for position, key in enumerate(keys)}
+    positions = sorted(position for position in newest.values() if 0.0 < mean_rewards[position] < 1.0)
+    return positions if room is None else positions[max(0, len(positions) - max(0, room)) :]
+
+
+def _floats(returns: Returns) -> Float64Array:
+    values = np.array([math.nan if value is None else float(value) for value in returns], dtype=np.float64)
+    if np.isinf(values).any():
+        raise ValueError("an infinite return cannot be credited")
+    return values
+
+
+def _members(groups: Sequence[Hashable], size: int) -> Mapping[Hashable, list[int]]:
+    if len(groups) != size:
+        raise ValueError(f"{size} returns with {len(groups)} group names")
+    members: dict[Hashable, list[int]] = {}
+    for position, group in enumerate(groups):
+        members.setdefault(group, []).append(position)
+    return members
+
+
+def _has_spread(values: Float64Array, tolerance: float) -> bool:
+    return values.size > 1 and bool(np.ptp(values) > tolerance * max(1.0, float(np.abs(values).max())))
+
+
+def _over_std(advantages: Float64Array, *, counted: Float64Array, eps: float) -> Float64Array:
+    if eps < 0.0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    # Without any credit there may be no std either, and 0 / 0 for eps = 0.
+    return advantages / (_sample_std(counted) + eps) if advantages.any() else advantages
+
+
+def _sample_std(values: Float64Array) -> float:
+    if values.size < 2:
+        return 0.0
+    centred = values - math.fsum(values) / values.size
+    return math.sqrt(math.fsum(centred * centred) / (values.size - 1))

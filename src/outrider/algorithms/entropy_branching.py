@@ -1,0 +1,260 @@
+"""ARPO's and AEPO's formulas (arXiv 2507.19849, 2510.14545) as pure functions of entropies and uniform draws.
+
+Entropies are in nats. ``u`` is a draw in [0, 1).
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outrider.algorithms.base import Attribution
+from outrider.config import Settings
+from outrider.rollout.hooks import EpisodeState, Forgetful
+from outrider.trace import Node, Trace
+
+Reduce = Literal["mean", "sum"]
+Normalizer = Literal["log_vocabulary", "vocabulary", "none"]
+Decision = Literal["bernoulli", "threshold", "aepo_released"]
+
+
+def truncated_entropy(logprobs: Sequence[float]) -> float:
+    """``-sum p ln p`` over the log-probs that a server returned, not renormalised: a lower bound (released
+    ARPO).
+    """
+    return -math.fsum(math.exp(value) * value for value in logprobs)
+
+
+def segment_entropy(
+    token_entropies: Sequence[float],
+    *,
+    vocabulary_size: int,
+    window: int = 20,
+    reduce: Reduce = "mean",
+    normalizer: Normalizer = "log_vocabulary",
+) -> float:
+    """Entropy of a segment's first ``window`` tokens: mean or sum, divided by ln V, V or nothing; 0 for an
+    empty segment.
+
+    Raises ValueError for a vocabulary of fewer than two entries.
+    """
+    if vocabulary_size < 2:
+        raise ValueError(f"a vocabulary of {vocabulary_size} has no entropy")
+    first = token_entropies[:window]
+    if not first:
+        return 0.0
+    value = math.fsum(first) / (len(first) if reduce == "mean" else 1)
+    return (
+        value
+        / {"log_vocabulary": math.log(vocabulary_size), "vocabulary": vocabulary_size, "none": 1}[normalizer]
+    )
+
+
+def branch_probability(
+    *, change: float, base: float, weight: float, penalty: float = 0.0, streak: int = 0
+) -> float:
+    """``clip((p + w dH) (1 - penalty l), 0, 1)``; ``streak`` l counts the branched steps in a row (AEPO), 0
+    in ARPO.
+    """
+    # The factor stops at 0: below, a long streak would turn a negative probability positive.
+    return min(1.0, max(0.0, (base + weight * change) * max(0.0, 1.0 - penalty * streak)))
+
+
+def branches(
+    u: float,
+    *,
+    change: float,
+    base: float,
+    weight: float,
+    decision: Decision = "bernoulli",
+    threshold: float = 0.5,
+    penalty: float = 0.0,
+    streak: int = 0,
+) -> bool:
+    """Whether to fork.
+
+    ``bernoulli`` draws with :func:`branch_probability` (released ARPO, ``clip(u - w dH, 0, 1) <= p``, is the
+    same for p in (0, 1)); ``threshold`` forks iff that probability exceeds ``threshold`` (ARPO section 3.1);
+    ``aepo_released`` forks iff ``clip((u + w dH) (1 - penalty l), 0, 1) >= p``.
+    """
+    if decision == "aepo_released":
+        return min(1.0, max(0.0, (u + weight * change) * max(0.0, 1.0 - penalty * streak))) >= base
+    if decision == "threshold":
+        return (
+            branch_probability(change=change, base=base, weight=weight, penalty=penalty, streak=streak)
+            > threshold
+        )
+    if penalty == 0.0 or streak == 0:
+        return min(1.0, max(0.0, u - weight * change)) <= base
+    return u < branch_probability(change=change, base=base, weight=weight, penalty=penalty, streak=streak)
+
+
+def first_wave_budget(*, total: int, entropy_root: float, entropy_tools: float, slope: float = 0.5) -> int:
+    """Rollouts that begin at the prompt: ``floor(k sigmoid(beta (H_root - H_tool))) + 1``, between 1 and k
+    (AEPO).
+
+    The paper's real number is k times the sigmoid; the added one is the released code's rounding.
+    """
+    share = 1.0 / (1.0 + math.exp(-slope * (entropy_root - entropy_tools)))
+    return min(total, max(1, math.floor(total * share) + 1))
+
+
+def entropy_advantage_factors(token_entropies: Sequence[float], *, weight: float) -> list[float]:
+    """``1 + a z`` with z the entropy's deviation in (unbiased) standard deviations; 1 without spread
+    (AEPO).
+    """
+    count = len(token_entropies)
+    if count == 0:
+        return []
+    mean = math.fsum(token_entropies) / count
+    variance = math.fsum((value - mean) ** 2 for value in token_entropies) / (count - 1) if count > 1 else 0.0
+    std = math.sqrt(variance) or 1.0
+    return [1.0 + weight * (value - mean) / std for value in token_entropies]
+
+
+# The branching rule as a hook of the loop (arXiv 2507.19849 section 3.1; arXiv 2510.14545).
+#
+# The first ``window`` tokens of the turn after a tool result are the look-ahead: the rollout that wrote them
+# keeps them, and the forks leave in front of them. Formulas: :mod:`outrider.algorithms.entropy_branching`.
+
+
+class BranchSettings(Settings):
+    """Where rollouts leave another one. ``first_wave`` N begin at the prompt; ``num_children`` Z tries a fork
+    point.
+
+    ``base_probability`` p, ``entropy_weight`` w, ``threshold`` tau, ``window`` k as in the papers.
+    ``source``: the entropy after the tool result, or, as released, of the turn that made the call.
+    ``pre_monitor``: one rollout first, whose entropies set N (AEPO). ``attribution``: what a shared token
+    gets.
+    """
+
+    first_wave: int = Field(8, ge=1)
+    num_children: int = Field(1, ge=1)
+    window: int = Field(20, ge=1)
+    base_probability: float = Field(0.5, ge=0, le=1)
+    entropy_weight: float = Field(0.2, ge=0)
+    decision: Decision = "bernoulli"
+    threshold: float = Field(0.5, ge=0, le=1)
+    source: Literal["after_result", "previous_segment"] = "after_result"
+    reduce: Reduce = "mean"
+    normalizer: Normalizer = "log_vocabulary"
+    attribution: Attribution = "soft"
+    pre_monitor: bool = False
+    branch_penalty: float = Field(0.0, ge=0, le=1)
+    penalty_scope: Literal["lineage", "prompt"] = "lineage"
+
+
+def first_wave_problem(section: str, first_wave: int, group_size: int) -> str:
+    """The message about a first wave that is larger than its group; ``section`` holds the key."""
+    return (
+        f"{section}first_wave {first_wave} exceeds group_size {group_size}: set {section}first_wave to "
+        f"at most {group_size}, or algorithm.group_size to at least {first_wave}"
+    )
+
+
+def require_countable(
+    attribution: Attribution,
+    aggregation: str,
+    *,
+    whole_rollouts: bool = False,
+    positive_nll: float = 0.0,
+) -> None:
+    """Raises ValueError: a token that counts for one of its rollouts only would make the lengths of the
+    others wrong.
+
+    So would a ratio of whole rollouts: leaves of one token would have different ones.
+    """
+    if whole_rollouts:
+        raise ValueError(
+            "branching shares tokens between rollouts, whose ratios as a whole differ: use ratios of tokens"
+        )
+    if attribution == "hard" and positive_nll > 0:
+        raise ValueError(
+            "attribution = hard gives a shared token to one rollout, "
+            "whose success positive_nll would take for all"
+        )
+    if attribution == "hard" and aggregation == "sequence_mean_token_mean":
+        raise ValueError(
+            "attribution = hard counts a shared token once, which "
+            "sequence_mean_token_mean cannot; use token_mean"
+        )
+
+
+class BranchHook(Forgetful):
+    """Decides after every tool result how many rollouts leave there."""
+
+    def __init__(
+        self, settings: BranchSettings, *, group_size: int, vocabulary_size: int, every_action: bool = False
+    ) -> None:
+        self.settings = settings
+        self.group_size = group_size
+        self.vocabulary_size = vocabulary_size
+        # a simulator's moves are no tool calls, but they are what was executed
+        self.every_action = every_action
+        self.first_wave = 1 if settings.pre_monitor else settings.first_wave
+        self.streak_scope = settings.penalty_scope
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Any]:
+        """Nothing to do."""
+        return ()
+
+    def after_turn(self, state: EpisodeState) -> None:
+        """Nothing to do: the decision falls in front of the environment's step."""
+
+    def after_group(self, trace: Trace) -> None:
+        """Nothing to do: the hook remembers nothing."""
+
+    def num_forks(self, state: EpisodeState) -> int | None:
+        """Tries that succeed, after a turn that followed an executed call; each try draws from the turn's own
+        stream.
+        """
+        result = state.last_result
+        if state.turn == 0 or result is None or (self.settings.pre_monitor and state.rollout == 0):
+            return None
+        if not (result.num_tool_calls or (self.every_action and not result.invalid)):
+            return None
+        s = self.settings
+        # Two at least: the turn is not the rollout's first.
+        written = [node for node in state.trace.path(state.last_node.node_id) if node.trainable]
+        change = self._entropy(written[-1 if s.source == "after_result" else -2]) - self._entropy(written[0])
+        rule = partial(
+            branches,
+            change=change,
+            base=s.base_probability,
+            weight=s.entropy_weight,
+            decision=s.decision,
+            threshold=s.threshold,
+            penalty=s.branch_penalty,
+            streak=state.branch_streak,
+        )
+        # Begins anew at every call: asked again about a point, the hook draws the same.
+        random = state.stream("branch")
+        state.last_node.metadata["entropy_change"] = change
+        return sum(rule(float(random.random())) for _ in range(s.num_children))
+
+    def budget(self, trace: Trace) -> int | None:
+        """N for the rest of a group, from its first rollout (AEPO's pre-monitoring). That rollout stays in
+        the group.
+        """
+        if not self.settings.pre_monitor:
+            return None
+        written = [node for _, path in trace.rollouts() for node in path if node.trainable]
+        if not written:
+            return self.settings.first_wave  # its infrastructure broke: nothing is known
+        after_tools = written[1:] or written
+        tools = sum(self._entropy(node) for node in after_tools) / len(after_tools)
+        return first_wave_budget(
+            total=self.group_size, entropy_root=self._entropy(written[0]), entropy_tools=tools
+        )
+
+    def _entropy(self, node: Node) -> float:
+        s = self.settings
+        return segment_entropy(
+            node.entropies,
+            vocabulary_size=self.vocabulary_size,
+            window=s.window,
+            reduce=s.reduce,
+            normalizer=s.normalizer,
+        )

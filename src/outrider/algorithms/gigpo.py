@@ -1,0 +1,346 @@
+"""GiGPO (arXiv 2505.10978): an episode advantage, plus a step advantage among the turns that acted on the
+same observation.
+
+Formulas are in :mod:`outrider.algorithms.gigpo`; deviations are in docs/algorithms/gigpo.md.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from statistics import fmean
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from outrider.algorithms.advantages import (
+    Float64Array,
+    RolloutAdvantages,
+    group_normalized_advantages_per_rollout,
+)
+from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings
+from outrider.algorithms.grpo import OnPolicyGroup, with_preset
+from outrider.algorithms.presets import GIGPO_PRESETS, GigpoPreset
+from outrider.trace import Leaf, Node, Trace, policy_turns
+from outrider.types import Origin
+
+# GiGPO's formulas (arXiv 2505.10978) as pure functions over the policy turns of one task's group.
+#
+# Sequences over turns hold one value a policy turn, rollout after rollout. float64 throughout; sums are rounded
+# once, so that no value depends on the order of the rollouts.
+
+
+Normalization = Literal["none", "std"]
+Similarity: TypeAlias = Literal["exact"] | float
+
+
+def discounted_returns_per_turn(rewards: Sequence[float], *, gamma: float) -> list[float]:
+    """``R_t = sum_{k >= t} gamma^(k - t) r_k`` (Eq. 5) of one rollout, whose step rewards come in the order
+    of time.
+
+    Raises ValueError for gamma outside [0, 1] and for a reward that is not finite.
+    """
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+    if not all(map(math.isfinite, rewards)):
+        raise ValueError("a step reward that is not finite cannot be credited")
+    returns: list[float] = []
+    later_return = 0.0
+    for reward in reversed(rewards):
+        later_return = reward + gamma * later_return
+        returns.append(later_return)
+    return returns[::-1]
+
+
+def anchor_groups(anchors: Sequence[str], *, similarity: Similarity = "exact") -> list[int]:
+    """The anchor group of each turn (Eq. 6): its turns acted on the same observation. Numbered by first
+    appearance.
+
+    ``exact`` compares the texts. A number in (0, 1] puts a text into the first group whose leader it
+    resembles with at least that ratio of :class:`difflib.SequenceMatcher`. Texts found groups in alphabetical
+    order, so that the partition does not depend on the order of the turns. The cost is quadratic in distinct
+    texts and in their length. Raises ValueError for another number.
+    """
+    leaders = (
+        {text: text for text in anchors}
+        if isinstance(similarity, str)
+        else _leaders(anchors, threshold=similarity)
+    )
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(leaders[text], len(numbers)) for text in anchors]
+
+
+def episode_advantages_per_turn(
+    scores: Sequence[float],
+    *,
+    population: Sequence[float],
+    normalization: Normalization,
+    eps: float = 1e-6,
+    spread_tolerance: float = 1e-9,
+) -> Float64Array:
+    """``A^E = (R - mean P) / F`` (Eq. 3) for the score R of every turn: its episode's return, less the turn's
+    own penalty.
+
+    ``population`` P is what mean and std count: one score per rollout in the paper, one per turn in the
+    released code. F is 1 for ``none`` and ``std P + eps`` (sample std) for ``std``. A population of one, or
+    whose spread is within ``spread_tolerance * max(1, max |P|)``, gives exactly 0.
+    """
+    counted = np.array(population, dtype=np.float64)
+    return _deviations(np.array(scores, dtype=np.float64), counted, normalization, eps, spread_tolerance)
+
+
+def step_advantages_per_turn(
+    step_returns: Sequence[float],
+    *,
+    groups: Sequence[int],
+    normalization: Normalization,
+    eps: float = 1e-6,
+    spread_tolerance: float = 1e-9,
+) -> Float64Array:
+    """``A^S = (R_t - mean) / F`` (Eq. 7) within the anchor group of each turn; ``groups`` as from
+    :func:`anchor_groups`.
+
+    Every turn counts once, also where one rollout met its anchor several times. F, groups of one and groups
+    without spread are as in :func:`episode_advantages_per_turn`. Raises ValueError for sequences of unequal
+    length.
+    """
+    if len(groups) != len(step_returns):
+        raise ValueError(f"{len(step_returns)} step returns with {len(groups)} anchor groups")
+    returns = np.array(step_returns, dtype=np.float64)
+    members: dict[int, list[int]] = {}
+    for turn, group in enumerate(groups):
+        members.setdefault(group, []).append(turn)
+    advantages = np.zeros(len(returns))
+    for turns in members.values():
+        advantages[turns] = _deviations(returns[turns], returns[turns], normalization, eps, spread_tolerance)
+    return advantages
+
+
+def _deviations(
+    values: Float64Array,
+    population: Float64Array,
+    normalization: Normalization,
+    eps: float,
+    spread_tolerance: float,
+) -> Float64Array:
+    if population.size < 2:
+        return np.zeros(values.size)
+    spread, scale = float(np.ptp(population)), max(1.0, float(np.abs(population).max()))
+    if spread <= spread_tolerance * scale:
+        return np.zeros(values.size)
+    mean = math.fsum(population) / population.size
+    if normalization == "none":
+        return values - mean
+    centred = population - mean
+    variance = math.fsum(centred * centred) / (population.size - 1)
+    return (values - mean) / (math.sqrt(variance) + eps)
+
+
+def _leaders(anchors: Sequence[str], *, threshold: float) -> dict[str, str]:
+    """The leader of every distinct text."""
+    if not 0.0 < threshold <= 1.0:
+        raise ValueError(f"a similarity threshold must lie in (0, 1], got {threshold}")
+    leaders: dict[str, str] = {}
+    # Sorted: a set's order changes from process to process, and leaders depend on it.
+    for text in sorted(set(anchors)):
+        # autojunk would ignore frequent characters from 200 characters on: the ratio of long texts would mean
+        # something else.
+        matcher = SequenceMatcher(b=text, autojunk=False)
+        known = (leader for leader, own in leaders.items() if leader == own)
+        leaders[text] = next((leader for leader in known if _resembles(matcher, leader, threshold)), text)
+    return leaders
+
+
+def _resembles(matcher: "SequenceMatcher[str]", text: str, threshold: float) -> bool:
+    """Whether the ratio reaches the threshold; its two upper bounds are cheap and decide most pairs."""
+    matcher.set_seq1(text)
+    return (
+        matcher.real_quick_ratio() >= threshold
+        and matcher.quick_ratio() >= threshold
+        and matcher.ratio() >= threshold
+    )
+
+
+_KINDS: Mapping[str, AdvantageKind] = {"none": "group_centered", "std": "group_normalized"}
+
+
+class GigpoSettings(ObjectiveSettings):
+    """GiGPO's own settings; those of its credit are by default the paper's "w/o std". ``advantage`` follows
+    from ``normalization``.
+
+    ``gamma`` discounts step rewards per turn; ``step_weight`` is omega of ``A = A^E + omega A^S``;
+    ``normalization`` is the F of both parts, 1 or the sample std; ``similarity`` says which observations
+    count as the same anchor, ``exact`` or a threshold of difflib's ratio; ``episode_statistics`` counts
+    ``rollouts`` once, or ``turns`` as the released code does; ``invalid_penalty`` is taken from the return
+    and the step return of a turn that the environment could not read. A ``preset`` fills what is not given.
+    """
+
+    type: Literal["gigpo"] = "gigpo"
+    preset: GigpoPreset = "gigpo"
+    group_size: int = Field(8, ge=1)
+    advantage: AdvantageKind = "group_centered"
+    gamma: float = Field(0.95, ge=0, le=1)
+    step_weight: float = Field(1.0, ge=0)
+    normalization: Normalization = "none"
+    similarity: Literal["exact"] | Annotated[float, Field(gt=0, le=1)] = "exact"
+    episode_statistics: Literal["rollouts", "turns"] = "rollouts"
+    invalid_penalty: float = Field(0.0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _advantage(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        whole = with_preset(GIGPO_PRESETS, data, default="gigpo")
+        return {"advantage": _KINDS.get(str(whole.get("normalization", "none")), "group_centered"), **whole}
+
+    @model_validator(mode="after")
+    def _validate(self) -> "GigpoSettings":
+        if self.advantage != _KINDS[self.normalization]:
+            raise ValueError(
+                f"advantage = {self.advantage} contradicts normalization = {self.normalization}: leave it out"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One policy turn: its node, the observation that it acted on, and its penalty.
+
+    ``score`` is the return of its episode and ``step_score`` its discounted step return, both less the
+    penalty.
+    """
+
+    node: Node
+    anchor: str
+    penalty: float
+    score: float
+    step_score: float
+
+
+class Gigpo(OnPolicyGroup):
+    """On-policy rollouts of one initial state; credit per turn."""
+
+    Settings = GigpoSettings
+
+    def __init__(self, settings: GigpoSettings) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
+        self.settings = settings
+
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
+        """``A^E + omega A^S`` (Eq. 8) on the tokens of every turn; ``advantages`` holds A^E per rollout.
+
+        Raises ValueError for a node that several rollouts share: it would need one credit for several step
+        returns.
+        """
+        chosen = self.settings
+        rollouts = list(trace.rollouts())
+        rollout_turns = [self._turns(leaf, path) for leaf, path in rollouts]
+        turns = [turn for own in rollout_turns for turn in own]
+        _require_unassigned(turns)
+        scores = [_score(leaf, own) for (leaf, _), own in zip(rollouts, rollout_turns, strict=True)]
+        turn_scores = [turn.score for turn in turns]
+        scorable = [score for score in scores if score is not None]
+        population = scorable if chosen.episode_statistics == "rollouts" else turn_scores
+        episode = episode_advantages_per_turn(
+            turn_scores, population=population, normalization=chosen.normalization
+        )
+        groups = anchor_groups([turn.anchor for turn in turns], similarity=chosen.similarity)
+        step_scores = [turn.step_score for turn in turns]
+        step = step_advantages_per_turn(step_scores, groups=groups, normalization=chosen.normalization)
+        for turn, value in zip(turns, (episode + chosen.step_weight * step).tolist(), strict=True):
+            turn.node.credit = (value,) * len(turn.node.token_ids)
+        rollout_advantages = episode_advantages_per_turn(
+            scorable, population=population, normalization=chosen.normalization
+        )
+        advantages = _group_advantages(scores, rollout_advantages, turns)
+        values, assigned = advantages.values.tolist(), advantages.assigned.tolist()
+        for (leaf, _), value, has_return in zip(rollouts, values, assigned, strict=True):
+            leaf.advantage = value if has_return else None
+        return GroupAdvantages(advantages=advantages, measurements=_measure(rollouts, groups, episode, step))
+
+    def _turns(self, leaf: Leaf, path: Sequence[Node]) -> list[Turn]:
+        if leaf.episode_return is None:
+            return []
+        returns = step_returns(path, episode_return=leaf.episode_return, gamma=self.settings.gamma)
+        turns = []
+        for turn, step_return in zip(policy_turns(path), returns, strict=True):
+            node, anchor = turn.node, turn.observation
+            penalty = self.settings.invalid_penalty if node.metadata.get("invalid", False) else 0.0
+            score, step_score = leaf.episode_return - penalty, step_return - penalty
+            turns.append(Turn(node=node, anchor=anchor, penalty=penalty, score=score, step_score=step_score))
+        return turns
+
+
+def step_returns(path: Sequence[Node], *, episode_return: float, gamma: float) -> list[float]:
+    """The discounted return of each policy turn of a rollout.
+
+    A retrieved step takes one step of time and brings its own reward. What the step rewards lack of the
+    environment's record (:func:`reward_without_step`) is put on the last policy turn.
+    """
+    steps = [node for node in path if node.origin in (Origin.POLICY, Origin.BUFFER)]
+    policy_indices = [index for index, node in enumerate(steps) if node.trainable]
+    if not policy_indices:
+        return []
+    rewards = [node.reward for node in steps]
+    rewards[policy_indices[-1]] += reward_without_step(path, episode_return=episode_return)
+    returns = discounted_returns_per_turn(rewards, gamma=gamma)
+    return [returns[index] for index in policy_indices]
+
+
+def reward_without_step(path: Sequence[Node], *, episode_return: float) -> float:
+    """The environment's record less the step rewards: not 0 where an environment pays at the end only."""
+    return episode_return - math.fsum(node.reward for node in path)
+
+
+def _require_unassigned(turns: Sequence[Turn]) -> None:
+    seen: set[int] = set()
+    for node in (turn.node for turn in turns):
+        if node.credit is not None or node.shares is not None or node.node_id in seen:
+            raise ValueError(f"node {node.node_id} already has credit")
+        seen.add(node.node_id)
+
+
+def _score(leaf: Leaf, turns: Sequence[Turn]) -> float | None:
+    """A rollout's value in the statistics: its return less the mean penalty of its turns, so that A^E stays
+    centred.
+    """
+    if leaf.episode_return is None or not turns:
+        return leaf.episode_return
+    return leaf.episode_return - fmean(turn.penalty for turn in turns)
+
+
+def _group_advantages(
+    scores: Sequence[float | None], values: Float64Array, turns: Sequence[Turn]
+) -> RolloutAdvantages:
+    """A^E per rollout; the group has a signal as soon as one token has, if only from the step part."""
+    plain = group_normalized_advantages_per_rollout(returns=scores)
+    placed = np.zeros(len(scores))
+    placed[plain.assigned] = values
+    has_signal = any(value != 0.0 for turn in turns for value in turn.node.credit or ())
+    reason = None if has_signal else plain.reason or "no_spread"
+    return RolloutAdvantages(values=placed, assigned=plain.assigned, has_signal=has_signal, reason=reason)
+
+
+def _measure(
+    rollouts: Sequence[tuple[Leaf, list[Node]]],
+    groups: Sequence[int],
+    episode: Float64Array,
+    step: Float64Array,
+) -> dict[str, list[float]]:
+    """Raw values behind the metrics: a group, a turn, a turn, a turn, a rollout; the trainer averages them
+    over the step.
+    """
+    sizes = np.bincount(np.array(groups, dtype=np.int64))
+    return {
+        "gigpo/anchor_group_size": sizes.astype(np.float64).tolist(),
+        "gigpo/share_alone": [float(sizes[group] == 1) for group in groups],
+        "gigpo/episode_advantage_abs": np.abs(episode).tolist(),
+        "gigpo/step_advantage_abs": np.abs(step).tolist(),
+        "gigpo/reward_without_step_abs": [
+            abs(reward_without_step(path, episode_return=leaf.episode_return))
+            for leaf, path in rollouts
+            if leaf.episode_return is not None
+        ],
+    }

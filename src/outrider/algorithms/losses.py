@@ -1,0 +1,590 @@
+"""Inputs and outputs of a token loss: one micro-batch of the update, in the packed layout of T trained
+tokens.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.algorithms.sampler_correction import (
+    log_ratio,
+    over_rollouts,
+    require_tokens,
+    shaped_ratio,
+    token_ratio,
+)
+
+if TYPE_CHECKING:
+    from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
+
+
+# Token losses (to be minimised) and their aggregation.
+#
+# Shapes: T tokens in the flat packed layout, N rollouts. A batch loss is ``weighted_loss(losses=...,
+# weights=...)`` with :func:`token_weights` taken over the *global* mini-batch, so that any split into
+# micro-batches gives the same sum.
+
+
+Aggregation = Literal[
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "constant_length",
+    "sum_over_length",
+    "token_sum",
+]
+KlEstimator = Literal["k1", "k2", "k3", "k3_ratio"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLoss:
+    """Per-token surrogate ``losses`` [T] and which branch of the clip acted, as masks [T].
+
+    ``clipped_high``: positive advantage, ratio above 1 + high. ``clipped_low``: negative advantage, ratio
+    below 1 - low. ``dual_clipped``: negative advantage, ratio above the dual clip. A shared token can be
+    clipped for one sign only.
+    """
+
+    losses: Tensor
+    clipped_high: Tensor
+    clipped_low: Tensor
+    dual_clipped: Tensor
+
+
+def clipped_surrogate_per_token(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ratio_scale: Tensor | None = None,
+    keep_clipped_gradient: bool = False,
+) -> TokenLoss:
+    """``max(-A r, -A clip(r, 1 - low, 1 + high))`` [T] (PPO, arXiv 1707.06347 Eq. 7); unequal bounds are
+    DAPO's clip-higher.
+
+    ``dual_clip`` c > 1 bounds the loss of a negative advantage at ``-A c`` (arXiv 1912.09729).
+    ``ratio_scale`` [T] multiplies the ratio before every clip (RAPO Eq. 8). A clipped token has no gradient,
+    except that ``keep_clipped_gradient`` lets the upper bound be ``(1 + high) r / sg(r)``, whose gradient is
+    that of 1 + high (AEPO).
+    """
+    return clipped_surrogate_shared_per_token(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantage_positive=advantages.clamp(min=0.0),
+        advantage_negative=advantages.clamp(max=0.0),
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        ratio_scale=ratio_scale,
+        keep_clipped_gradient=keep_clipped_gradient,
+    )
+
+
+def clipped_surrogate_shared_per_token(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantage_positive: Tensor,
+    advantage_negative: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ratio_scale: Tensor | None = None,
+    keep_clipped_gradient: bool = False,
+) -> TokenLoss:
+    """The sum over leaves of :func:`clipped_surrogate_per_token` for tokens that several rollouts share,
+    computed once.
+
+    ``advantage_positive`` [T] is the sum of the leaves' positive advantages, ``advantage_negative`` [T] of
+    the negative ones. Exact because all leaves have one ratio r, so the clipped minimum depends on a leaf
+    only through the sign of A: ``-(P min(r, 1 + high) + N min(max(r, 1 - low), c))``. Hence only valid where
+    ``ratio_scale`` is equal over the leaves. When leaves have different token weights, put each leaf's weight
+    into the sums and leave it out of the aggregation.
+
+    Raises ValueError for shapes that differ, half precision, ``clip_low`` outside [0, 1], ``clip_high`` < 0,
+    ``dual_clip`` <= 1.
+    """
+    if not 0.0 <= clip_low <= 1.0 or clip_high < 0.0 or (dual_clip is not None and dual_clip <= 1.0):
+        raise ValueError(f"impossible clip: low {clip_low}, high {clip_high}, dual {dual_clip}")
+    require_tokens(
+        logprobs=logprobs, advantage_positive=advantage_positive, advantage_negative=advantage_negative
+    )
+    positive, negative = advantage_positive.detach(), advantage_negative.detach()
+    ratio = token_ratio(logprobs=logprobs, old_logprobs=old_logprobs)
+    if ratio_scale is not None:
+        ratio = shaped_ratio(ratio=ratio, scale=ratio_scale)
+    over, under = ratio > 1.0 + clip_high, ratio < 1.0 - clip_low
+    over_dual = torch.zeros_like(over) if dual_clip is None else ratio > dual_clip
+    # where, not minimum: at an exact tie minimum would split the gradient between the ratio and the constant.
+    upper = (1.0 + clip_high) * (ratio / ratio.detach() if keep_clipped_gradient else torch.ones_like(ratio))
+    ratio_positive = torch.where(over, upper, ratio)
+    ratio_negative = torch.where(under, torch.full_like(ratio, 1.0 - clip_low), ratio)
+    if dual_clip is not None:
+        ratio_negative = torch.where(over_dual, torch.full_like(ratio, dual_clip), ratio_negative)
+    return TokenLoss(
+        losses=-(positive * ratio_positive + negative * ratio_negative),
+        clipped_high=over & (positive > 0.0),
+        clipped_low=under & (negative < 0.0),
+        dual_clipped=over_dual & (negative < 0.0),
+    )
+
+
+def kl_per_token(
+    *,
+    estimator: KlEstimator,
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
+    """Estimate of KL(pi || reference) [T] from sampled tokens, ``d = log pi - log reference`` clamped to
+    +-20.
+
+    Value and expected gradient on-policy, when used as a loss (Schulman, "Approximating KL Divergence"; arXiv
+    2506.09477):
+
+    - ``k1`` = d: unbiased value, but a gradient of mean zero - use it in a reward, not in a loss.
+    - ``k2`` = d^2 / 2: biased value, gradient of the reverse KL.
+    - ``k3`` = exp(-d) + d - 1 (>= 0): unbiased value, gradient of the forward KL(reference || pi).
+    - ``k3_ratio`` = k3 * pi / pi_old with the ratio differentiated: unbiased value, gradient of the reverse
+      KL; needs ``old_logprobs``.
+
+    Only the log-ratio is clamped, never the value.
+    """
+    if (estimator == "k3_ratio") != (old_logprobs is not None):
+        raise ValueError("old_logprobs belongs to the estimator k3_ratio and to no other")
+    difference = log_ratio(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference**2
+    # expm1: next to d = 0, where a policy begins, exp(-d) - 1 keeps no digits.
+    k3 = torch.expm1(-difference) + difference
+    return k3 if old_logprobs is None else k3 * token_ratio(logprobs=logprobs, old_logprobs=old_logprobs)
+
+
+def token_weights(
+    *,
+    kind: Aggregation,
+    rollout_index: Tensor,
+    num_rollouts: int,
+    max_length: int | None = None,
+    mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The weight [T] of every token of the global mini-batch; slice it along with the tokens into
+    micro-batches.
+
+    ``rollout_index`` [T] int64 says whose token it is; a token that d rollouts share counts d times, so list
+    it once per rollout and add the weights up. ``num_rollouts`` N counts the kept rollouts, also those
+    without a trained token. ``mask`` [T] False gives weight 0 and leaves the token out of every count. With
+    n_i tokens of rollout i: ``token_mean`` 1 / sum n_i; ``sequence_mean_token_mean`` 1 / (N n_i);
+    ``sequence_mean_token_sum`` 1 / N; ``constant_length`` 1 / (N max_length) (Dr. GRPO, arXiv 2503.20783);
+    ``sum_over_length`` 1 / max_length (LUFFY's script); ``token_sum`` 1.
+
+    Raises ValueError when ``max_length`` is given for another kind or missing, or an index is outside [0, N).
+    """
+    if (kind in ("constant_length", "sum_over_length")) != (max_length is not None) or (
+        max_length is not None and max_length < 1
+    ):
+        raise ValueError(
+            "constant_length and sum_over_length need a positive max_length, and no other kind takes one"
+        )
+    trained = torch.ones_like(rollout_index, dtype=torch.bool) if mask is None else mask.bool()
+    owners = rollout_index[trained]
+    if owners.numel() and not 0 <= int(owners.min()) <= int(owners.max()) < num_rollouts:
+        raise ValueError(f"rollout_index outside [0, {num_rollouts})")
+    # float64 until the end: 1 / n is rounded once, to the precision of the losses.
+    weights = torch.zeros(rollout_index.shape, dtype=torch.float64, device=rollout_index.device)
+    if kind == "sequence_mean_token_mean":
+        num_tokens = torch.bincount(owners, minlength=num_rollouts).double()
+        weights[trained] = 1.0 / (num_rollouts * num_tokens[owners])
+    elif owners.numel():
+        weights[trained] = 1.0 / _denominator(kind, owners.numel(), num_rollouts, max_length)
+    return weights.to(dtype)
+
+
+def weighted_loss(*, losses: Tensor, weights: Tensor) -> Tensor:
+    """``sum_t weight_t * loss_t``, a scalar; tokens of weight 0 are left out, so that even a NaN there
+    changes nothing.
+    """
+    require_tokens(losses=losses, weights=weights)
+    # Selected, not multiplied: NaN times 0 is NaN.
+    is_trained = weights != 0.0
+    return (losses[is_trained] * weights.detach()[is_trained]).sum()
+
+
+def _denominator(kind: Aggregation, num_tokens: int, num_rollouts: int, max_length: int | None) -> int:
+    if kind == "token_mean":
+        return num_tokens
+    if max_length is not None:
+        return num_rollouts * max_length if kind == "constant_length" else max_length
+    return num_rollouts if kind == "sequence_mean_token_sum" else 1
+
+
+__all__ = ["Measures", "OldLogprobs", "TokenLoss", "TokenLossInputs"]
+
+
+class Measures(Protocol):
+    """Collects an update's metrics over its micro-batches, however it was split."""
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """A weighted mean."""
+
+    def add_sum(self, name: str, value: float) -> None:
+        """A total."""
+
+    def add_max(self, name: str, value: float) -> None:
+        """A maximum."""
+
+    def add_min(self, name: str, value: float) -> None:
+        """A minimum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OldLogprobs:
+    """``old_T`` divides the ratio; ``trainer_T`` is the trainer's value in the context that the engine
+    sampled in.
+
+    ``is_without_tips_T`` marks the tokens whose tips were left out; None: none.
+    """
+
+    old_T: Tensor
+    trainer_T: Tensor
+    is_without_tips_T: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLossInputs:
+    """One micro-batch, one value a trained token; only ``logprobs_T`` carries gradient. Log-probs are natural
+    logs.
+
+    ``logprobs_T``: the policy's. ``old_logprobs``: those of the ratio. ``advantages_T`` and
+    ``ratio_scale_T``: what the algorithm wrote on the trace. ``engine_logprobs_T``: the sampler's, 0 where
+    nobody sampled. ``is_off_policy_T``: the policy did not write the token in this step (a demonstration, a
+    replayed rollout). ``rollout_T`` and ``turn_T``: numbers of the token's rollout and turn. ``measures``
+    takes metrics of the loss's own.
+    """
+
+    logprobs_T: Tensor
+    old_logprobs: OldLogprobs
+    advantages_T: Tensor
+    ratio_scale_T: Tensor
+    engine_logprobs_T: Tensor
+    is_off_policy_T: Tensor
+    rollout_T: Tensor
+    turn_T: Tensor
+    measures: Measures
+
+    @property
+    def old_T(self) -> Tensor:
+        """The denominator of the ratio."""
+        return self.old_logprobs.old_T
+
+
+# Token losses beside the plain clip of :mod:`outrider.algorithms.losses`; all of them are minimised.
+#
+# Shapes: T tokens in the flat packed layout. Each function returns a
+# :class:`~outrider.algorithms.losses.TokenLoss`: losses [T] to be aggregated with ``token_weights``,
+# and masks [T] of the branch that acted. Below, ``r = pi / pi_old`` from the log-ratio clamped to +-20, and
+# ``k`` is the coefficient in ``d loss / d log pi = -A k``. Only ``logprobs`` carries gradient. Sources:
+# docs/algorithms/objectives.md.
+
+
+SequenceForm = Literal["token", "sequence", "product"]
+
+
+def gppo_per_token(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """GPPO (Klear-Reasoner): the value of the clipped surrogate, but a clipped token keeps the gradient of
+    its bound.
+
+    ``A > 0`` and ``r > 1 + high``: k = 1 + high. ``A < 0`` and ``r < 1 - low``: k = 1 - low. Otherwise k = r.
+    ``dual_clip`` c bounds the loss of a negative advantage at ``-A c`` with k = 0, as the released code does
+    (c = 10); None is the paper. Raises ValueError as
+    :func:`~outrider.algorithms.losses.clipped_surrogate_per_token` does.
+    """
+    clipped = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    # A factor of value one. The printed form (bound / sg(r)) * r is the same, but NaN once r overflows.
+    unit_factor = (logprobs - logprobs.detach()).exp()
+    is_clipped = clipped.clipped_high | clipped.clipped_low
+    return replace(
+        clipped, losses=torch.where(is_clipped, clipped.losses.detach() * unit_factor, clipped.losses)
+    )
+
+
+def cispo_per_token(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cap: float, floor: float = 0.0
+) -> TokenLoss:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): ``-sg(clip(r, floor, cap)) A log pi``; every token keeps its
+    gradient, k = clip(r).
+
+    ``cap`` is absolute, and there is no floor unless asked. verl's variant clips on both sides: ``cap = 1 +
+    high`` and ``floor = 1 - low``; TRL's ``epsilon_high`` is the cap itself. The masks say where cap and
+    floor acted, for either sign of A. The value moves with ``log pi``, so it cannot be compared with the loss
+    of a clipped surrogate. Raises ValueError unless ``0 <= floor < cap``.
+    """
+    if not 0.0 <= floor < cap:
+        raise ValueError(f"impossible bounds of the weight: floor {floor}, cap {cap}")
+    require_tokens(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    weights, detached_advantages = (
+        token_ratio(logprobs=logprobs.detach(), old_logprobs=old_logprobs),
+        advantages.detach(),
+    )
+    return TokenLoss(
+        losses=-weights.clamp(floor, cap) * detached_advantages * logprobs,
+        clipped_high=(weights > cap) & (detached_advantages != 0.0),
+        clipped_low=(weights < floor) & (detached_advantages != 0.0),
+        dual_clipped=torch.zeros_like(detached_advantages, dtype=torch.bool),
+    )
+
+
+def reinforce_per_token(*, logprobs: Tensor, advantages: Tensor, weights: Tensor | None = None) -> TokenLoss:
+    """``-sg(w) A log pi`` (REINFORCE), without ratio and clip; ``weights`` [T] are importance weights, 1 when
+    left out.
+
+    With advantages of 1 it is the negative log-likelihood (cold start, the extra term of GPPO).
+    """
+    coefficients = advantages.detach() if weights is None else advantages.detach() * weights.detach()
+    require_tokens(logprobs=logprobs, coefficients=coefficients)
+    never = torch.zeros_like(coefficients, dtype=torch.bool)
+    return TokenLoss(
+        losses=-coefficients * logprobs, clipped_high=never, clipped_low=never, dual_clipped=never
+    )
+
+
+def gspo_per_token(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    rollout_index: Tensor,
+    mask: Tensor | None = None,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    form: SequenceForm = "token",
+) -> TokenLoss:
+    """GSPO (arXiv 2507.18071): the clipped surrogate with one ratio per rollout, ``s = exp(mean over its
+    tokens of log r)``.
+
+    ``rollout_index`` [T] says whose token it is; all tokens of a rollout must be in the call. ``mask`` [T]
+    False leaves tokens out of the mean. A clipped rollout has no gradient at all. Forms:
+
+    - ``token`` (GSPO-token): ``s_t = sg(s) pi_t / sg(pi_t)``, k = s for each token, so advantages may differ
+      within a rollout.
+    - ``sequence``: s itself is differentiated. Equal to ``token`` in value and gradient where the advantages
+      and weights of a rollout's tokens are equal; otherwise each token gets the rollout's mean.
+    - ``product``: no length normalisation, ``s = exp(sum of log r)``: the ratio of whole rollouts, TRL's
+      RLOO.
+
+    The logarithm of s is clamped to +-20. Raises ValueError for unequal shapes, half precision and impossible
+    clips.
+    """
+    require_tokens(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    log_s = over_rollouts(
+        logprobs - old_logprobs.detach(),
+        rollout_index=rollout_index,
+        mask=torch.ones_like(rollout_index, dtype=torch.bool) if mask is None else mask,
+        reduce="sum" if form == "product" else "mean",
+    )
+    if form == "token":
+        # log s in value, the token's own log-prob in gradient.
+        log_s = log_s.detach() + logprobs - logprobs.detach()
+    return clipped_surrogate_per_token(
+        logprobs=log_s,
+        old_logprobs=torch.zeros_like(log_s),
+        advantages=advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+
+
+def luffy_per_token(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    is_demonstration: Tensor,
+    shaping: float | None = 0.1,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> TokenLoss:
+    """LUFFY (arXiv 2504.14945): the clipped surrogate, but ``-A f(pi)`` without a clip where
+    ``is_demonstration`` [T] is True.
+
+    ``f(p) = p / (p + shaping)`` with the demonstrator's probability taken as 1, so k = shaping p / (p +
+    shaping)^2: small probabilities move most. ``shaping=None`` is f(p) = p. The released script removes the
+    clip of the policy's own tokens too: ``clip_low=1, clip_high=math.inf``. Raises ValueError for ``shaping``
+    <= 0 and as ``clipped_surrogate_per_token`` does.
+    """
+    if shaping is not None and shaping <= 0.0:
+        raise ValueError(f"shaping must be positive or None, got {shaping}")
+    demonstrated = is_demonstration.bool()
+    own = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        # A demonstration needs no old log-prob; whatever stands there must not count as clipped.
+        old_logprobs=torch.where(demonstrated, logprobs.detach(), old_logprobs),
+        advantages=advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+    # The logistic function of log p - log shaping is p / (p + shaping), without underflow.
+    shaped = logprobs.exp() if shaping is None else torch.sigmoid(logprobs - math.log(shaping))
+    return replace(own, losses=torch.where(demonstrated, -advantages.detach() * shaped, own.losses))
+
+
+def replay_centred_per_token(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    weight_cap: float | None = None,
+) -> TokenLoss:
+    """RolloutReplay's loss for stored rollouts: ``max(-A r, -A clip(r, (1 - low) r0, (1 + high) r0))``.
+
+    Here ``r = pi / behaviour`` and ``r0 = old / behaviour``, with ``old`` the policy when the update began
+    and ``behaviour`` the one that wrote the stored tokens. That equals ``r0`` times the clipped surrogate of
+    ``pi / old``, which is how it is computed; on fresh rollouts r0 is 1. ``weight_cap`` bounds r0 (None: the
+    released code). Raises ValueError for ``weight_cap`` <= 0.
+    """
+    if weight_cap is not None and weight_cap <= 0.0:
+        raise ValueError(f"weight_cap must be positive, got {weight_cap}")
+    clipped = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+    weights = log_ratio(logprobs=old_logprobs.detach(), reference_logprobs=behaviour_logprobs).exp()
+    weights = weights if weight_cap is None else weights.clamp(max=weight_cap)
+    return replace(clipped, losses=clipped.losses * weights)
+
+
+# The token losses that settings name, applied to a micro-batch: what every objective does unless it says
+# otherwise.
+
+
+def configured_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> TokenLoss:
+    """The token loss that ``objective.loss`` names."""
+    loss = objective.loss
+    tokens = {
+        "logprobs": inputs.logprobs_T,
+        "old_logprobs": inputs.old_T,
+        "advantages": inputs.advantages_T,
+    }
+    if loss.type == "gppo":
+        return gppo_per_token(
+            **tokens, clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip
+        )
+    if loss.type == "cispo":
+        return cispo_per_token(**tokens, cap=loss.ratio_cap, floor=loss.ratio_floor)
+    if loss.type == "gspo":
+        return gspo_per_token(
+            logprobs=inputs.logprobs_T,
+            old_logprobs=inputs.old_T,
+            advantages=inputs.advantages_T,
+            rollout_index=inputs.rollout_T.to(inputs.logprobs_T.device),
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            form=loss.sequence_ratio,
+        )
+    if loss.type == "reinforce":
+        return reinforce_per_token(logprobs=inputs.logprobs_T, advantages=inputs.advantages_T)
+    return clipped_surrogate_per_token(
+        **tokens,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        ratio_scale=inputs.ratio_scale_T,
+        keep_clipped_gradient=loss.keep_clipped_gradient,
+    )
+
+
+def old_logprobs_without_tips(
+    start_T: Tensor, with_tips_T: Tensor, objective: "OffPolicyObjective"
+) -> OldLogprobs:
+    """Denominators where rollouts are trained without the tips that they acted with (EMPO², Table 3 and
+    Algorithm 1).
+
+    ``start_T``: the policy when the update began, in the rendering that is trained. ``with_tips_T``: the same
+    with tips, NaN where the token's rollout had none to lose.
+    """
+    is_without_tips_T = ~with_tips_T.isnan()
+    trainer_T = torch.where(is_without_tips_T, with_tips_T, start_T)
+    old_T = trainer_T if objective.old_context == "acting" else start_T
+    return OldLogprobs(old_T=old_T, trainer_T=trainer_T, is_without_tips_T=is_without_tips_T)
+
+
+def without_tips_mask(
+    objective: "OffPolicyObjective",
+    *,
+    logprobs_T: Tensor,
+    with_tips_T: Tensor,
+    is_without_tips_T: Tensor,
+    turn_T: Tensor,
+) -> Tensor:
+    """[T] 1 or 0: which off-policy tokens are trained; the average is not renormalised (Eq. 2).
+
+    ``token``: the student's present probability of the token is at least ``min_probability``. ``turn``
+    (released code, whose rows are turns): no token of the turn was less likely to the acting policy.
+    ``none``: all. Tokens of other rollouts are never masked.
+    """
+    min_logprob = math.log(objective.min_probability) if objective.min_probability else -math.inf
+    if objective.student_mask == "none":
+        is_trained = torch.ones_like(is_without_tips_T)
+    elif objective.student_mask == "token":
+        is_trained = logprobs_T.detach() >= min_logprob
+    else:
+        turns, index_T = torch.unique(turn_T.to(is_without_tips_T.device), return_inverse=True)
+        lowest = with_tips_T.new_full((len(turns),), math.inf).scatter_reduce(
+            0, index_T, with_tips_T, reduce="amin"
+        )
+        is_trained = (lowest >= min_logprob)[index_T]
+    return (is_trained | ~is_without_tips_T).to(logprobs_T)
+
+
+def measure_without_tips_mask(
+    inputs: TokenLossInputs, objective: "OffPolicyObjective", is_without_tips_T: Tensor
+) -> Tensor:
+    """:func:`student_mask`, and what the tokens without their tips look like."""
+    logprobs_T, with_tips_T = inputs.logprobs_T.detach(), inputs.old_logprobs.trainer_T
+    mask_T = without_tips_mask(
+        objective,
+        logprobs_T=logprobs_T,
+        with_tips_T=with_tips_T,
+        is_without_tips_T=is_without_tips_T,
+        turn_T=inputs.turn_T,
+    )
+    num = int(is_without_tips_T.sum())
+    if num:
+        off = (with_tips_T - logprobs_T)[is_without_tips_T]
+        inputs.measures.add("tips/kl_acting_student", float(off.mean()), num)
+        inputs.measures.add(
+            "tips/ratio_mean", float((logprobs_T - inputs.old_T)[is_without_tips_T].exp().mean()), num
+        )
+        inputs.measures.add("tips/masked_fraction", float(1.0 - mask_T[is_without_tips_T].mean()), num)
+        inputs.measures.add_sum("tips/num_off_tokens", float(num))
+    return mask_T

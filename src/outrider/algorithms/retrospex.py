@@ -1,0 +1,396 @@
+"""What a critic is trained with, and how it is asked while a policy plays."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from outrider.algorithms.grpo import with_preset
+from outrider.algorithms.tips import action_text
+from outrider.config import Settings
+from outrider.engines.base import Engine, EngineContext, FinishReason, Generation, LocalSettings, Request
+from outrider.engines.plugins import Local
+from outrider.errors import DataError
+from outrider.memory.embedders import Embedder, Vectors, load_embedder
+from outrider.plugins.registry import EmbedderName
+from outrider.rollout.branching import prompt_text
+from outrider.seeding import stream_seed
+from outrider.tokens import ChatRenderer, Tokenizer, decode_text
+from outrider.types import Message, Trajectory
+
+if TYPE_CHECKING:
+    from outrider.algorithms.retrospex_critic import Critic
+
+
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "scienceworld": {"num_candidates": 6, "decay": 0.97, "floor": 0.6},
+    "webshop": {"num_candidates": 4, "decay": 0.9, "floor": 0.5},
+}
+
+
+class CriticSettings(Settings):
+    """Implicit Q-learning (Kostrikov et al., arXiv 2110.06169) as Retrospex runs it.
+
+    V is the ``expectile`` of Q over the recorded actions; ``discount`` a turn; the target network moves by
+    ``target_rate`` an update. ``num_updates`` of Adam with ``learning_rate`` on batches of ``batch_size``
+    turns. Texts are vectors of ``embedder``; networks have two layers of ``hidden`` units.
+    """
+
+    embedder: EmbedderName = "minilm"
+    hidden: int = Field(128, ge=1)
+    expectile: float = Field(0.7, gt=0, lt=1)
+    discount: float = Field(0.99, ge=0, le=1)
+    target_rate: float = Field(0.005, gt=0, le=1)
+    learning_rate: float = Field(1e-4, gt=0)
+    batch_size: int = Field(128, ge=1)
+    num_updates: int = Field(200_000, ge=1)
+    seed: int = 0
+
+
+class RetrospexSettings(LocalSettings):
+    """The local engine, which draws ``num_candidates`` turns a request and gives the one that the critic of
+    the file ``critic`` and the policy together like best.
+
+    In turn t (from 0) the policy's word counts with the weight max(``floor``, ``decay`` to the power of t). A
+    ``preset`` fills what is not given, with the values of the released scripts. ``allow_training``: train on
+    such turns all the same, though they are not drawn as their log-probs say.
+    """
+
+    reads_contexts: ClassVar[bool] = True
+    input_paths: ClassVar[frozenset[str]] = frozenset({"critic"})
+
+    type: Literal["retrospex"] = "retrospex"  # type: ignore[assignment]
+    critic: Path
+    preset: Literal["scienceworld", "webshop"] = "scienceworld"
+    num_candidates: int = Field(6, ge=1)
+    decay: float = Field(0.97, ge=0, le=1)
+    floor: float = Field(0.6, ge=0, le=1)
+    allow_training: bool = False
+
+    def no_training(self) -> str:
+        """See :class:`~outrider.engines.base.EngineSettings`."""
+        if self.allow_training:
+            return ""
+        return (
+            "engine.type = retrospex is for evaluations: what a critic chooses is not drawn as its log-probs "
+            "say, and training on it is biased; engine.allow_training = true trains all the same"
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(PRESETS, data, default="scienceworld")
+
+
+# Action rescoring of Retrospex (Xiang et al., EMNLP 2024; ``dynamic_action_scoring`` of the released code).
+#
+# ``λ_t minmax(p) + (1 - λ_t) minmax(Q - V)`` with ``λ_t = max(b, d^t)``. Shape letter: C candidates of a turn.
+
+
+def policy_weight(turn: int, *, decay: float, floor: float) -> float:
+    """``λ_t`` of turn t, the first of an episode is 0: the longer it lasts, the more the critic decides."""
+    return max(floor, decay**turn)
+
+
+def probability(logprobs: Sequence[float]) -> float:
+    """How likely the policy is to write a turn: ``exp`` of the mean log-probability of its tokens."""
+    return exp(fmean(logprobs))
+
+
+def rescore(
+    probabilities: Sequence[float], advantages: Sequence[float], *, weight: float
+) -> NDArray[np.float64]:
+    """``[C]`` scores. What is equal for all candidates decides nothing, where the released code divides by
+    0.
+    """
+    scores_C: NDArray[np.float64] = weight * _min_max_scale(probabilities) + (1 - weight) * _min_max_scale(
+        advantages
+    )
+    return scores_C
+
+
+def _min_max_scale(values: Sequence[float]) -> NDArray[np.float64]:
+    """From 0 (the least) to 1 (the greatest)."""
+    values_C = np.asarray(values, np.float64)
+    spread = values_C.max() - values_C.min()
+    return (values_C - values_C.min()) / spread if spread > 0 else np.zeros_like(values_C)
+
+
+# Recorded trajectories as turns for a critic: what was seen, what was done, what it paid, what came then.
+
+
+_PORTION = 256  # texts embedded at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """A state in words: the ``prompt`` (the task is in it), the newest ``observation`` (empty in the first
+    turn) and the ``previous`` action.
+    """
+
+    prompt: str
+    observation: str = ""
+    previous: str = ""
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """In the order in which the critic reads them."""
+        return self.prompt, self.observation, self.previous
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """One turn. ``next_situation`` is None where the episode ended."""
+
+    situation: Situation
+    action: str
+    reward: float
+    next_situation: Situation | None
+
+
+def to_transitions(trajectory: Trajectory) -> list[Transition]:
+    """The turns of a trajectory; its reward is paid with the last one, as records keep nothing finer."""
+    situation = Situation(prompt=prompt_text(trajectory.prompt))
+    transitions = []
+    for number, step in enumerate(trajectory.steps, start=1):
+        action, is_last = action_text(step.text), number == len(trajectory.steps)
+        after = Situation(prompt=situation.prompt, observation=step.observation, previous=action)
+        reward = trajectory.reward if is_last else 0.0
+        next_situation = None if is_last else after
+        transitions.append(
+            Transition(situation=situation, action=action, reward=reward, next_situation=next_situation)
+        )
+        situation = after
+    return transitions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """N transitions as numbers. Texts are rows of ``vectors_UD``; ``states_N3`` and ``next_states_N3`` name
+    three each (see :attr:`Situation.texts`), ``actions_N`` one. After an end ``next_states_N3`` repeats the
+    state, and ``is_last_N`` is true.
+    """
+
+    vectors_UD: Vectors
+    states_N3: NDArray[np.int64]
+    actions_N: NDArray[np.int64]
+    rewards_N: NDArray[np.float32]
+    next_states_N3: NDArray[np.int64]
+    is_last_N: NDArray[np.bool_]
+
+
+def encode_turns(trajectories: Iterable[Trajectory], embedder: Embedder) -> Turns:
+    """Every different text is embedded once. Raises DataError where nothing was done."""
+    transitions = [transition for trajectory in trajectories for transition in to_transitions(trajectory)]
+    if not transitions:
+        raise DataError("the trajectories hold no turn to learn from")
+    rows: dict[str, int] = {}
+
+    def number(texts: Sequence[str]) -> list[int]:
+        return [rows.setdefault(text, len(rows)) for text in texts]
+
+    states = np.array([number(transition.situation.texts) for transition in transitions], np.int64)
+    actions = np.array([number([transition.action])[0] for transition in transitions], np.int64)
+    next_states = np.array(
+        [number((transition.next_situation or transition.situation).texts) for transition in transitions],
+        np.int64,
+    )
+    texts = list(rows)
+    vectors = [embedder.embed(texts[start : start + _PORTION]) for start in range(0, len(texts), _PORTION)]
+    return Turns(
+        vectors_UD=np.concatenate(vectors),
+        states_N3=states,
+        actions_N=actions,
+        rewards_N=np.array([transition.reward for transition in transitions], np.float32),
+        next_states_N3=next_states,
+        is_last_N=np.array([transition.next_situation is None for transition in transitions], np.bool_),
+    )
+
+
+# What an engine's contexts say: the prompt, what the environment answered, and what was done before.
+
+
+_MARK, _RULES = "@said@", "@rules@"
+
+
+@dataclass(slots=True)
+class _Episode:
+    """``ids`` are its tokens up to the end of the newest turn; ``num_turns`` have been played."""
+
+    prompt: str
+    ids: tuple[int, ...] = ()
+    previous: str = ""
+    num_turns: int = 0
+
+
+class EpisodeReader:
+    """Follows the rollouts of an engine by their cache keys. A context that does not go on from the last one
+    begins an episode anew: a rollout that is tried again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        renderer = ChatRenderer(tokenizer)
+        self._closing = renderer.closing
+        marked = [Message(role="user", content=_MARK)]
+        self._around_prompt = self._text(renderer.prompt(marked)).split(_MARK, 1)
+        with_rules = self._text(renderer.prompt([Message(role="system", content=_RULES), *marked]))
+        before, rest = with_rules.split(_RULES, 1)
+        self._around_rules = (before, *rest.split(_MARK, 1))
+        self._around_answer = self._text(renderer.bridge((), marked)).split(_MARK, 1)
+        self._episodes: dict[str, _Episode] = {}
+
+    def read(self, request: Request) -> tuple[Situation, int]:
+        """The situation of a request with a cache key, and its turn."""
+        assert request.cache_key is not None
+        episode = self._episodes.get(request.cache_key)
+        num = 0 if episode is None else len(episode.ids)
+        if episode is None or not num or request.token_ids[:num] != episode.ids:
+            prompt = self._prompt(self._text(request.token_ids))
+            episode = self._episodes[request.cache_key] = _Episode(prompt)
+            return Situation(prompt=prompt), 0
+        observation = _unwrap(self._text(request.token_ids[num:]), self._around_answer)
+        situation = Situation(prompt=episode.prompt, observation=observation, previous=episode.previous)
+        return situation, episode.num_turns
+
+    def _prompt(self, text: str) -> str:
+        """A system message and a user's are one text in the trace."""
+        before, between, after = self._around_rules
+        if not text.startswith(self._around_prompt[0]) and text.startswith(before):
+            rules, separator, question = text.removeprefix(before).partition(between)
+            if separator:
+                return f"{rules}\n{question.removesuffix(after)}"
+        return _unwrap(text, self._around_prompt)
+
+    def action(self, generation: Generation) -> str:
+        """What a turn does."""
+        text = decode_text(self._tokenizer, generation.token_ids, skip_special_tokens=True)
+        return action_text(self._closing.cut(text) if generation.finish_reason is FinishReason.EOS else text)
+
+    def record_turn(self, request: Request, chosen: Generation) -> None:
+        """The turn that the rollout goes on with."""
+        assert request.cache_key is not None
+        episode = self._episodes[request.cache_key]
+        episode.ids = (*request.token_ids, *chosen.token_ids)
+        episode.previous = self.action(chosen)
+        episode.num_turns += 1
+
+    def clear(self, cache_keys: Sequence[str]) -> None:
+        """These rollouts have ended."""
+        for key in cache_keys:
+            self._episodes.pop(key, None)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return decode_text(self._tokenizer, ids, skip_special_tokens=False)
+
+
+def _unwrap(text: str, around: Sequence[str]) -> str:
+    """Without what the template writes around a message. The policy may have closed its turn itself: then the
+    beginning lacks what it wrote.
+    """
+    before, after = around
+    begin = next(before[start:] for start in range(len(before) + 1) if text.startswith(before[start:]))
+    return text.removeprefix(begin).removesuffix(after)
+
+
+# An engine that asks a critic: of several turns that the policy may play, the one with the best score.
+
+
+class Retrospex:
+    """The local engine with a critic beside it. For evaluations: what is chosen is not distributed as its
+    log-probs say.
+    """
+
+    Settings = RetrospexSettings
+
+    @classmethod
+    def build(cls, settings: RetrospexSettings, context: EngineContext) -> "RescoringEngine":
+        """Raises DataError where the critic cannot be read."""
+        from outrider.algorithms.retrospex_critic import load_critic
+
+        critic = load_critic(settings.critic, load_embedder)
+        return RescoringEngine(Local.build(settings, context), critic, settings)
+
+
+class RescoringEngine:
+    """Requests without a cache key are of no episode, and those for a reflection are no turn: they pass as
+    they are.
+    """
+
+    def __init__(self, inner: Engine, critic: "Critic", settings: RetrospexSettings) -> None:
+        self.tokenizer: Tokenizer = inner.tokenizer
+        self.context_length = inner.context_length
+        self.weight_version = inner.weight_version
+        self._inner, self._critic, self._settings = inner, critic, settings
+        self._reader = EpisodeReader(inner.tokenizer)
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """All candidates of all requests in one batch."""
+        candidate_groups = [self._candidates(request) for request in requests]
+        drawn = iter(
+            self._inner.generate([candidate for candidates in candidate_groups for candidate in candidates])
+        )
+        generations = []
+        for request, candidates in zip(requests, candidate_groups, strict=True):
+            turns = [next(drawn) for _ in candidates]
+            chosen = self._choose(request, turns) if _is_turn(request) else turns[0]
+            generations.append(replace(chosen, request_id=request.request_id))
+        return generations
+
+    def _candidates(self, request: Request) -> list[Request]:
+        """The request itself, and more draws at its temperature, or at 1 where it is greedy: log-probs are
+        those at 1 then.
+        """
+        more = range(1, self._settings.num_candidates) if _is_turn(request) else ()
+        return [request] + [
+            replace(
+                request,
+                request_id=f"{request.request_id}/candidate-{number}",
+                seed=stream_seed(request.seed, "candidate", number),
+                temperature=request.temperature or 1.0,
+                cache_key=None,
+            )
+            for number in more
+        ]
+
+    def _choose(self, request: Request, turns: Sequence[Generation]) -> Generation:
+        """Of turns that do the same the likeliest one counts, of equal scores the first."""
+        situation, turn = self._reader.read(request)
+        best: dict[str, Generation] = {}
+        for candidate in turns:
+            current = best.setdefault(self._reader.action(candidate), candidate)
+            if probability(candidate.logprobs) > probability(current.logprobs):
+                best[self._reader.action(candidate)] = candidate
+        scores = rescore(
+            [probability(candidate.logprobs) for candidate in best.values()],
+            self._critic.advantages(situation, list(best)),
+            weight=policy_weight(turn, decay=self._settings.decay, floor=self._settings.floor),
+        )
+        chosen = list(best.values())[int(scores.argmax())]
+        self._reader.record_turn(request, chosen)
+        return chosen
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """See :class:`Engine`."""
+        self._reader.clear(cache_keys)
+        self._inner.release(cache_keys)
+
+    def free_cache(self) -> None:
+        """See :class:`Engine`."""
+        self._inner.free_cache()
+
+    def load(self, version: int) -> None:
+        """See :class:`Engine`."""
+        self._inner.load(version)
+        self.weight_version = self._inner.weight_version
+
+
+def _is_turn(request: Request) -> bool:
+    """A reflection is asked for in an episode's name, and is no action."""
+    return request.cache_key is not None and not request.request_id.endswith("/reflection")

@@ -1,0 +1,414 @@
+"""RolloutReplay with difficulty-targeted tasks (arXiv 2506.05316): part of every step's groups come from
+earlier steps.
+
+The token loss is :func:`outrider.algorithms.losses.replay_centred_per_token`; deviations are in
+docs/algorithms/rollout_replay.md.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from outrider.algorithms.advantages import difficulty_scores, replayable_groups
+from outrider.algorithms.base import (
+    AlgorithmContext,
+    Arrays,
+    Augmentation,
+    GroupAdvantages,
+    ObjectiveSettings,
+    StepPlay,
+    TaskChoice,
+    assign_advantages,
+    group_advantages,
+    outcome_advantages,
+)
+from outrider.algorithms.grpo import OnPolicyGroup, with_preset
+from outrider.algorithms.loss_settings import plain_clip
+from outrider.errors import CheckpointError
+from outrider.seeding import stream
+from outrider.trace import Leaf, Trace
+from outrider.types import Message, Origin, Outcome, Task
+
+if TYPE_CHECKING:
+    from outrider.algorithms.losses import TokenLoss, TokenLossInputs
+
+
+# Groups of earlier steps as plain ids and numbers: what a later update needs of them, and no more.
+#
+# Only the nodes of rollouts with a return are kept. The texts are not: nobody reads them again.
+
+
+_TEXT = Message(role="assistant", content="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredNode:
+    """One node: its parent's place in the group (None: a root), who wrote it, its ids, and their log-probs
+    where the policy did. ``restarts``: the context begins anew there.
+    """
+
+    parent: int | None
+    origin: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    restarts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLeaf:
+    """The end of one rollout; ``node`` is its last node's place."""
+
+    rollout: int
+    node: int
+    outcome: str
+    episode_return: float
+    success: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup:
+    """The rollouts of ``task_key`` in training step ``step``, with the log-probs of the policy that wrote
+    them.
+    """
+
+    task_key: str
+    step: int
+    nodes: tuple[StoredNode, ...]
+    leaves: tuple[StoredLeaf, ...]
+
+    @classmethod
+    def from_trace(cls, trace: Trace, *, step: int) -> "StoredGroup":
+        """Copy what an update needs."""
+        positions: dict[int, int] = {}
+        nodes: list[StoredNode] = []
+        leaves: list[StoredLeaf] = []
+        for leaf, path in trace.rollouts():
+            if leaf.episode_return is None:
+                continue
+            for node in path:
+                if node.node_id not in positions:
+                    positions[node.node_id] = len(nodes)
+                    parent = None if node.parent is None else positions[node.parent]
+                    nodes.append(
+                        StoredNode(
+                            parent=parent,
+                            origin=node.origin.value,
+                            token_ids=node.token_ids,
+                            logprobs=node.logprobs,
+                            restarts=node.restarts,
+                        )
+                    )
+            leaves.append(
+                StoredLeaf(
+                    rollout=leaf.rollout,
+                    node=positions[path[-1].node_id],
+                    outcome=leaf.outcome.value,
+                    episode_return=leaf.episode_return,
+                    success=leaf.success,
+                )
+            )
+        return cls(task_key=trace.task.key, step=step, nodes=tuple(nodes), leaves=tuple(leaves))
+
+    def trace(self) -> Trace:
+        """The group without credit, marked as replayed. Entropies are 0: those of its time say nothing about
+        the policy now.
+        """
+        trace = Trace(task=Task(key=self.task_key, question=""))
+        trace.is_replayed = True
+        for node in self.nodes:
+            trace.append(
+                parent=node.parent,
+                origin=Origin(node.origin),
+                token_ids=node.token_ids,
+                message=_TEXT,
+                logprobs=node.logprobs,
+                entropies=(0.0,) * len(node.logprobs),
+                restarts=node.restarts,
+            )
+        for leaf in self.leaves:
+            trace.finish(
+                Leaf(
+                    node_id=leaf.node,
+                    rollout=leaf.rollout,
+                    outcome=Outcome(leaf.outcome),
+                    episode_return=leaf.episode_return,
+                    success=leaf.success,
+                )
+            )
+        return trace
+
+
+def snapshot_groups(groups: Sequence[StoredGroup]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
+    """Plain data, and the ids and log-probs of all groups in a row as arrays; nothing is rounded."""
+    plain = [
+        {
+            "task_key": group.task_key,
+            "step": group.step,
+            "nodes": [
+                [node.parent, node.origin, len(node.token_ids), *([True] if node.restarts else [])]
+                for node in group.nodes
+            ],
+            "leaves": [
+                [leaf.rollout, leaf.node, leaf.outcome, leaf.episode_return, leaf.success]
+                for leaf in group.leaves
+            ],
+        }
+        for group in groups
+    ]
+    ids = [token for group in groups for node in group.nodes for token in node.token_ids]
+    logprobs = [value for group in groups for node in group.nodes for value in node.logprobs]
+    arrays = {
+        "replay_ids": np.array(ids, dtype=np.int64),
+        "replay_logprobs": np.array(logprobs, dtype=np.float64),
+    }
+    return plain, arrays if ids else {}
+
+
+def restore_groups(
+    plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]]
+) -> list[StoredGroup]:
+    """Groups as :func:`snapshot_groups` got them. Raises CheckpointError where data and arrays do not belong
+    together.
+    """
+    ids = arrays["replay_ids"].tolist() if "replay_ids" in arrays else []
+    logprobs = arrays["replay_logprobs"].tolist() if "replay_logprobs" in arrays else []
+    groups: list[StoredGroup] = []
+    num_ids = num_logprobs = 0
+    for entry in plain:
+        nodes = []
+        for parent, origin, length, *restarts in entry["nodes"]:
+            num_own = length if origin == Origin.POLICY else 0
+            nodes.append(
+                StoredNode(
+                    parent=parent,
+                    origin=origin,
+                    token_ids=tuple(ids[num_ids : num_ids + length]),
+                    logprobs=tuple(logprobs[num_logprobs : num_logprobs + num_own]),
+                    restarts=bool(restarts),
+                )
+            )
+            num_ids, num_logprobs = num_ids + length, num_logprobs + num_own
+        leaves = [
+            StoredLeaf(rollout=rollout, node=node, outcome=outcome, episode_return=value, success=success)
+            for rollout, node, outcome, value, success in entry["leaves"]
+        ]
+        groups.append(
+            StoredGroup(
+                task_key=entry["task_key"], step=entry["step"], nodes=tuple(nodes), leaves=tuple(leaves)
+            )
+        )
+    if (num_ids, num_logprobs) != (len(ids), len(logprobs)):
+        raise CheckpointError(
+            f"stored groups of {num_ids} ids and {num_logprobs} log-probs with {len(ids)} and {len(logprobs)}"
+        )
+    return groups
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "rollout-replay": {},
+    "rollout-replay-official": {"weight_cap": None, "selection": "difficulty", "sampler_correction": None},
+}
+
+
+class RolloutReplaySettings(ObjectiveSettings):
+    """``fresh_share`` sigma of a step's groups are played, the others come from the ``buffer_size`` stored
+    ones.
+
+    In the first ``num_fresh_steps`` steps all groups are fresh. ``weight_cap``, at least 1, bounds pi_start /
+    pi_behaviour of a replayed token (None: the released code). ``reward`` is what has to lie strictly between
+    0 and 1 on average for a group to be replayed: the share of ``success`` or the mean ``return``.
+    ``selection``: tasks in the usual ``order``, or by ``difficulty``: a running mean of that reward, with
+    weight ``estimate_rate`` on the newest group, near ``target``, at ``temperature``. A ``preset`` fills what
+    is not given.
+    """
+
+    type: Literal["rollout_replay"] = "rollout_replay"
+    preset: Literal["rollout-replay", "rollout-replay-official"] = "rollout-replay"
+    fresh_share: float = Field(0.5, gt=0, le=1)
+    buffer_size: int = Field(512, ge=1)
+    num_fresh_steps: int = Field(1, ge=0)
+    weight_cap: float | None = Field(2.0, ge=1)
+    reward: Literal["success", "return"] = "success"
+    selection: Literal["order", "difficulty"] = "order"
+    estimate_rate: float = Field(0.5, gt=0, le=1)
+    target: float = Field(0.5, ge=0, le=1)
+    temperature: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        return with_preset(PRESETS, data, default="rollout-replay")
+
+    @model_validator(mode="after")
+    def _validate(self) -> "RolloutReplaySettings":
+        plain_clip(self.loss, method="rollout_replay")
+        return self
+
+    def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
+        """The surrogate around the policy at the start, weighted by what that one is to the author of the
+        token.
+        """
+        import torch
+
+        from outrider.algorithms.losses import replay_centred_per_token
+
+        clip = plain_clip(self.loss, method="rollout_replay")
+        replayed_T, old_T = inputs.is_off_policy_T, inputs.old_T
+        self._measure(inputs)
+        return replay_centred_per_token(
+            logprobs=inputs.logprobs_T,
+            old_logprobs=old_T,
+            # Of its own tokens the policy at the start is the author; where the engine differs, the sampler
+            # correction says so.
+            behaviour_logprobs=torch.where(replayed_T, inputs.engine_logprobs_T, old_T),
+            advantages=inputs.advantages_T,
+            clip_low=clip.clip_low,
+            clip_high=clip.clip_high,
+            weight_cap=self.weight_cap,
+        )
+
+    def _measure(self, inputs: "TokenLossInputs") -> None:
+        """Measures the replayed tokens under the policy; they are in no other measure of the update."""
+        from outrider.algorithms.sampler_correction import log_ratio
+
+        replayed_T, measures = inputs.is_off_policy_T, inputs.measures
+        if not (num := int(replayed_T.sum())):
+            return
+        log_weights = log_ratio(logprobs=inputs.old_T, reference_logprobs=inputs.engine_logprobs_T)
+        weights = log_weights[replayed_T].exp()
+        measures.add("replay/weight_mean", float(weights.mean()), num)
+        measures.add_max("replay/weight_max", float(weights.max()))
+        measures.add_sum("replay/num_capped", float((weights > (self.weight_cap or math.inf)).sum()))
+        measures.add_sum("replay/num_tokens", float(num))
+
+
+class RolloutReplay(OnPolicyGroup):
+    """GRPO's credit on fresh and stored groups. ``stored`` holds the groups, oldest first, ``estimates`` the
+    running means by task.
+    """
+
+    Settings = RolloutReplaySettings
+
+    def __init__(self, settings: RolloutReplaySettings, *, groups_per_step: int, seed: int) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
+        self.settings = settings
+        self.stored: list[StoredGroup] = []
+        self.estimates: dict[str, float] = {}
+        self._groups_per_step = groups_per_step
+        self._seed = seed
+
+    @classmethod
+    def build(cls, settings: RolloutReplaySettings, context: AlgorithmContext) -> "RolloutReplay":
+        """For a run."""
+        return cls(settings, groups_per_step=context.groups_per_step, seed=context.seed)
+
+    def num_fresh(self, step: int) -> int:
+        """How many groups of a step are played, at least one."""
+        whole = self._groups_per_step
+        return (
+            whole if step < self.settings.num_fresh_steps else max(1, int(self.settings.fresh_share * whole))
+        )
+
+    def choose(self, tasks: Sequence[Task], *, step: int) -> list[Task] | None:
+        """The tasks of a step's fresh groups by estimated difficulty; None: in the usual order.
+
+        Drawn without replacement, as from
+        :func:`~outrider.algorithms.advantages.difficulty_probabilities`. A task that was never
+        played counts as being at the target.
+        """
+        chosen = self.settings
+        if chosen.selection == "order":
+            return None
+        predicted = [self.estimates.get(task.key, chosen.target) for task in tasks]
+        scores = difficulty_scores(predicted, target=chosen.target, temperature=chosen.temperature)
+        # The largest of scores with Gumbel noise: the same draw, which survives probabilities that round to
+        # 0.
+        noisy = scores + stream(self._seed, "difficulty", step).gumbel(size=len(tasks))
+        return [tasks[i] for i in np.argsort(-noisy, kind="stable")[: self.num_fresh(step)]]
+
+    def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
+        """Fewer than a whole step: stored groups take the other places."""
+        return TaskChoice(num_groups=self.num_fresh(step), tasks=self.choose(tasks, step=step))
+
+    def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
+        """Stored groups, with the advantages of their own returns."""
+        replayed, metrics = self.replay(traces, step=step)
+        for trace in replayed:
+            self.assign_advantages(trace)
+        return Augmentation(groups=replayed, metrics=metrics)
+
+    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
+        """Group-normalised returns on every policy token, with the returns of the time."""
+        advantages = outcome_advantages(trace, self.objective.advantage)
+        assign_advantages(trace, advantages)
+        return GroupAdvantages(advantages=advantages, measurements={})
+
+    def replay(self, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:
+        """Stored groups to train on beside ``traces``, which are stored in turn; metrics."""
+        eligible = self._eligible()
+        num_replayed = min(self._groups_per_step - self.num_fresh(step), len(eligible))
+        indices = (
+            np.sort(
+                stream(self._seed, "replay", step).choice(len(eligible), size=num_replayed, replace=False)
+            )
+            if num_replayed
+            else ()
+        )
+        replayed = [eligible[index] for index in indices]
+        self._store(traces, step=step)
+        ages = [float(step - group.step) for group in replayed]
+        metrics = {
+            "replay/num_groups": float(len(replayed)),
+            "replay/num_eligible": float(len(eligible)),
+            "replay/num_stored": float(len(self.stored)),
+        }
+        if ages:
+            metrics |= {"replay/age_mean": fmean(ages), "replay/age_max": max(ages)}
+        if self.settings.selection == "difficulty" and self.estimates:
+            metrics["replay/estimate_mean"] = fmean(self.estimates[key] for key in sorted(self.estimates))
+        return [group.trace() for group in replayed], metrics
+
+    def _eligible(self, room: int | None = None) -> list[StoredGroup]:
+        keys = [group.task_key for group in self.stored]
+        # A group without an advantage is never replayed, whatever its mean: 0 is none that may be.
+        means = [self._mean_reward(group) if self._has_signal(group) else 0.0 for group in self.stored]
+        return [self.stored[index] for index in replayable_groups(keys, mean_rewards=means, room=room)]
+
+    def _store(self, traces: Sequence[Trace], *, step: int) -> None:
+        """Keep what may be replayed again and finds room beside the fresh groups, which come in whatever they
+        are worth.
+        """
+        retained = self._eligible(room=self.settings.buffer_size - len(traces))
+        fresh = [
+            group for group in (StoredGroup.from_trace(trace, step=step) for trace in traces) if group.leaves
+        ]
+        self.stored = (retained + fresh)[-self.settings.buffer_size :]
+        rate = self.settings.estimate_rate
+        for group in fresh:
+            before = self.estimates.get(group.task_key, self.settings.target)
+            self.estimates[group.task_key] = (1.0 - rate) * before + rate * self._mean_reward(group)
+
+    def _has_signal(self, group: StoredGroup) -> bool:
+        return group_advantages(
+            [leaf.episode_return for leaf in group.leaves], self.objective.advantage
+        ).has_signal
+
+    def _mean_reward(self, group: StoredGroup) -> float:
+        uses_success = self.settings.reward == "success"
+        return fmean(float(leaf.success) if uses_success else leaf.episode_return for leaf in group.leaves)
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """Stored groups and estimates, as plain data and arrays, for a checkpoint."""
+        groups, arrays = snapshot_groups(self.stored)
+        return {"groups": groups, "estimates": self.estimates}, arrays
+
+    def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
+        """Puts back what :meth:`state` saved."""
+        self.stored = restore_groups(state["groups"], arrays)
+        self.estimates = dict(state["estimates"])

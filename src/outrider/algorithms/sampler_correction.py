@@ -1,0 +1,282 @@
+"""Likelihood ratios between policies, per token.
+
+Shapes: T tokens in the flat packed layout. ``logprobs`` is the policy in training (carries gradient), ``old``
+the trainer's policy at the start of the update, ``sampler`` the policy as the engine computed it while
+sampling.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# exp(20) is 5e8: beyond any ratio worth training on, and even its square is far from overflow in float32.
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportanceStats:
+    """How far the sampler is from the trainer, over the unmasked tokens.
+
+    ``mean`` and ``mean_square`` describe the truncated weights that are applied, so that means over parts of
+    a batch add up; ``max`` and ``mean_abs_log`` the weights before truncation, because a template or
+    weight-sync fault shows there.
+    """
+
+    num_tokens: int
+    num_truncated: int
+    mean: float
+    max: float
+    mean_square: float
+    mean_abs_log: float
+
+    @property
+    def effective_sample_share(self) -> float:
+        """ESS / tokens, in (0, 1]; 0 where every weight is 0."""
+        return self.mean**2 / self.mean_square if self.mean_square else 0.0
+
+
+def require_tokens(**tensors: Tensor) -> None:
+    """Raise ValueError unless all are floating tensors of one shape [T], with at least float32 for
+    log-probabilities.
+
+    Broadcasting [T] against [T, 1] would give a wrong loss in silence, and a half-precision ratio rounds
+    small updates away.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        raise ValueError(f"expected tensors of one shape [T], got {shapes}")
+    low = [name for name, tensor in tensors.items() if tensor.dtype not in (torch.float32, torch.float64)]
+    if low:
+        raise ValueError(f"expected float32 or float64 for {', '.join(low)}")
+
+
+def log_ratio(*, logprobs: Tensor, reference_logprobs: Tensor, limit: float = LOG_RATIO_LIMIT) -> Tensor:
+    """``logprobs - reference_logprobs`` [T] clamped to +-``limit`` so that exp cannot overflow; no gradient
+    beyond the clamp.
+
+    The reference is detached.
+    """
+    require_tokens(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    return (logprobs - reference_logprobs.detach()).clamp(-limit, limit)
+
+
+def token_ratio(*, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """``r = pi / pi_old`` [T] (PPO, arXiv 1707.06347 Eq. 6), from the clamped log-ratio."""
+    return log_ratio(logprobs=logprobs, reference_logprobs=old_logprobs).exp()
+
+
+def shaped_ratio(*, ratio: Tensor, scale: Tensor) -> Tensor:
+    """``(1 + m * F_ret) * r`` [T]; the clip acts on the product (RAPO Eq. 8 and 11). The scale carries no
+    gradient.
+    """
+    require_tokens(ratio=ratio, scale=scale)
+    return scale.detach() * ratio
+
+
+# Correction for an engine whose policy differs from the trainer's: weights, masks and rejection.
+#
+# Shapes: T tokens in the flat packed layout. ``old`` is the trainer's policy when the update began, ``sampler``
+# the policy as the engine computed it, ``w = old / sampler``. ``mask`` is True for the tokens that count;
+# whatever stands at the others changes nothing. A statistic over a rollout needs all tokens of that rollout in
+# one call. Nothing here carries gradient but :func:`over_rollouts`.
+
+
+Level = Literal["token", "sequence", "geometric"]
+Outside = Literal["truncate", "zero"]
+Statistic = Literal["k1", "k2", "k3"]
+Scope = Literal["token", "sum", "mean", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplerWeights:
+    """``weights`` [T] multiply the token losses, 0 where the mask is False; ``changed`` [T] is True where a
+    bound acted.
+    """
+
+    weights: Tensor
+    changed: Tensor
+
+
+def over_rollouts(
+    values: Tensor, *, rollout_index: Tensor, mask: Tensor, reduce: Literal["sum", "mean", "max"]
+) -> Tensor:
+    """Sum, mean or maximum [T] of ``values`` [T] over the unmasked tokens of every token's rollout.
+
+    Differentiable. 0 for the tokens of a rollout whose tokens are all masked.
+    """
+    require_tokens(values=values)
+    is_counted = mask.bool()
+    owners = rollout_index[is_counted]
+    # Numbers are those of the mini-batch: a micro-batch leaves some of them empty.
+    count = int(rollout_index.max()) + 1 if rollout_index.numel() else 0
+    empty = values.new_zeros(count)
+    if reduce == "max":
+        return empty.scatter_reduce(0, owners, values[is_counted], reduce="amax", include_self=False)[
+            rollout_index
+        ]
+    sums = empty.index_add(0, owners, values[is_counted])
+    if reduce == "mean":
+        # A rollout whose tokens are all masked has 0 of them: 0 / 1 and not NaN.
+        sums = sums / torch.bincount(owners, minlength=count).clamp(min=1)
+    return sums[rollout_index]
+
+
+def importance_weights_per_token(
+    *,
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    rollout_index: Tensor,
+    mask: Tensor,
+    level: Level = "token",
+) -> Tensor:
+    """``w`` [T] before any bound; 0 where ``mask`` is False.
+
+    ``token``: each token's own. ``sequence``: the product over the rollout's tokens, the only one that is
+    unbiased for a whole rollout; its spread grows exponentially with length. ``geometric``: the product's
+    n-th root. The logarithm is clamped to +-20.
+    """
+    log_weights = _level(_difference(old_logprobs, sampler_logprobs), rollout_index, mask, level)
+    return torch.where(
+        mask.bool(), log_weights.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), torch.zeros_like(log_weights)
+    )
+
+
+def sampler_weights_per_token(
+    *,
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    rollout_index: Tensor,
+    mask: Tensor,
+    level: Level = "token",
+    lower: float | None = None,
+    upper: float | None = 2.0,
+    outside: Outside = "truncate",
+    decision_level: Level | None = None,
+) -> SamplerWeights:
+    """``w`` of ``level``, with what lies outside [``lower``, ``upper``] put on the bound (``truncate``) or to
+    0 (``zero``).
+
+    Truncated importance sampling is ``truncate`` with an upper bound; masked importance sampling (IcePop) is
+    ``zero`` with both. ``decision_level`` holds the bounds against the weights of another level: ``level="token",
+    decided_by="geometric"`` drops whole rollouts and leaves the other tokens their own weights. None switches
+    a bound off. The denominators of the aggregation stay as they are, also for what is dropped. Raises
+    ValueError for impossible bounds and for ``decision_level`` with ``truncate``.
+    """
+    low, high = lower or 0.0, math.inf if upper is None else upper
+    if not 0.0 <= low < high:
+        raise ValueError(f"impossible bounds of the sampler correction: {lower} and {upper}")
+    if decision_level is not None and outside == "truncate":
+        raise ValueError(
+            "decided_by needs outside = zero: there is no bound that another level's weight could be put on"
+        )
+    tokens = {
+        "old_logprobs": old_logprobs,
+        "sampler_logprobs": sampler_logprobs,
+        "rollout_index": rollout_index,
+        "mask": mask,
+    }
+    weights = importance_weights_per_token(**tokens, level=level)
+    judged = (
+        weights if decision_level is None else importance_weights_per_token(**tokens, level=decision_level)
+    )
+    is_outside = (judged < low) | (judged > high)
+    bounded = (
+        weights.clamp(low, high)
+        if outside == "truncate"
+        else torch.where(is_outside, torch.zeros_like(weights), weights)
+    )
+    is_counted = mask.bool()
+    return SamplerWeights(
+        weights=torch.where(is_counted, bounded, torch.zeros_like(bounded)), changed=is_outside & is_counted
+    )
+
+
+def correction_stats(
+    applied: SamplerWeights, *, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
+) -> ImportanceStats:
+    """Metrics of :func:`sampler_weights_per_token`.
+
+    Mean and mean square are those of the applied weights, ``num_truncated`` counts the tokens that a bound
+    changed, ``max`` and ``mean_abs_log`` describe the tokens' own weights without bounds. Raises ValueError
+    when no token is left or a log-probability is not finite: either is a fault, not noise.
+    """
+    is_counted = mask.bool()
+    # float64: ESS divides the square of a sum by a sum of squares over all tokens.
+    difference = _difference(old_logprobs, sampler_logprobs)[is_counted].double()
+    if difference.numel() == 0 or not bool(torch.isfinite(difference).all()):
+        raise ValueError("sampler correction needs at least one token and finite log-probabilities")
+    weights = applied.weights[is_counted].double()
+    return ImportanceStats(
+        num_tokens=weights.numel(),
+        num_truncated=int(applied.changed[is_counted].sum()),
+        mean=float(weights.mean()),
+        max=float(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().max()),
+        mean_square=float((weights**2).mean()),
+        mean_abs_log=float(difference.abs().mean()),
+    )
+
+
+def rejection_mask_per_token(
+    *,
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    rollout_index: Tensor,
+    mask: Tensor,
+    statistic: Statistic,
+    scope: Scope = "token",
+    upper: float,
+    lower: float | None = None,
+) -> Tensor:
+    """True [T] for the tokens to train on: unmasked, with a divergence between engine and trainer inside the
+    bounds.
+
+    With ``d = log w`` clamped to +-20: ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d``. ``scope``
+    takes the token's own value, or the sum, mean or maximum over its rollout, which then is kept or dropped
+    as a whole. The bounds follow verl's convention: those of k1 are ratios, compared as ``log lower <= k1 <=
+    log upper``, hence bounds on ``1 / w``: (0.4, 1.3) keeps w in [0.77, 2.5]. Without ``lower`` k1 takes ``1
+    / upper``. k2 and k3 have an upper bound only, on the value itself. Raises ValueError for impossible
+    bounds, a lower bound on k2 or k3, and a maximum of k1, which has a sign.
+    """
+    if statistic == "k1":
+        low, high = _k1_bounds(lower, upper, scope)
+    else:
+        if lower is not None or upper < 0.0:
+            raise ValueError(f"{statistic} needs one bound of at least 0, above; got {lower} and {upper}")
+        low, high = -math.inf, upper
+    difference = _difference(old_logprobs, sampler_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    value = _statistic(difference, statistic)
+    if scope != "token":
+        value = over_rollouts(value, rollout_index=rollout_index, mask=mask, reduce=scope)
+    # A mask over all tokens and no shorter tensor: losses and weights keep their places.
+    return (value >= low) & (value <= high) & mask.bool()
+
+
+def _k1_bounds(lower: float | None, upper: float, scope: Scope) -> tuple[float, float]:
+    if scope == "max":
+        raise ValueError("k1 has a sign: its maximum over a rollout says nothing about the other side")
+    low = 1.0 / upper if lower is None and upper > 0.0 else lower
+    if low is None or not 0.0 < low < upper:
+        raise ValueError(f"k1 needs ratios 0 < lower < upper, got {lower} and {upper}")
+    return math.log(low), math.log(upper)
+
+
+def _statistic(difference: Tensor, statistic: Statistic) -> Tensor:
+    if statistic == "k1":
+        return -difference
+    return 0.5 * difference**2 if statistic == "k2" else torch.expm1(difference) - difference
+
+
+def _difference(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
+    require_tokens(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
+    # A weight and no part of the objective: nothing is learned by making it smaller.
+    return old_logprobs.detach() - sampler_logprobs.detach()
+
+
+def _level(difference: Tensor, rollout_index: Tensor, mask: Tensor, level: Level) -> Tensor:
+    if level == "token":
+        return difference
+    reduce: Literal["sum", "mean"] = "sum" if level == "sequence" else "mean"
+    return over_rollouts(difference, rollout_index=rollout_index, mask=mask, reduce=reduce)

@@ -1,0 +1,657 @@
+"""Which groups act with tips, and which of those are trained without them (EMPO², arXiv 2602.23008, section
+4.2).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, ClassVar, Final, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from outrider.algorithms.base import AdvantageKind, Arrays, group_advantages
+from outrider.config import Settings
+from outrider.environments.base import EpisodeResult
+from outrider.memory.embedders import Embedder
+from outrider.memory.novelty import DistillationSettings, NoveltyStore, RandomDistillation
+from outrider.memory.tips import Eviction, Key, Rank, Tip, TipHit, TipMemory
+from outrider.plugins.registry import EmbedderName
+from outrider.rollout.base import has_part
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
+from outrider.seeding import stream
+from outrider.tokens.thoughts import without_thoughts
+from outrider.trace import Leaf, Node, Trace, policy_turns
+from outrider.types import Message, Origin, Task
+
+TipMode = Literal["plain", "tips_on", "tips_off"]
+PLAIN: Final[TipMode] = "plain"
+TIPS_ON: Final[TipMode] = "tips_on"
+TIPS_OFF: Final[TipMode] = "tips_off"
+
+MODES: Final[tuple[TipMode, ...]] = (PLAIN, TIPS_ON, TIPS_OFF)
+
+_WINDOW: Final = 24  # groups whose modes are shuffled together
+
+
+def tip_mode(mode: str) -> TipMode:
+    """What a rollout's mode says about tips; plain where it says nothing."""
+    return next((candidate for candidate in MODES if has_part(mode, candidate)), PLAIN)
+
+
+def mode_of_draw(u: float, *, memory_probability: float, off_policy_probability: float) -> TipMode:
+    """The mode for a uniform draw in [0, 1): below p q tips-off, below p tips-on, else plain."""
+    if u < memory_probability * off_policy_probability:
+        return TIPS_OFF
+    return TIPS_ON if u < memory_probability else PLAIN
+
+
+class ModeSchedule:
+    """The mode of every group of a run, by its number: exact proportions, not their expectation.
+
+    Of the first n groups, n a multiple of the window, p n act with tips and p q n of those are trained
+    without, each rounded to the nearest whole number. The order inside a window is drawn from the run's seed.
+    It is a function of the number: there is no state to save.
+    """
+
+    def __init__(self, *, memory_probability: float, off_policy_probability: float, seed: int) -> None:
+        self._memory = memory_probability
+        self._off_policy = off_policy_probability
+        self._seed = seed
+
+    def mode(self, group: int) -> TipMode:
+        """The mode of group number ``group``, counted from 0 over the whole run."""
+        window, position = divmod(group, _WINDOW)
+        with_tips = self._num_with_tips(window)
+        without = self._num_off(window)
+        modes: list[TipMode] = (
+            [TIPS_OFF] * without + [TIPS_ON] * (with_tips - without) + [PLAIN] * (_WINDOW - with_tips)
+        )
+        return modes[int(stream(self._seed, "tip modes", window).permutation(_WINDOW)[position])]
+
+    def _num_with_tips(self, window: int) -> int:
+        # A difference of rounded totals: rounding does not add up over windows.
+        return _rounded((window + 1) * _WINDOW * self._memory) - _rounded(window * _WINDOW * self._memory)
+
+    def _num_off(self, window: int) -> int:
+        before, after = (_rounded(n * _WINDOW * self._memory) for n in (window, window + 1))
+        return _rounded(after * self._off_policy) - _rounded(before * self._off_policy)
+
+
+def _rounded(value: float) -> int:
+    # Python's round takes halves to the even side, which would depend on the window.
+    return math.floor(value + 0.5)
+
+
+# What a new state is worth to EMPO² (arXiv 2602.23008, section 4.2 and appendix F): by visits, or by what a
+# predictor has not learned.
+
+
+class Novelty(Protocol):
+    """A bonus for every state, and the memory that it comes from. ``metric`` names what is measured of it."""
+
+    metric: ClassVar[str]
+
+    def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
+        """The bonuses of states that were visited at the same time, before the coefficient; what is
+        measured.
+        """
+        ...
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Plain data and arrays for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Become what was saved."""
+        ...
+
+
+class CountNovelty(NoveltyStore):
+    """``1 / n`` of a state that its task has visited n times."""
+
+    metric: ClassVar[str] = "tips/state_visits"
+
+    def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
+        """See :class:`Novelty`."""
+        counts = self.visit_together(task_key, keys)
+        return [visit_bonus(count) for count in counts], [float(count) for count in counts]
+
+
+class DistilledNovelty(RandomDistillation):
+    """The scaled error of random network distillation; one predictor, whatever the task is."""
+
+    metric: ClassVar[str] = "tips/novelty_error"
+
+    def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
+        """See :class:`Novelty`."""
+        visits = self.visit_together(keys)
+        return [bonus for bonus, _ in visits], [error for _, error in visits]
+
+
+def visit_bonus(num_visits: int) -> float:
+    """``1 / n`` of a state that was visited n times."""
+    return 1.0 / num_visits
+
+
+# Tips in the environment's own words: what it answered to an action (``memory.writer = "environment"``).
+#
+# No model writes anything: a record is an action and the first line of the answer, be it what was found or why
+# nothing was done.
+
+
+def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]:
+    """(what the policy said, what the environment answered) of every action of an episode.
+
+    Text that could not be read as an action tells nothing of the world, and is left out.
+
+    ``ending`` is what the environment said as it ended the episode, which is in no node; where the loop cut
+    the episode behind an answer, that answer is the path's last node.
+    """
+    # a retrieved step that was done is nobody's action here, nor the answer to one
+    turns = policy_turns([node for node in path if node.origin is not Origin.BUFFER])
+    answers = [turn.observation for turn in turns[1:]]
+    last = path[-1] if path else None
+    answers.append(last.message.content if last is not None and last.origin is Origin.ENVIRONMENT else ending)
+    return [
+        (turn.node.message.content, answer)
+        for turn, answer in zip(turns, answers, strict=True) if not turn.node.metadata.get("invalid")
+    ]  # fmt: skip
+
+
+def environment_tip(action: str, answer: str, *, max_tokens: int, num_tokens: Callable[[str], int]) -> str:
+    """``action: answer`` within ``max_tokens``; the answer's first line with text, whose last words go first.
+    Empty without an answer.
+    """
+    line = next((line.strip() for line in answer.splitlines() if line.strip()), "")
+    words = line.split()
+    while words:
+        text = f"{action}: {' '.join(words)}"
+        if num_tokens(text) <= max_tokens:
+            return text
+        words.pop()
+    return ""
+
+
+# Tips in the loop: shown before turns, asked for after episodes, stored after groups (EMPO², arXiv
+# 2602.23008, section 4.1).
+
+
+REQUEST = (
+    "The episode is over, with a score of {score:.3g}. Write a tip for the next attempt at this task: one "
+    "sentence of fewer than {words} words that says what was learned and how far the task was "
+    "from complete. Write only the tip."
+)
+HEADING = "Notes from earlier attempts:"
+_TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
+
+
+class MemorySettings(Settings):
+    """Which tips are stored, and which are shown.
+
+    ``writer``: the policy is asked for a tip after every episode (the paper), or what the environment
+    answered to each action is the tip, in its own words and without a model; such a tip is found by what it
+    says itself. ``scope``: a buffer per task, one per ``world`` (which a task's metadata may name; a task
+    without one has its own), or one for all. ``state_key``: the policy's tip is found by the observation at
+    which it acted, by the whole chat (released), or by the task's question; for the environment's it says
+    what is looked up. Up to ``num_shown`` tips above ``min_similarity``, ranked by ``rank``;
+    ``max_shown_tokens`` bounds those of a turn, ``max_prompt_tokens`` those of an episode's context.
+    ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
+    """
+
+    details: ClassVar[frozenset[str]] = frozenset({"capacity", "eviction", "max_prompt_tokens", "rank"})
+
+    embedder: EmbedderName = "minilm"
+    writer: Literal["policy", "environment"] = "policy"
+    scope: Literal["task", "world", "all"] = "task"
+    state_key: Literal["observation", "chat", "question"] = "observation"
+    num_shown: int = Field(10, ge=1)
+    min_similarity: float = Field(0.5, ge=-1, le=1)
+    rank: Rank = "score"
+    max_shown_tokens: int = Field(256, ge=1)
+    max_prompt_tokens: int = Field(1024, ge=1)
+    max_tip_tokens: int = Field(64, ge=1)
+    capacity: int = Field(1000, ge=1)
+    eviction: Eviction = "fifo"
+
+
+class TipHook:
+    """The memory's hook. ``num_tokens`` counts the tokens of a text; ``counts`` what happened, for
+    metrics.
+    """
+
+    retries_failures = False  # another trial plays all tasks again
+
+    def __init__(
+        self, settings: MemorySettings, *, embedder: Embedder, num_tokens: Callable[[str], int], seed: int
+    ) -> None:
+        self.settings = settings
+        self.memory = TipMemory(
+            capacity=settings.capacity,
+            eviction=settings.eviction,
+            per_state=settings.state_key == "observation",
+            seed=seed,
+        )
+        self.embedder = embedder
+        self.max_reflection_tokens = settings.max_tip_tokens
+        self.counts: Counter[str] = Counter()
+        self._num_tokens = num_tokens
+        self._training_step = 0
+        self._endings: dict[tuple[str, int], str] = {}  # what ended an episode, which no node holds
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
+        """Tips for the present state, in modes that act with them."""
+        if tip_mode(state.mode) == PLAIN:
+            return ()
+        settings = self.settings
+        path = state.trace.path(state.last_node.node_id)
+        hits = self.memory.query(
+            self.task_key(state.task),
+            self.embedder.embed([self._state_text(path, state.task)])[0],
+            k=settings.num_shown,
+            min_similarity=settings.min_similarity,
+            rank=settings.rank,
+        )
+        spent = sum(len(node.token_ids) for node in path if node.origin is Origin.MEMORY)
+        shown, text = self._within(hits, min(settings.max_shown_tokens, settings.max_prompt_tokens - spent))
+        self.counts["dropped"] += len(hits) - len(shown)
+        self.counts["without_tips"] += not shown
+        if not shown:
+            return ()
+        metadata = {
+            "tip_ids": [hit.tip.tip_id for hit in shown],
+            "similarities": [hit.similarity for hit in shown],
+            "scores": [hit.tip.score for hit in shown],
+            "writers": [f"{hit.tip.policy_version}:{hit.tip.rollout_id}" for hit in shown],
+            "memory_version": self.memory.num_added(self.task_key(state.task)),
+        }
+        return [Splice(origin=Origin.MEMORY, text=text, metadata=metadata)]
+
+    def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
+        """Fits tips into ``budget`` tokens: first those go that alone do not fit, then the oldest."""
+        fitting = [hit for hit in hits if self._num_tokens(render_tips([hit.tip])) <= budget]
+        while fitting:
+            text = render_tips([hit.tip for hit in fitting])
+            if self._num_tokens(text) <= budget:
+                return fitting, text
+            fitting.remove(min(fitting, key=lambda hit: hit.tip.tip_id))
+        return [], ""
+
+    def task_key(self, task: Task) -> str:
+        """The buffer of a task."""
+        if self.settings.scope == "world":
+            return str(task.metadata.get("world", task.key))
+        return task.key if self.settings.scope == "task" else "all"
+
+    def _state_text(self, path: Sequence[Node], task: Task) -> str:
+        """The policy's context without tips: the newest observation, all that was said, or the question."""
+        if self.settings.state_key == "question":
+            return task.question
+        if self.settings.state_key == "chat":
+            return chat_text(path)
+        return next((node.message.content for node in reversed(path) if node.is_observation), "")
+
+    def after_turn(self, state: EpisodeState) -> None:
+        """Keep what the environment said as it ended the episode, where its words are tips."""
+        if self.settings.writer == "environment":
+            self._training_step = state.training_step
+            last = state.last_result
+            self._endings[state.task.key, state.rollout] = last.text if last is not None and last.done else ""
+
+    def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
+        """Every training episode is asked for a tip, in all modes, behind what the environment said last: tip
+        ~ pi(. | s_T, u).
+
+        Nobody is asked where the environment's own words are the tips.
+        """
+        if self.settings.writer == "environment":
+            return None
+        self._training_step = state.training_step
+        # Fewer words than tokens: a tip at its limit is cut in the middle of a sentence.
+        words = max(5, self.settings.max_tip_tokens * 2 // 3)
+        return Message(
+            role="user", content=last_words(state) + REQUEST.format(words=words, score=result.episode_return)
+        )
+
+    def after_group(self, trace: Trace) -> None:
+        """Store what the episodes wrote: a record for every different action, in the order of rollouts and
+        turns.
+        """
+        for leaf, path in trace.rollouts():
+            # Also for a rollout that is skipped below: endings must not pile up over a run.
+            ending = self._endings.pop((trace.task.key, leaf.rollout), "")
+            if leaf.episode_return is None:
+                continue
+            if self.settings.writer == "environment":
+                self._store_answers(trace, leaf, path, ending)
+                continue
+            tip = clean_reflection(leaf.reflection)
+            self.counts["empty" if not tip else "written"] += 1
+            if tip:
+                self._store(trace, leaf, path, tip)
+
+    def _store(self, trace: Trace, leaf: Leaf, path: Sequence[Node], tip: str) -> None:
+        """Stores the policy's tip at every state of its episode."""
+        turns = policy_turns(path)
+        uses_observations = self.settings.state_key == "observation"
+        whole = trace.task.question if self.settings.state_key == "question" else chat_text(path)
+        keys = self.embedder.embed([turn.observation for turn in turns] if uses_observations else [whole])
+        for number, turn in enumerate(turns):
+            key = keys[number if uses_observations else 0]
+            self._add(
+                trace,
+                leaf,
+                key,
+                record_text(tip, action=turn.node.message.content, score=leaf.episode_return or 0.0),
+            )
+
+    def _store_answers(self, trace: Trace, leaf: Leaf, path: Sequence[Node], ending: str) -> None:
+        """Stores the environment's answers under their own words: what was seen helps wherever it is asked
+        for.
+        """
+        tips = [
+            environment_tip(
+                action_text(text),
+                answer,
+                max_tokens=self.settings.max_tip_tokens,
+                num_tokens=self._num_tokens,
+            )
+            for text, answer in answered_actions(path, ending)
+        ]
+        written = [tip for tip in tips if tip]
+        self.counts["empty"] += len(tips) - len(written)
+        self.counts["written"] += len(written)
+        for tip, key in zip(written, self.embedder.embed(written), strict=True):
+            self._add(trace, leaf, key, tip)
+
+    def _add(self, trace: Trace, leaf: Leaf, key: Key, text: str) -> None:
+        added = self.memory.add(
+            self.task_key(trace.task),
+            key,
+            text,
+            leaf.episode_return or 0.0,
+            policy_version=self._training_step,
+            rollout_id=f"{trace.task.key}/{leaf.rollout}",
+        )
+        self.counts["stored" if added else "duplicates"] += 1
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+        """The memory."""
+        return self.memory.snapshot()
+
+    def restore(self, snapshot: tuple[Mapping[str, Any], Mapping[str, NDArray[np.float32]]]) -> None:
+        """Remember that and nothing else, and count from 0."""
+        self.memory.restore(*snapshot)
+        self.counts = Counter()
+        self._endings = {}
+
+    def gathered(self) -> dict[str, Any]:
+        """The counts, and of the batch what :meth:`after_group` needs and no trace holds."""
+        return {"counts": dict(self.counts), "endings": dict(self._endings), "step": self._training_step}
+
+    def absorb(self, gathered: Mapping[str, Any]) -> None:
+        """Count what a copy has counted, and know what it has seen."""
+        self.counts.update(gathered["counts"])
+        self._endings |= gathered["endings"]
+        self._training_step = max(self._training_step, gathered["step"])
+
+
+def last_words(state: EpisodeState) -> str:
+    """The environment's last message and an empty line; nothing where it did not end the episode or said
+    nothing.
+
+    Everything that it said before is in the chat already.
+    """
+    last = state.last_result
+    return f"{last.text}\n\n" if last and last.done and last.text else ""
+
+
+def render_tips(tips: Sequence[Tip]) -> str:
+    """The block that a turn shows."""
+    return "\n\n<tip>\n" + "\n".join([HEADING, *(f"- {tip.text}" for tip in tips)]) + "\n</tip>"
+
+
+def record_text(tip: str, *, action: str, score: float) -> str:
+    """Text of one record: the tip, the action taken at its state, and how the episode ended (paper, appendix
+    E).
+    """
+    return f"{tip} Here: {action_text(action)}; final score {score:.3g}."
+
+
+def action_text(text: str) -> str:
+    """Of a turn with thoughts only its newest tagged part is the action: ``<action>``, ``<search>``,
+    ``<answer>`` and their like.
+    """
+    tagged = _TAGGED.findall(text)
+    return " ".join((tagged[-1][1] if tagged else text).split())
+
+
+def clean_reflection(reflection: str) -> str:
+    """The first line with text behind a reasoning model's thoughts; empty where those were cut."""
+    lines = without_thoughts(reflection).splitlines()
+    return next((line.strip() for line in lines if line.strip()), "")
+
+
+def chat_text(path: Sequence[Node]) -> str:
+    """Everything that was said and done, without tips and without steps that were only shown."""
+    return "\n".join(node.message.content for node in path if node.trainable or node.is_observation)
+
+
+# Declared metrics of one step's tips (meanings: docs/metrics.md).
+
+
+def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
+    """Modes, what was shown, written and stored. Takes the hook's counts, which start again at 0."""
+    counts, hook.counts = hook.counts, type(hook.counts)()
+    nodes = {id(node): node for trace in traces for _, path in trace.rollouts() for node in path}.values()
+    shown = [node for node in nodes if node.origin is Origin.MEMORY]
+    leaves = [
+        (tip_mode(trace.modes[leaf.rollout]), leaf)
+        for trace in traces
+        for leaf, _ in trace.rollouts()
+        if leaf.episode_return is not None
+    ]
+    metrics = {
+        f"tips/num_groups_{mode}": float(sum(tip_mode(trace.modes[0]) == mode for trace in traces))
+        for mode in MODES
+    }
+    metrics |= {
+        "tips/num_shown": float(sum(len(node.metadata["tip_ids"]) for node in shown)),
+        "tips/num_dropped": float(counts["dropped"]),
+        "tips/num_turns_without": float(counts["without_tips"]),
+        "tips/num_no_room": float(sum(node.metadata.get("num_splices_dropped", 0) for node in nodes)),
+        "tips/num_written": float(counts["written"]),
+        "tips/num_empty": float(counts["empty"]),
+        "tips/num_stored": float(counts["stored"]),
+        "tips/num_duplicates": float(counts["duplicates"]),
+        "tips/memory_size": float(len(hook.memory)),
+        "tips/fraction_tied": sum(_ties(trace) for trace in traces) / len(traces),
+        "tokens/remarks": float(sum(leaf.num_reflection_tokens for _, leaf in leaves)),
+    }
+    for mode in MODES:
+        returns = [leaf.episode_return or 0.0 for own, leaf in leaves if own == mode]
+        if returns:
+            metrics[f"tips/return_{mode}"] = fmean(returns)
+    if shown:
+        similarities = [value for node in shown for value in node.metadata["similarities"]]
+        metrics["tips/similarity_mean"] = fmean(similarities)
+        metrics["tips/similarity_min"] = min(similarities)
+        metrics["tips/num_distinct_shown"] = float(len(_distinct(traces, hook)))
+        metrics["tips/tokens_a_turn"] = fmean(len(node.token_ids) for node in shown)
+    return metrics
+
+
+def _ties(trace: Trace) -> bool:
+    returns = [leaf.episode_return for leaf, _ in trace.rollouts() if leaf.episode_return is not None]
+    return len(set(returns)) < 2
+
+
+def _distinct(traces: Sequence[Trace], hook: TipHook) -> set[tuple[str, int]]:
+    """Tips that were shown, each once; a tip's number counts the records of its buffer."""
+    return {
+        (hook.task_key(trace.task), tip)
+        for trace in traces
+        for _, path in trace.rollouts()
+        for node in path
+        if node.origin is Origin.MEMORY
+        for tip in node.metadata["tip_ids"]
+    }
+
+
+# The tips of a run as a part of an algorithm: which groups see them, what new states are worth, and what is
+# remembered (EMPO², arXiv 2602.23008).
+
+
+class TipSettings(Settings):
+    """``memory_probability`` p of the groups act with tips; ``off_policy_probability`` q of those are trained
+    without them.
+
+    ``intrinsic_coefficient`` c: a state visited n times adds c / n to the return before the advantage (0:
+    off); a state is new when its cosine with all of its task's is below ``novelty_threshold``. ``novelty`` =
+    ``rnd`` adds c times the scaled error of a predictor that has learned the states of all tasks, by the
+    section ``rnd`` (random network distillation: appendix F).
+    ``intrinsic_where_tied``: also where the returns of a group tie, so that novelty alone makes the advantage
+    (the paper); False leaves such a group without a signal, and its states counted.
+    """
+
+    memory_probability: float = Field(0.25, ge=0, le=1)
+    off_policy_probability: float = Field(2 / 3, ge=0, le=1)
+    intrinsic_coefficient: float = Field(0.01, ge=0)
+    intrinsic_where_tied: bool = True
+    novelty: Literal["count", "rnd"] = "count"
+    novelty_threshold: float = Field(0.9, ge=-1, le=1)
+    rnd: DistillationSettings = DistillationSettings()
+    memory: MemorySettings = MemorySettings()
+
+    def idle(self) -> frozenset[str]:
+        """How to count states that add nothing to a return, and what tips need that nobody sees."""
+        states = {"rnd"} if self.novelty == "count" else {"novelty_threshold"}
+        if not self.intrinsic_coefficient:
+            states = {"intrinsic_where_tied", "novelty", "novelty_threshold", "rnd"}
+        shown = set() if self.memory_probability else {"off_policy_probability", "memory"}
+        return super().idle() | states | shown
+
+    @property
+    def acts(self) -> bool:
+        """Whether any group sees tips, or is paid for what is new."""
+        return self.memory_probability > 0 or self.intrinsic_coefficient > 0
+
+
+class Tips:
+    """Hook, schedule of the modes and novelty of one run."""
+
+    def __init__(
+        self,
+        settings: TipSettings,
+        *,
+        advantage: AdvantageKind,
+        embedder: Embedder,
+        num_tokens: Callable[[str], int],
+        groups_per_step: int,
+        seed: int,
+    ) -> None:
+        self.settings = settings
+        self.hook = TipHook(settings.memory, embedder=embedder, num_tokens=num_tokens, seed=seed)
+        self.hooks: tuple[Hook, ...] = (self.hook,) if settings.memory_probability else ()
+        self.novelty: Novelty = (
+            CountNovelty(threshold=settings.novelty_threshold)
+            if settings.novelty == "count"
+            else DistilledNovelty(embedder.dim, settings.rnd, seed=seed)
+        )
+        self._advantage = advantage
+        self._embedder = embedder
+        self._groups_per_step = groups_per_step
+        self._schedule = ModeSchedule(
+            memory_probability=settings.memory_probability,
+            off_policy_probability=settings.off_policy_probability,
+            seed=seed,
+        )
+
+    def mode(self, step: int, group: int) -> TipMode:
+        """The mode of all rollouts of a group."""
+        return self._schedule.mode(step * self._groups_per_step + group)
+
+    def leaves_out(self, trace: Trace) -> bool:
+        """Whether the update renders the group without its tips."""
+        return tip_mode(trace.modes[0]) == TIPS_OFF
+
+    def measurements(self, trace: Trace, measured: Sequence[float]) -> dict[str, list[float]]:
+        """What was paid for novelty, and what :meth:`reward_novelty` measured."""
+        paid = [leaf.intrinsic for leaf, _ in trace.scored_rollouts()]
+        return {"tips/intrinsic_mean": paid, self.novelty.metric: list(measured)}
+
+    def reward_novelty(self, trace: Trace) -> list[float]:
+        """What is measured of all states of the group, seen together: rollouts that see the same get the
+        same.
+
+        Visits are counted by task, whatever the tips' scope is: the reward is for what is new in this task.
+        """
+        if not self.settings.intrinsic_coefficient:
+            return []
+        rollouts = [(leaf, visited_states(path)) for leaf, path in trace.scored_rollouts()]
+        texts = [text for _, states in rollouts for text in states]
+        if not texts:
+            return []
+        returns = [leaf.episode_return for leaf, _ in trace.scored_rollouts()]
+        is_paid = self.settings.intrinsic_where_tied or group_advantages(returns, self._advantage).has_signal
+        # Counted even where nothing is paid: what was seen is not new the next time.
+        bonuses, measured = self.novelty.see(trace.task.key, list(self._embedder.embed(texts)))
+        rest = iter(bonuses)
+        for leaf, states in rollouts:
+            mine = [next(rest) for _ in states]
+            leaf.intrinsic = (
+                intrinsic_return(mine, coefficient=self.settings.intrinsic_coefficient) if is_paid else 0.0
+            )
+        return measured
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """Memory and novelty, as plain data and arrays, for a checkpoint."""
+        tips, tip_arrays = self.hook.memory.snapshot()
+        novelty, novelty_arrays = self.novelty.snapshot()
+        # of rollouts that no step has measured yet: those that were played beside an update
+        counts = {"counts": dict(self.hook.counts)} if self.hook.counts else {}
+        return {"tips": tips, "novelty": novelty, **counts}, {**tip_arrays, **novelty_arrays}
+
+    def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
+        """Puts back what :meth:`state` saved."""
+        self.hook.memory.restore(state["tips"], arrays)
+        self.hook.counts = Counter(state.get("counts", {}))
+        self.novelty.restore(state["novelty"], arrays)
+
+
+def never_shows_a_tip(settings: TipSettings, *, num_groups: int, num_tasks: int) -> bool:
+    """Whether a run of ``num_groups`` groups on ``num_tasks`` training tasks, from an empty memory, wants
+    tips and can show none.
+
+    An epoch plays every task once at most, and a buffer per task holds what earlier groups of that task
+    wrote.
+    """
+    return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
+
+
+def no_tips(settings: TipSettings, section: str, *, num_groups: int, num_tasks: int) -> list[str]:
+    """The warning of :func:`never_shows_a_tip`, or nothing; ``section`` is the place of the settings."""
+    if not never_shows_a_tip(settings, num_groups=num_groups, num_tasks=num_tasks):
+        return []
+    return [
+        f"NO TIPS: {num_groups} groups play none of the {num_tasks} tasks twice, "
+        f"and a task is shown its own tips only; {section}.memory.scope=all shares them"
+    ]
+
+
+def visited_states(path: Sequence[Node]) -> list[str]:
+    """The states of an episode: what each turn acted on, one per turn (section 4.2: the reward of a step is
+    that of its state).
+
+    What is said after the last turn is no state: nothing acts on it, it is in the path only where the loop
+    cut the episode, and counted there it would pay an episode for being cut.
+    """
+    return [turn.observation for turn in policy_turns(path)]
+
+
+def intrinsic_return(bonuses: Sequence[float], *, coefficient: float) -> float:
+    """``c`` times the sum of what the states of an episode are worth."""
+    return coefficient * sum(bonuses)

@@ -1,0 +1,69 @@
+"""``outrider pack`` and ``outrider verify``."""
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from outrider.commands.arguments import Commands
+from outrider.errors import ConfigError
+from outrider.printing import print_lines
+
+
+def add(commands: Commands) -> None:
+    """The commands ``pack`` and ``verify``."""
+    pack = commands.add_parser("pack", help="runs as a folder that anybody can verify (docs/packs.md)")
+    pack.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run directories, or files or folders of exact results",
+    )
+    pack.add_argument("--out", type=Path, required=True, metavar="PACK", help="new folder")
+    pack.add_argument(
+        "--command", action="append", default=[], dest="commands", metavar="TEXT", help="what made the runs"
+    )
+    pack.add_argument("--weights", action="store_true", help="with the weights at the end of each training")
+    pack.set_defaults(command=_pack)
+    verify = commands.add_parser(
+        "verify", help="check a pack: its files, its tables, its panels, and one row played again"
+    )
+    verify.add_argument("pack", type=Path)
+    verify.add_argument(
+        "overrides", nargs="*", metavar="key=PATH", help="files that its recipes name and it does not hold"
+    )
+    replay_group = verify.add_mutually_exclusive_group()
+    replay_group.add_argument("--replay", metavar="ROW", help="the row to play again (default: the cheapest)")
+    replay_group.add_argument(
+        "--no-replay", action="store_true", help="play nothing again; needs neither torch nor a model"
+    )
+    verify.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder that keeps what is played")
+    verify.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    verify.set_defaults(command=_verify)
+
+
+def _pack(parsed: argparse.Namespace) -> int:
+    from outrider.evaluation.packs import make_pack
+
+    manifest = make_pack(parsed.runs, parsed.out, commands=parsed.commands, weights=parsed.weights)
+    print_lines(f"{parsed.out}: {len(manifest.files)} files; check it with: outrider verify {parsed.out}")
+    return 0
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from outrider.evaluation.verify import print_checks, verify
+    from outrider.printing import Terminal
+
+    if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
+        raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
+    local_paths = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
+    verified = verify(parsed.pack, local_paths=local_paths)
+    print_checks(parsed.pack, verified, Terminal())
+    if parsed.no_replay:
+        return 0
+    from outrider.evaluation.verify import replay_row
+
+    with TemporaryDirectory() as folder:
+        options = {"folder": parsed.run or Path(folder), "given": local_paths, "progress": parsed.progress}
+        print_lines(*replay_row(parsed.pack, verified, parsed.replay, **options).split("\n"))
+    return 0

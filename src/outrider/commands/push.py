@@ -1,0 +1,62 @@
+"""``outrider export`` and ``push``: the weights of a run, or data, for others."""
+
+import argparse
+from pathlib import Path
+
+from outrider.commands.arguments import Commands
+from outrider.errors import ConfigError
+from outrider.printing import print_lines
+
+
+def add(commands: Commands) -> None:
+    """The commands ``export`` and ``push``."""
+    export = commands.add_parser("export", help="a run's weights as a Hugging Face folder")
+    export.add_argument("run", type=Path)
+    export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
+    export.set_defaults(command=_export)
+    push = commands.add_parser(
+        "push", help="a run's weights, or a data set, with a card to the Hugging Face hub"
+    )
+    push.add_argument("run", type=Path, nargs="?")
+    push.add_argument(
+        "--dataset", type=Path, metavar="PATH",
+        help="in place of a run: a buffer, chat trajectories (.jsonl, .parquet), or a run's folder traces",
+    )  # fmt: skip
+    push.add_argument("--repo", required=True, metavar="OWNER/NAME", help="made where it is not there")
+    push.add_argument("--private", action="store_true", help="a new repository is private")
+    push.add_argument("--dry-run", action="store_true", help="print the card and the files, send nothing")
+    push.set_defaults(command=_push)
+    for parser in (export, push):
+        parser.add_argument(
+            "--checkpoint", type=int, metavar="STEP", help="the weights of this step (default: the newest)"
+        )
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    from outrider.training.export import export_run, find_checkpoint
+
+    checkpoint = export_run(parsed.run, parsed.out, checkpoint=find_checkpoint(parsed.run, parsed.checkpoint))
+    print_lines(f"{parsed.out}: the weights of {checkpoint}")
+    return 0
+
+
+def _push(parsed: argparse.Namespace) -> int:
+    if (parsed.run is None) == (parsed.dataset is None):
+        raise ConfigError("push either a run or --dataset PATH")
+    options = {"private": parsed.private, "dry_run": parsed.dry_run}
+    if parsed.dataset is not None:
+        from outrider.evaluation.hub import push_dataset
+
+        if parsed.checkpoint is not None:
+            raise ConfigError("--checkpoint is of a run; a data set has none")
+        result = push_dataset(parsed.dataset, parsed.repo, **options)
+    else:
+        from outrider.evaluation.hub import push_run
+
+        result = push_run(parsed.run, parsed.repo, step=parsed.checkpoint, **options)
+    if parsed.dry_run:
+        print_lines(*result.card.rstrip().splitlines())
+    for name, size in result.files:
+        print_lines(f"{name}: {size:,} bytes")
+    print_lines(f"pushed to {result.url}" if result.url else f"nothing was sent to {parsed.repo}")
+    return 0

@@ -1,0 +1,92 @@
+"""``outrider replay``, ``compare`` and ``inspect-log``: what is done with runs that are on disk."""
+
+import argparse
+from pathlib import Path
+
+from outrider.commands.arguments import Commands, positive
+from outrider.errors import ConfigError
+from outrider.printing import print_lines
+
+
+def add(commands: Commands) -> None:
+    """The commands ``replay``, ``compare`` and ``inspect-log``."""
+    replay = commands.add_parser(
+        "replay", help="play a recorded training step's rollouts again, without a model"
+    )
+    replay.add_argument("run", type=Path)
+    replay.add_argument("--step", type=int, required=True)
+    replay.set_defaults(command=_replay)
+    log = commands.add_parser("inspect-log", help="an evaluation as a log file of inspect-ai")
+    log.add_argument("run", type=Path, help="run directory, or one of eval --tasks")
+    log.add_argument("--out", type=Path, required=True, metavar="FILE.eval", help="new file")
+    log.add_argument(
+        "--evaluation",
+        type=int,
+        metavar="N",
+        help="line of evaluations.jsonl, from 0 (default: the last one)",
+    )
+    log.set_defaults(command=_inspect_log)
+    compare = commands.add_parser(
+        "compare", help="compare runs over seeds: scores with intervals, tests, curves at equal cost"
+    )
+    compare.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run directories, the seeds of two configurations or more; with --by-task also NAME=RUN",
+    )
+    compare.add_argument(
+        "--by-task",
+        action="store_true",
+        help="a row a task and a column a method, whose runs may be one model a task; curves over trials",
+    )
+    compare.add_argument(
+        "--depth",
+        type=positive,
+        metavar="N",
+        help="with --by-task: N parts of a task's key name its row (default: all but the last)",
+    )
+    compare.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too"
+    )
+    compare.add_argument(
+        "--html", type=Path, metavar="FILE", help="the same as one page, with the figures of the curves"
+    )
+    compare.set_defaults(command=_compare)
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    from outrider.training.replay import replay_step
+
+    return replay_step(parsed.run, parsed.step)
+
+
+def _inspect_log(parsed: argparse.Namespace) -> int:
+    from outrider.evaluation.inspect_log import load_run_evaluation, load_tasks_evaluation, write_log
+    from outrider.evaluation.results import RESULTS
+
+    if not (parsed.run / RESULTS).is_file():
+        evaluation = load_run_evaluation(parsed.run, parsed.evaluation)
+    elif parsed.evaluation is None:
+        evaluation = load_tasks_evaluation(parsed.run)
+    else:
+        raise ConfigError("--evaluation is for run directories: an evaluation of tasks is one")
+    write_log(evaluation, parsed.out)
+    num_rollouts = len(evaluation.rollouts)
+    print_lines(
+        *evaluation.notes,
+        f"{parsed.out}: {num_rollouts} rollouts; open it with inspect view --log-dir {parsed.out.parent}",
+    )
+    return 0
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    from outrider.evaluation.compare_report import compare_runs, compare_tasks
+    from outrider.printing import Terminal
+
+    files = {"markdown": parsed.markdown, "html": parsed.html}
+    if parsed.by_task:
+        return compare_tasks(parsed.runs, **files, console=Terminal(), depth=parsed.depth)
+    if parsed.depth is not None:
+        raise ConfigError("--depth goes with --by-task")
+    return compare_runs([Path(run) for run in parsed.runs], **files, console=Terminal())

@@ -1,0 +1,146 @@
+"""``outrider view``, ``watch`` and ``report``: runs in the browser, in a terminal, and as a page that travels
+by mail.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.live import Live
+from rich.text import Text
+
+from outrider.commands.arguments import Commands
+from outrider.errors import ConfigError
+from outrider.printing import Terminal, one_line, print_lines
+from outrider.viewer.summary import RunSnapshot, read_snapshot, summary_lines
+
+
+def add(commands: Commands) -> None:
+    """The commands ``view``, ``watch`` and ``report``."""
+    view = commands.add_parser("view", help="look at runs in the browser (extra: view)")
+    view.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders that hold them"
+    )
+    view.add_argument("--port", type=int, default=0, help="default: any that is free")
+    view.add_argument(
+        "--host", default="127.0.0.1", help="another address than loopback asks for the token that is printed"
+    )
+    view.add_argument("--open", action="store_true", help="open the browser too")
+    view.add_argument(
+        "--bundle", type=Path, metavar="FOLDER", help="write the page into a new folder for a file server"
+    )
+    view.set_defaults(command=_view)
+    watch = commands.add_parser("watch", help="follow a run from another terminal (Ctrl-C ends only that)")
+    watch.add_argument("run", type=Path)
+    watch.add_argument("--once", action="store_true", help="print where it is now, and exit")
+    watch.set_defaults(command=_watch)
+    report = commands.add_parser("report", help="write report.html of a run: one page, no script, no server")
+    report.add_argument("run", type=Path)
+    report.set_defaults(command=_report)
+
+
+def _view(parsed: argparse.Namespace) -> int:
+    from outrider.viewer.answers import Catalogue
+
+    catalogue = Catalogue(parsed.runs)
+    if parsed.bundle is not None:
+        from outrider.viewer.server import write_bundle
+
+        write_bundle(catalogue, parsed.bundle, compare=_comparison_page, note=print_lines)
+        print_lines(str(parsed.bundle / "index.html"))
+        return 0
+    try:
+        from outrider.viewer.server import serve
+    except ImportError as error:
+        raise ConfigError(
+            f"outrider view needs {error.name}: pip install 'outrider[view]'; outrider report RUN does not"
+        ) from error
+    serve(
+        catalogue,
+        compare=_comparison_page,
+        host=parsed.host,
+        port=parsed.port,
+        opens=parsed.open,
+        log=print_lines,
+    )
+    return 0
+
+
+def _watch(parsed: argparse.Namespace) -> int:
+    from outrider.runs import Run
+
+    return follow(Run.from_path(parsed.run).path, once=parsed.once)
+
+
+def _comparison_page(runs: Sequence[Path]) -> str:
+    """The page of ``outrider compare``."""
+    from outrider.evaluation.compare import compare
+    from outrider.evaluation.compare_report import html_page
+
+    return html_page(compare(list(runs)))
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from outrider.viewer.report import write_report
+
+    require_run(parsed.run)
+    print_lines(str(write_report(parsed.run)))
+    return 0
+
+
+def require_run(folder: Path) -> None:
+    """Raises DataError for a folder that is no run directory."""
+    from outrider.errors import DataError
+    from outrider.viewer.run_reader import task_evaluation_message
+
+    if refusal := task_evaluation_message(folder):
+        raise DataError(refusal)
+    if not any((folder / name).is_file() for name in ("config.toml", "metrics.jsonl")):
+        raise DataError(f"{folder} is no run directory: it has no config.toml")
+
+
+# ``outrider watch``: the loop that shows a run until it ends.
+
+
+_POLL_INTERVAL_S: Final = 1.0
+
+
+def follow(run: Path, *, once: bool) -> int:
+    """Print where the run is until it ends, then its summary; exit status 0. Where output is no terminal,
+    whenever a step, a stage or a note has come.
+
+    Ctrl-C ends this and nothing of the run.
+    """
+    try:
+        state = read_snapshot(run)
+        if not once and state.status == "running":
+            state = _follow_until_end(run, state)
+    except KeyboardInterrupt:
+        print_lines("outrider: no longer watching, which the run does not notice", to_stderr=True)
+        return 0
+    print_lines(*state.lines)
+    if state.status != "running":
+        print_lines(*summary_lines(run))
+    return 0
+
+
+def _follow_until_end(run: Path, state: RunSnapshot) -> RunSnapshot:
+    """The run when it no longer runs."""
+    console = Terminal()
+    if not console.is_terminal or console.is_dumb_terminal:
+        while state.status == "running":
+            print_lines(*state.lines)
+            previous = state.state_key
+            while state.state_key == previous:
+                time.sleep(_POLL_INTERVAL_S)
+                state = read_snapshot(run)
+        return state
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        while state.status == "running":
+            text = Text("\n".join(map(one_line, state.lines)), no_wrap=True, overflow="ellipsis")
+            live.update(text, refresh=True)
+            time.sleep(_POLL_INTERVAL_S)
+            state = read_snapshot(run)
+    return state

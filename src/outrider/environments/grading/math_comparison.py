@@ -1,0 +1,563 @@
+r"""Comparing mathematical answers part by part: lists, tuples, sets, intervals, unions, matrices, ratios and
+sums with dots. An algebra system compares the parts, which hold none of these.
+
+A computer algebra system reads a list with ``\ldots``, a ``\pm`` in a tuple or a chain ``1:2:3`` in part, and
+what it does not read it does not compare. Here every part of one answer has a part of the other.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any, Final, Literal
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from latex2sympy2_extended.math_normalization import normalize_latex
+from math_verify import verify
+
+from outrider.environments.grading.math_normal_form import split_top, split_unit
+
+SameValue = Callable[[str, str], bool]
+"""Whether two expressions without structure have one value."""
+_DOTS: Final = r"\ldots"
+_CLOSERS: Final = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
+_MATRIX: Final = re.compile(
+    r"\\begin\{([pbBvVs]?(?:small)?matrix|array|cases)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL
+)
+_RELATION: Final = re.compile(r"\\(?:le|ge|ne|approx|in|notin|subset|subseteq|equiv|sim)(?![A-Za-z])|[<>=]")
+_NAME: Final = re.compile(
+    r"\s*(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\{[^{}]*\}|\w))?'*\s*(?:\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?\s*"
+    r"|\s*\\(?:overrightarrow|overline|vec|hat|bar|widehat)\s*\{[^{}]*\}\s*|\s*(?:[A-Za-z]\s*){2,4}|\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)\s*|\s*\\angle\s*[A-Z]+\s*|\s*\|[A-Z]+\|\s*"
+)
+_BUILDER: Final = re.compile(
+    r"\\\{\s*\(?([A-Za-z])\)?\s*(?:\\in\s*\\mathbb\{R\}|\\in\s*R)?\s*[|:]\s*(.+?)\s*(?:,\s*\1\s*\\in\s*\\mathbb\{R\}\s*)?\\\}",
+    re.DOTALL,
+)
+_BASED: Final = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
+_THOUSANDS: Final = re.compile(r"[-+]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)")
+_AMBIGUOUS: Final = "a number with a comma"
+_CURRENCIES: Final = frozenset({"dollar", "euro", "sterling", "yen", "rupee", "cent"})
+_BOUND: Final = re.compile(r"([^<>=]+?)(<|>|\\le(?![a-z])|\\ge(?![a-z]))([^<>=]+)")
+_VARIABLE: Final = re.compile(r"[A-Za-z]|\\[A-Za-z]+")
+_MIRRORED: Final = {">": "<", "<": ">", r"\ge": r"\le", r"\le": r"\ge"}
+_MAX_SIGNS: Final = 3
+_MAX_MEMBERS: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """An answer in its parts. ``kind``: a bare list, a bracketed one, or a single expression; ``brackets``
+    are those around it. ``word`` connects the parts of a list.
+    """
+
+    kind: Literal["one", "list", "bracketed"]
+    members: tuple[str, ...]
+    brackets: tuple[str, str] = ("", "")
+    word: str = ","
+
+
+def same_structure(left: str, right: str, same_value: SameValue) -> bool:
+    """Whether two answers are equal in all their parts. ``same_value`` compares expressions."""
+    return _Comparer(same_value).is_same(left, right)
+
+
+class _Comparer:
+    def __init__(self, same_value: SameValue) -> None:
+        self._same_value = same_value
+
+    def is_same(self, left: str, right: str) -> bool:
+        left, right = _bare(left), _bare(right)
+        if _packed(left) == _packed(right) and not re.search(r"\d\s+\d", left + right):
+            return True
+        if not left or not right:
+            return False
+        readings = [_readings(text) for text in (left, right)]
+        return any(self._is_same_parts(reading, other) for reading, other in product(*readings))
+
+    def _is_same_parts(self, left: _Parts, right: _Parts) -> bool:
+        if left.kind == "one" and right.kind == "one":
+            return self._is_same_single(left.members[0], right.members[0])
+        if (left.kind == "list") != (right.kind == "list"):
+            bare, other = (left, right) if left.kind == "list" else (right, left)
+            if (condition := _as_condition(bare)) is not None:
+                return self.is_same(condition, _written(other))
+        if left.kind == "one" or right.kind == "one":
+            single, other = (left, right) if left.kind == "one" else (right, left)
+            return self._is_same_mixed(single.members[0], other)
+        if left.kind == right.kind == "list":
+            has_relations = any(re.search(r"[<>]|\\[lg]e(?![a-z])", member) for member in left.members)
+            if has_relations and {left.word, right.word} == {"and", "or"}:
+                return False
+            return self._is_same_members(left.members, right.members, is_ordered=False)
+        if left.kind == "list" or right.kind == "list":
+            bare, other = (left, right) if left.kind == "list" else (right, left)
+            if bare.word == _AMBIGUOUS:
+                return False
+            if other.brackets == (r"\{", r"\}"):
+                return self._is_same_members(bare.members, other.members, is_ordered=False)
+            if other.brackets == ("(", ")") or (other.brackets == ("[", "]") and len(other.members) > 2):
+                return self._is_same_members(bare.members, other.members, is_ordered=True)
+            if other.brackets == ("[", "]") and all(_bracketed(member) for member in other.members):
+                return self._is_same_members(bare.members, other.members, is_ordered=False)
+            return other.brackets == ("[", "]") and len(other.members) == 1 == len(bare.members)
+        if left.brackets != right.brackets:
+            is_vector = {left.brackets, right.brackets} == {("(", ")"), (r"\langle", r"\rangle")}
+            is_long = len(left.members) > 2 and {left.brackets, right.brackets} == {("(", ")"), ("[", "]")}
+            if not (is_vector or is_long):
+                return False
+        return self._is_same_members(left.members, right.members, is_ordered=left.brackets[0] != r"\{")
+
+    def _is_same_members(self, left: Sequence[str], right: Sequence[str], *, is_ordered: bool) -> bool:
+        if len(left) != len(right) or len(left) > _MAX_MEMBERS:
+            return False
+        if is_ordered or any(_is_dots(member) for member in (*left, *right)):
+            return all(
+                _is_dots(item) == _is_dots(other) and (_is_dots(item) or self.is_same(item, other))
+                for item, other in zip(left, right, strict=True)
+            )
+        rest = list(right)
+        for item in left:  # the same text first: it costs nothing
+            match = next((other for other in rest if _packed(other) == _packed(item)), None)
+            if match is None:
+                match = next((other for other in rest if self.is_same(item, other)), None)
+            if match is None:
+                return False
+            rest.remove(match)
+        return True
+
+    def _is_same_mixed(self, single: str, other: _Parts) -> bool:
+        """An expression against something in several parts: a condition may name an interval, and a list of
+        one member is that member.
+        """
+        if len(other.members) == 1 and other.brackets in (("", ""), (r"\{", r"\}"), ("[", "]"), ("(", ")")):
+            return other.brackets[0] != "[" and self.is_same(single, other.members[0])
+        name, _, value = _assigned(single)
+        if name and _readings(_bare(value))[0].kind != "one":
+            return self.is_same(value, _written(other))
+        is_condition = bool(re.search(r"[<>]|\\(?:le|ge|ne|cup|cap|setminus|mathbb|infty)(?![a-z])", single))
+        return is_condition and other.kind == "bracketed" and self._same_value(single, _written(other))
+
+    def _is_same_single(self, left: str, right: str) -> bool:
+        (left, its_unit), (right, unit) = split_unit(left), split_unit(right)
+        if not is_same_unit(its_unit, unit):
+            return False
+        is_percentage = [text.endswith(r"\%") for text in (left, right)]
+        if any(is_percentage):
+            if its_unit or unit:
+                return False
+            if all(is_percentage):
+                return self.is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
+            if is_percentage[0] != is_percentage[1]:  # "12 percent" may be given as 12 or as 0.12
+                amounts = [text.removesuffix(r"\%") for text in (left, right)]
+                return self.is_same(*amounts) or self._same_value(left, right)
+        for split in (
+            self._compare_unions,
+            self._compare_matrices,
+            self._compare_ratios,
+            self._compare_relations,
+        ):
+            verdict = split(left, right)
+            if verdict is not None:
+                return verdict
+        if _DOTS in left or _DOTS in right:
+            return _packed(left) == _packed(right)
+        bases = [_BASED.fullmatch(text.strip()) for text in (left, right)]
+        if bases[0] and bases[1]:
+            return _based_value(bases[0]) == _based_value(bases[1]) is not None
+        if any(bases):  # a base that one of them does not write: the digits decide
+            digits = [
+                match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)
+            ]
+            return digits[0] == digits[1]
+        return self._same_value(left, right)
+
+    def _compare_unions(self, left: str, right: str) -> bool | None:
+        parts = [_split_command(text, r"\cup") for text in (left, right)]
+        if all(len(part) > 1 for part in parts):
+            return self._is_same_members(*parts, is_ordered=False) or self._same_value(left, right)
+        return None
+
+    def _compare_matrices(self, left: str, right: str) -> bool | None:
+        matrices = [_MATRIX.fullmatch(text.strip()) for text in (left, right)]
+        if matrices[0] is None or matrices[1] is None:
+            return None
+        rows = [
+            [split_top(row, "&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
+            for match in matrices
+            if match is not None
+        ]
+        if "cases" in (matrices[0][1], matrices[1][1]):
+            lists = [["&".join(map(_packed, row)) for row in matrix] for matrix in rows]
+            return self._is_same_members(lists[0], lists[1], is_ordered=False)
+        if (
+            "v" in (matrices[0][1][0].lower() + matrices[1][1][0].lower())
+            and matrices[0][1] != matrices[1][1]
+        ):
+            return None  # a determinant is a number
+        if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
+            return False
+        entries = [[entry for row in matrix for entry in row] for matrix in rows]
+        return self._is_same_members(entries[0], entries[1], is_ordered=True)
+
+    def _compare_ratios(self, left: str, right: str) -> bool | None:
+        parts = [split_top(text, ":") for text in (left, right)]
+        if max(map(len, parts)) < 2 or (min(map(len, parts)) == 1 and max(map(len, parts)) == 2):
+            return None
+        if len(parts[0]) != len(parts[1]) or not all(part.strip() for part in (*parts[0], *parts[1])):
+            return False
+        if any(_is_dots(part) for part in (*parts[0], *parts[1])):
+            return self._is_same_members(*parts, is_ordered=True)
+        first, second = parts
+        return all(
+            self._same_value(rf"\frac{{{term}}}{{{first[0]}}}", rf"\frac{{{other}}}{{{second[0]}}}")
+            for term, other in zip(first[1:], second[1:], strict=True)
+        )
+
+    def _compare_relations(self, left: str, right: str) -> bool | None:
+        """``x = 5`` is 5. Two names must be one name."""
+        relations = [_assigned(text) for text in (left, right)]
+        if relations[0][0] and relations[1][0]:
+            if relations[0][0] == relations[1][0] and relations[0][1] == relations[1][1]:
+                return self.is_same(relations[0][2], relations[1][2]) or None
+            return None
+        if relations[0][0] or relations[1][0]:
+            index = 0 if relations[0][0] else 1
+            other = (left, right)[1 - index]
+            if not _RELATION.search(other) or (
+                relations[index][1] == r"\in" and _RELATION.search(relations[index][2]) is None
+            ):
+                return self.is_same(relations[index][2], other)
+        return None
+
+
+def is_same_unit(left: str, right: str) -> bool:
+    """Units of two amounts agree if one has none, if they are equal, or if one names the same thing more
+    precisely ("red marbles", "dollars per pound").
+    """
+    if not left or not right or left == right:
+        return True
+    fewer, more = sorted((set(left.split()), set(right.split())), key=len)
+    return fewer < more and ("/" not in more or bool(fewer & _CURRENCIES))
+
+
+def _bare(text: str) -> str:
+    """Without blanks and without brackets around a single member."""
+    text = text.strip().rstrip(".;").strip() if not text.strip().endswith(r"\.") else text.strip()
+    if r"\approx" in text:  # the exact value, or that of a name
+        first, *rest = split_top(text.replace(r"\approx", "\x00"), "\x00")
+        text = rest[-1].strip() if rest and (not first.strip() or _NAME.fullmatch(first)) else first.strip()
+    builder = _BUILDER.fullmatch(text)
+    if builder is not None and _RELATION.search(builder[2]):
+        return builder[2]
+    while text.startswith(("(", "{")):
+        inner = _inside(text, text[0], {"(": ")", "{": "}"}[text[0]])
+        if inner is None or len(split_top(inner, ",;")) > 1 or not inner.strip():
+            break
+        text = inner.strip()
+    return text
+
+
+def _inside(text: str, opening: str, closing: str) -> str | None:
+    """The inside of brackets that are around the whole text."""
+    if not (text.startswith(opening) and text.endswith(closing)) or len(text) < len(opening) + len(closing):
+        return None
+    inner = text[len(opening) : len(text) - len(closing)]
+    depth = 0
+    for token in re.finditer(r"\\[A-Za-z]+|\\.|.", inner, re.DOTALL):
+        depth += token[0] in ("(", "[", "{", r"\{", r"\langle")
+        depth -= token[0] in (")", "]", "}", r"\}", r"\rangle")
+        if depth < 0:
+            return None
+    return inner if depth == 0 else None
+
+
+def _readings(text: str) -> list[_Parts]:
+    """The ways to read an answer; more than one only for ``3,125``, which is a number or two (``3,025`` is
+    one).
+    """
+    variants = _signed(text)
+    if len(variants) > 1:
+        return [_Parts("list", tuple(variants))]
+    readings: list[_Parts] = []
+    if _THOUSANDS.fullmatch(text):
+        readings.append(_Parts("one", (text.replace(",", ""),)))
+        if ",0" in text:
+            return readings
+    brackets = _bracketed(text)
+    if brackets is not None:
+        return [brackets]
+    word, members = _listed(text)
+    word = _AMBIGUOUS if readings else word
+    return [*readings, _Parts("list", members, word=word) if len(members) > 1 else _Parts("one", (text,))]
+
+
+def _bracketed(text: str) -> _Parts | None:
+    half_open = re.fullmatch(r"([\[\]])([^\[\]()]+)([\[\]])", text)
+    if half_open is not None and half_open[1] + half_open[3] in ("][", "]]", "[["):  # ]0,1[ is (0,1)
+        members = _members(half_open[2])
+        brackets = ("(" if half_open[1] == "]" else "[", ")" if half_open[3] == "[" else "]")
+        return _Parts("bracketed", members, brackets) if len(members) == 2 else None
+    for opening in _CLOSERS:
+        for closing in _CLOSERS.values():
+            is_pair = _CLOSERS[opening] == closing or {opening, closing} <= {"(", "[", ")", "]"}
+            if is_pair and (inner := _inside(text, opening, closing)) is not None:
+                members = _members(inner)
+                if len(members) > 1 or opening in (r"\{", "["):
+                    return _Parts("bracketed", members if inner.strip() else (), (opening, closing))
+    return None
+
+
+def _members(text: str) -> tuple[str, ...]:
+    """In brackets every comma separates, except in ``1,000``."""
+    parts = split_top(text, ",;")
+    joined = [parts[0]]
+    for part in parts[1:]:
+        if re.fullmatch(r"0\d\d(?:\.\d+)?\s*", part) and re.search(r"(?<![\d.])\d{1,3}\Z", joined[-1]):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return tuple(replaced for part in joined for replaced in _signed(part.strip()))
+
+
+def _listed(text: str) -> tuple[str, tuple[str, ...]]:
+    """The members of a bare list and the word between them. ``1,000, 2,000`` is two numbers."""
+    words = set(re.findall(r"\\text\{ (and|or) \}", text))
+    marked = re.sub(r"\\text\{ (?:and|or) \}", "\x00", text)
+    separators = ",;\x00"
+    if re.search(r"[,;\x00]\s|\x00", marked) or ";" in marked:
+        masked = re.sub(r"(?<=\d),(?=\d{3}(?!\d))(?!\d{3}\.\d+,)", "\x01", marked)
+    else:
+        masked = marked
+    parts = [part.replace("\x01", "") for part in split_top(masked, separators)]
+    parts = [part.strip() for part in parts if part.strip()]
+    return (words.pop() if len(words) == 1 else ","), tuple(
+        signed for part in parts for signed in _signed(part)
+    )
+
+
+def _signed(text: str) -> list[str]:
+    r"""Both values of an expression with ``\pm``; all combinations if there are several, unless ``\mp`` links
+    them.
+    """
+    text = text.replace(r"\pm", "\x02").replace(r"\mp", "\x03")
+    num_signs = text.count("\x02") + text.count("\x03")
+    if num_signs == 0 or num_signs > _MAX_SIGNS:
+        return [text.replace("\x02", r"\pm").replace("\x03", r"\mp")]
+    if len(split_top(text, ",;")) > 1:
+        return [text.replace("\x02", r"\pm").replace("\x03", r"\mp")]
+    if "\x03" in text:
+        return [text.replace("\x02", value).replace("\x03", other) for value, other in ("+-", "-+")]
+    first, *rest = text.split("\x02")
+    signed = [
+        first + "".join(sign + part for sign, part in zip(signs, rest, strict=True))
+        for signs in product("+-", repeat=num_signs)
+    ]
+    return [re.sub(r"(\A|[=(\[{,])\s*\+", r"\1", value) for value in signed]
+
+
+def _split_command(text: str, command: str) -> list[str]:
+    return split_top(re.sub(re.escape(command) + r"(?![A-Za-z])", "\x00", text), "\x00")
+
+
+def _assigned(text: str) -> tuple[str, str, str]:
+    r"""The name, the sign and the value of ``x = 5``, ``x \in [0, 1]`` or a chain of equations; empty for
+    anything else.
+    """
+    parts = split_top(re.sub(r"\\in(?![A-Za-z])", "\x00", text), "=\x00")
+    if len(parts) == 2 and "\x00" not in text and _NAME.fullmatch(parts[1]) and not _NAME.fullmatch(parts[0]):
+        parts.reverse()  # 2x + 3 = y
+    if (
+        len(parts) < 2
+        or not _NAME.fullmatch(parts[0])
+        or re.search(r"[<>]|\\(?:le|ge|ne)(?![a-z])", text.partition("\\mathbb")[0].partition("|")[0])
+    ):
+        return "", "", ""
+    sign = r"\in" if "\x00" in re.sub(r"\\in(?![A-Za-z])", "\x00", text) else "="
+    return _packed(parts[0]), sign, parts[-1].strip()
+
+
+def _as_condition(parts: _Parts) -> str | None:
+    r"""Two bounds of one variable as one condition: ``0 \le x \le 1`` for "x >= 0 and x <= 1", and a union of
+    intervals if "or" is between them. None for anything else.
+    """
+    bounds = [_BOUND.fullmatch(member) for member in parts.members]
+    if len(bounds) != 2 or parts.word not in ("and", "or", ","):
+        return None
+    names, limits = set(), {}
+    for bound in bounds:
+        if bound is None:
+            return None
+        left, sign, right = bound[1].strip(), bound[2], bound[3].strip()
+        if _VARIABLE.fullmatch(right):
+            left, sign, right = right, _MIRRORED[sign], left
+        if not _VARIABLE.fullmatch(left):
+            return None
+        names.add(left)
+        limits["<" if sign in ("<", r"\le") else ">"] = sign, right
+    if len(names) != 1 or len(limits) != 2:
+        return None
+    (below, largest), (above, smallest) = limits["<"], limits[">"]
+    if parts.word == "or":
+        closing, opening = ("]" if below != "<" else ")"), ("[" if above != ">" else "(")
+        return rf"(-\infty,{largest}{closing}\cup {opening}{smallest},\infty)"
+    return f"{smallest} {_MIRRORED[above]} {names.pop()} {below} {largest}"
+
+
+def _written(parts: _Parts) -> str:
+    return parts.brackets[0] + ",".join(parts.members) + parts.brackets[1]
+
+
+def _is_dots(text: str) -> bool:
+    return text.strip() == _DOTS
+
+
+def _packed(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def _based_value(based: re.Match[str]) -> int | None:
+    """The value of digits in a base; None if they are no number in it."""
+    digits, base = based[1], int(based[2] or based[3])
+    try:
+        return int(digits, base) if 2 <= base <= 16 else None
+    except ValueError:
+        return None
+
+
+# Whether two answers have one value, by ``math-verify``. Runs in a grading process only: nothing bounds its
+# time or memory.
+
+
+# Units, boxes and words were read before; what this removes would be lost.
+_NORMALIZATION: Final = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+)
+# The parser reads these only in part, or as something else.
+_UNREADABLE: Final = re.compile(
+    r"(?<![_\d])\d+\s+\.?\d|\d\.\d+\.\d|\d_|\\ldots|\\approx|\\p?mod|\\overline\{\d|\\dot|\\bar\s*\{?\d|\\sim|\\equiv|\\ne\b.*="
+)
+_CLOSE: Final = 1e-6
+_MIRRORED_RELATIONS: Final = {">": "<", r"\ge": r"\le"}
+
+
+def is_same_value(left: str, right: str) -> bool:
+    """Whether two answers are equal in all their parts. The comparison does not depend on the side."""
+    return same_structure(left, right, _is_same_expression)
+
+
+def _is_same_expression(left: str, right: str) -> bool:
+    if r"\plainlog" in left or r"\plainlog" in right:  # natural in Python, decadic in school
+        return any(
+            _is_same_expression(left.replace(r"\plainlog", name), right.replace(r"\plainlog", name))
+            for name in (r"\ln", r"\log")
+        )
+    is_cased = any(
+        letter.swapcase() in text for text in (left, right) for letter in re.findall(r"[A-Z]", _letters(text))
+    )
+    is_complex = any(re.search(r"(?<![A-Za-z\\])i(?![A-Za-z])", _letters(text)) for text in (left, right))
+    parsed = [_parse(text, is_cased, is_complex) for text in (left, right)]
+    if parsed[0] is None or parsed[1] is None:
+        return False
+    if not _is_verified(parsed[0], parsed[1]) and not _is_verified(parsed[1], parsed[0]):
+        return is_complex and _is_zero_difference(*parsed)
+    return _is_close(*parsed)
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"\\[A-Za-z]+", " ", text)
+
+
+@lru_cache(maxsize=64)
+def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
+    """The whole text as an expression; None if the parser does not read all of it."""
+    if _UNREADABLE.search(text):
+        return None
+    text = re.sub(r"('+)", lambda run: r"^{\prime" + " \\prime" * (len(run[1]) - 1) + "}", text)
+    latex = normalize_latex(_ordered(text), _NORMALIZATION)
+    config = ConversionConfig(lowercase_symbols=not is_cased)
+    try:
+        expression = latex2sympy(
+            latex,
+            is_real=not is_complex,
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=config,
+        )
+    except Exception:  # the parser raises all kinds
+        return None
+    return expression if isinstance(expression, (sympy.Basic, sympy.MatrixBase)) else None
+
+
+def _ordered(text: str) -> str:
+    """A chain of inequalities with the smallest first."""
+    parts = re.split(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))", text)
+    if len(parts) < 5 or not all(sign in _MIRRORED_RELATIONS for sign in parts[1::2]):
+        return text
+    return " ".join(_MIRRORED_RELATIONS.get(part, part) for part in reversed(parts))
+
+
+def _is_verified(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
+        return _is_same_equation(gold, answer)
+    return bool(verify(gold, answer, timeout_seconds=None))
+
+
+def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
+    """Whether one is a multiple of the other. Two equations without solutions are not equal for that."""
+    if left == right or (left.lhs == right.rhs and left.rhs == right.lhs):
+        return True
+    if left.free_symbols != right.free_symbols or not left.free_symbols:
+        return False
+    try:
+        differences = [sympy.sympify(equation.lhs - equation.rhs).doit() for equation in (left, right)]
+        ratio = sympy.simplify(differences[0] / differences[1])
+        if ratio.is_number:
+            return bool(ratio.is_finite and not ratio.is_zero)
+        solutions = [sympy.solve(equation, equation.free_symbols) for equation in (left, right)]
+    except Exception:
+        return False
+    return bool(solutions[0]) and bool(solutions[1]) and bool(verify(left, right, timeout_seconds=None))
+
+
+def _is_zero_difference(left: Any, right: Any) -> bool:
+    """With ``i`` as the imaginary unit."""
+    try:
+        unit = {
+            symbol: sympy.I for side in (left, right) for symbol in side.free_symbols if symbol.name == "i"
+        }
+        return bool(sympy.simplify((left - right).subs(unit).doit()).is_zero)
+    except Exception:
+        return False
+
+
+def _is_close(left: Any, right: Any) -> bool:
+    """The library compares a fixed number of decimals; small numbers must not be equal for that."""
+    try:
+        if (
+            isinstance(left, (sympy.MatrixBase, sympy.Set, sympy.Tuple))
+            or left.free_symbols
+            or right.free_symbols
+        ):
+            return True
+        values = [_number(side) for side in (left, right)]
+    except Exception:
+        return True
+    size = max(map(abs, values))
+    if size >= 1e-3 or size == 0:
+        return True
+    return abs(values[0] - values[1]) <= _CLOSE * size or any(
+        abs(values[0] * factor - values[1]) <= _CLOSE * size for factor in (100, 0.01)
+    )
+
+
+def _number(expression: Any) -> complex:
+    """The value; 0 for parts that cancel, of which the library evaluates no digit: ``1 - 1`` is
+    ``0.e-125``.
+    """
+    real, imaginary = (
+        0.0 if getattr(part, "_prec", 53) == 1 else float(part) for part in sympy.N(expression).as_real_imag()
+    )
+    return complex(real, imaginary)

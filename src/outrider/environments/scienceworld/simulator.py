@@ -1,0 +1,401 @@
+"""One ScienceWorld simulator in one Java process, spoken to over Py4J's wire protocol.
+
+Py4J's own client is not used: it logs stack traces to the root logger when the process dies and has one
+time-out for all calls. Facts that the code relies on (ScienceWorld 1.2.3, Py4J 0.10.9, Java 17):
+
+* The simulator prints to standard output; once the pipe is full, ``load`` hangs for ever. So the pipe is
+  drained.
+* It seeds its random draws from the variation when it loads, but its object sets are ordered by identity
+  hash. Making that constant (``-XX:hashCode=2``) makes every task replay identically, also in a fresh
+  process; measured cost: none (3-10 ms per step either way). Without it the order of a room's contents
+  changes between two loads, and with it what draws pick.
+* ``load`` answers an empty text on success and a text that starts with ERROR otherwise.
+"""
+
+import json
+import queue
+import re
+import socket
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Protocol
+
+from outrider.environments.simulator_process import SimulatorFolder, drain_output
+from outrider.errors import EnvironmentFault
+
+_FIXED_ORDER: Final = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
+_ESCAPES: Final = MappingProxyType({"n": "\n", "r": "\r", "\\": "\\"})
+_ESCAPED: Final = re.compile(r"\\([nr\\])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How to start a simulator process: ``java`` executable, class path, heap limit (``512m``), time limits
+    in seconds.
+    """
+
+    java: str
+    class_path: str
+    heap: str = "512m"
+    deterministic: bool = True
+    start_limit_s: float = 60.0
+    load_limit_s: float = 120.0
+    step_limit_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """The start of an episode: task text, what the agent sees first, and the action templates (``open
+    OBJ``).
+    """
+
+    task_text: str
+    observation: str
+    action_templates: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The simulator after one action: ``score`` in -100..100, ``num_moves`` since the start (one action may
+    cost several).
+    """
+
+    observation: str
+    score: int
+    completed: bool
+    num_moves: int
+
+
+class Simulator(Protocol):
+    """A simulator as the environment needs it. Every method raises :class:`EnvironmentFault` when it died or
+    stalled.
+    """
+
+    def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
+        """Start an episode."""
+        ...
+
+    def act(self, action: str) -> Reply:
+        """Perform one action as typed text."""
+        ...
+
+    def valid_actions(self) -> tuple[str, ...]:
+        """All actions that would be understood now (200-1,400; 20-80 ms)."""
+        ...
+
+    def gold_actions(self, *, task_name: str, variation: int, simplification: str) -> tuple[str, ...]:
+        """A winning action sequence for the episode that ``load`` with the same arguments starts."""
+        ...
+
+    def num_variations(self, task_name: str) -> int:
+        """How many variations the simulator has of a task."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether it can be used for another episode."""
+        ...
+
+    def close(self) -> None:
+        """Kill the process and wait for it; may be called twice and from another thread."""
+        ...
+
+
+class JavaSimulator:
+    """A :class:`Simulator` in its own Java process. One request at a time: a lock guards the connection.
+
+    ``port`` is the process's loopback port; who connects must know a secret that only its standard output
+    told.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        """Start the process (0.8-2.1 s). Raises :class:`EnvironmentFault` with Java's last words when it does
+        not come up.
+        """
+        self._launch = launch
+        self._lock = threading.Lock()
+        # The simulator writes a listing of object types into the directory that it runs in.
+        self._directory = SimulatorFolder()
+        self._process = _spawn(launch, self._directory.name)
+        self._last_lines: deque[bytes] = deque(maxlen=20)
+        self._errors = drain_output(self._process.stderr, self._last_lines)
+        self._connection: socket.socket | None = None
+        self._pending = b""
+        try:
+            self.port, token = self._handshake()
+            self._connection = socket.create_connection(
+                ("127.0.0.1", self.port), timeout=launch.start_limit_s
+            )
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._request(f"A\n{token}\n", launch.start_limit_s)
+            self._server = self._request(
+                "i\nscienceworld.runtime.pythonapi.PythonInterface\ne\n", launch.start_limit_s
+            )
+        except (OSError, ValueError) as error:
+            raise self._fault(f"did not start: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """Process id of the Java process."""
+        return self._process.pid
+
+    def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
+        """Start an episode; equal arguments give an equal episode when the launch is deterministic."""
+        self._load(task_name, variation, simplification, with_gold=False)
+        return Opening(
+            task_text=self._call("getTaskDescription"),
+            observation=self._call("step", "look around"),
+            action_templates=self._strings(self._call("getPossibleActions")),
+        )
+
+    def act(self, action: str) -> Reply:
+        """Perform one action. The score is rounded as the published wrapper does."""
+        observation = self._call("step", action)
+        return Reply(
+            observation=observation,
+            score=round(100 * float(self._call("getScore"))),
+            completed=self._call("getCompleted") == "true",
+            num_moves=int(self._call("getNumMoves")),
+        )
+
+    def valid_actions(self) -> tuple[str, ...]:
+        """All actions that would be understood now, in the simulator's order."""
+        listing = json.loads(self._call("getValidActionObjectCombinationsJSON"))
+        return tuple(str(entry["action"]) for entry in listing["validActions"])
+
+    def gold_actions(self, *, task_name: str, variation: int, simplification: str) -> tuple[str, ...]:
+        """A winning action sequence; the simulator's own planner makes it while loading (0.1-8 s)."""
+        self._load(task_name, variation, simplification, with_gold=True)
+        return self._strings(self._call("getGoldActionSequence"))
+
+    def num_variations(self, task_name: str) -> int:
+        """How many variations the simulator has of a task."""
+        return int(self._call("getTaskMaxVariations", task_name))
+
+    def is_alive(self) -> bool:
+        """Whether the process runs and no call has failed."""
+        return self._connection is not None and self._process.poll() is None
+
+    def close(self) -> None:
+        """Kill the process and wait for it. Takes no lock, so it also ends a call that hangs in another
+        thread.
+        """
+        connection, self._connection = self._connection, None
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if connection is not None:
+            connection.close()
+        self._directory.cleanup()
+
+    def _load(self, task_name: str, variation: int, simplification: str, *, with_gold: bool) -> None:
+        limit = self._launch.load_limit_s
+        answer = self._call("load", task_name, variation, simplification, with_gold, limit_s=limit)
+        if answer:
+            raise self._fault(f"cannot load {task_name} variation {variation}: {answer}")
+
+    def _strings(self, reference: str) -> tuple[str, ...]:
+        """Read a Java list of texts and let go of it, or it would stay in the heap until the process ends."""
+        num_entries = int(self._call("size", target=reference))
+        entries = tuple(self._call("get", index, target=reference) for index in range(num_entries))
+        self._request(f"m\nd\n{reference}\ne\n", self._launch.step_limit_s)
+        return entries
+
+    def _call(
+        self,
+        method: str,
+        *arguments: str | int | bool,
+        target: str | None = None,
+        limit_s: float | None = None,
+    ) -> str:
+        encoded = "".join(_encode(argument) + "\n" for argument in arguments)
+        return self._request(
+            f"c\n{target or self._server}\n{method}\n{encoded}e\n", limit_s or self._launch.step_limit_s
+        )
+
+    def _request(self, command: str, limit_s: float) -> str:
+        with self._lock:
+            if self._connection is None:
+                raise EnvironmentFault("the ScienceWorld simulator was closed")
+            try:
+                self._connection.settimeout(limit_s)
+                self._connection.sendall(command.encode("utf-8"))
+                line = self._read_line(self._connection)
+            except TimeoutError as error:
+                raise self._fault(f"stalled longer than {limit_s:g} s") from error
+            except (OSError, EOFError) as error:
+                raise self._fault("died") from error
+        if not line.startswith("!y"):
+            raise self._fault(f"answered with an error: {_unescape(line)[:500]}")
+        return _decode(line[2:])
+
+    def _read_line(self, connection: socket.socket) -> str:
+        while b"\n" not in self._pending:
+            chunk = connection.recv(1 << 16)
+            if not chunk:
+                raise EOFError
+            self._pending += chunk
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line.decode("utf-8")
+
+    def _handshake(self) -> tuple[int, str]:
+        """Port and secret that the process prints first; then keep its output flowing into nothing."""
+        output = self._process.stdout
+        if output is None:
+            raise ValueError("no output pipe")
+        watchdog = threading.Timer(self._launch.start_limit_s, self._process.kill)
+        watchdog.start()
+        try:
+            port, token = int(output.readline()), output.readline().decode("ascii").strip()
+        finally:
+            watchdog.cancel()
+        drain_output(output, deque(maxlen=0))
+        return port, token
+
+    def _fault(self, problem: str) -> EnvironmentFault:
+        """Kill the process and make the error that tells why."""
+        self.close()
+        self._errors.join(timeout=1.0)
+        words = b"".join(self._last_lines).decode("utf-8", "replace").strip()
+        return EnvironmentFault(
+            f"the ScienceWorld simulator {problem}" + (f" ({words[-500:]})" if words else "")
+        )
+
+
+def _spawn(launch: Launch, directory: str) -> subprocess.Popen[bytes]:
+    """Start Java on a free loopback port with a secret; it exits by itself when our end of its input
+    closes.
+    """
+    options = _FIXED_ORDER if launch.deterministic else ()
+    command: Sequence[str] = (
+        launch.java,
+        f"-Xmx{launch.heap}",
+        *options,
+        "-classpath",
+        launch.class_path,
+        "py4j.GatewayServer",
+        "--die-on-broken-pipe",
+        "--enable-auth",
+        "0",
+    )
+    try:
+        # Its own session: an interrupt typed at the terminal is for the trainer, which then closes its
+        # simulators itself.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=directory,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EnvironmentFault(f"cannot start {launch.java}: {error}") from error
+
+
+def _encode(argument: str | int | bool) -> str:
+    """One argument in Py4J's wire form: a type letter and the value on one line."""
+    if isinstance(argument, str):
+        return "s" + argument.replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
+    if isinstance(argument, bool):
+        return f"b{argument}"
+    return f"i{argument}"
+
+
+def _decode(answer: str) -> str:
+    """The value of an answer as text: texts without their escapes, numbers, ``true``, object names; empty for
+    nothing.
+    """
+    return _unescape(answer[1:]) if answer[:1] == "s" else answer[1:]
+
+
+def _unescape(text: str) -> str:
+    return _ESCAPED.sub(lambda match: _ESCAPES[match.group(1)], text)
+
+
+# A fixed number of simulators; an environment borrows one for one episode.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loan:
+    """A borrowed simulator and the place in the pool to which it returns."""
+
+    slot: int
+    simulator: Simulator
+
+
+class SimulatorPool:
+    """Up to ``num_workers`` simulators, started when first wanted and replaced when dead. Thread-safe.
+
+    ``num_starts`` counts started simulators, ``num_replaced`` those of them that took the place of a dead
+    one.
+    """
+
+    def __init__(self, *, start: Callable[[], Simulator], num_workers: int, borrow_limit_s: float) -> None:
+        """Start nothing yet; ``borrow_limit_s`` bounds the wait for a free simulator."""
+        self._start = start
+        self._borrow_limit_s = borrow_limit_s
+        self._num_workers = num_workers
+        self._lock = threading.Lock()
+        self._simulators: dict[int, Simulator] = {}
+        self._num_closings = 0
+        # Last in, first out: a started simulator is preferred to starting another one.
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()
+        for slot in reversed(range(num_workers)):
+            self._free.put(slot)
+        self.num_starts = 0
+        self.num_replaced = 0
+
+    def borrow(self) -> Loan:
+        """A living simulator for one episode. Raises :class:`EnvironmentFault` when none comes free or none
+        starts.
+        """
+        try:
+            slot = self._free.get(timeout=self._borrow_limit_s)
+        except queue.Empty:
+            raise EnvironmentFault(
+                f"no free ScienceWorld simulator within {self._borrow_limit_s:g} s: all {self._num_workers} "
+                "are on loan (raise num_workers, lower the rollout concurrency, "
+                "or close finished environments)"
+            ) from None
+        try:
+            return Loan(slot=slot, simulator=self._live_simulator(slot))
+        except BaseException:
+            self._free.put(slot)
+            raise
+
+    def release(self, loan: Loan) -> None:
+        """Return a borrowed simulator, dead or alive; call it once per loan."""
+        if not loan.simulator.is_alive():
+            loan.simulator.close()
+        self._free.put(loan.slot)
+
+    def close(self) -> None:
+        """Kill every simulator, also those on loan (their episodes end in a fault). May be called twice."""
+        with self._lock:
+            simulators = list(self._simulators.values())
+            self._simulators.clear()
+            self._num_closings += 1
+        for simulator in simulators:
+            simulator.close()
+
+    def _live_simulator(self, slot: int) -> Simulator:
+        with self._lock:
+            simulator, num_closings = self._simulators.get(slot), self._num_closings
+        if simulator is not None and simulator.is_alive():
+            return simulator
+        if simulator is not None:
+            simulator.close()
+        started = self._start()
+        with self._lock:
+            self.num_starts += 1
+            self.num_replaced += simulator is not None
+            if num_closings == self._num_closings:
+                self._simulators[slot] = started
+                return started
+        started.close()
+        raise EnvironmentFault("the ScienceWorld pool was closed while a simulator started")

@@ -1,0 +1,680 @@
+"""The runs of a comparison as they are on disk: what they spent, what they scored, and where."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.evaluation.statistics import (
+    UNBOUNDED,
+    Band,
+    Estimate,
+    PairedTest,
+    Sample,
+    Scores,
+    Verdict,
+    bin_means,
+    holm,
+    improvement_estimate,
+    iqm_band,
+    iqm_difference,
+    iqm_estimate,
+    paired_test,
+    seeds_p,
+    verdict,
+)
+from outrider.metrics import WRITTEN_TOKENS
+from outrider.viewer.run_reader import Evaluation, RunData, read_run
+
+# what a curve is drawn over, and the metrics of a step that add up to it
+AXES: Final[Mapping[str, tuple[str, ...]]] = {
+    "training steps": ("step",),
+    "policy tokens": WRITTEN_TOKENS,
+    "tool calls": ("rollout/num_tool_calls",),
+    "seconds": ("time/step",),
+}
+STEPS: Final = "training steps"
+_REWARD: Final = "reward/mean"
+
+
+class Incomparable(OutriderError):
+    """Runs whose results do not measure the same thing, or do not measure it independently."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConditions:
+    """Tasks and draws of an evaluation: scores of different panels are not compared."""
+
+    split: str
+    temperature: float
+    panel_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredStep:
+    """One evaluation: mean success over tasks after ``step`` training steps; ``task_scores`` and
+    ``task_returns`` are empty where not on file.
+
+    ``num_faults`` are rollouts that are in no score.
+    """
+
+    step: int
+    score: float
+    conditions: EvalConditions
+    task_scores: Mapping[str, float]
+    task_returns: Mapping[str, float]
+    num_faults: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run as it is on disk. ``config`` is for people, ``settings`` has whole paths
+    (``watch.run_directory``).
+
+    ``costs`` are totals since step 0 after each training step, by axis; ``rewards`` are the mean training
+    rewards of the steps, NaN where not known. Evaluations ascend by step, one per step (the last made there);
+    ``trials`` are all evaluations of a run that adapts, which are of one step.
+    """
+
+    name: str
+    config: Mapping[str, str]
+    settings: Mapping[str, str]
+    costs: Mapping[str, Scores]
+    rewards: Scores
+    evaluations: tuple[ScoredStep, ...]
+    trials: tuple[ScoredStep, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """The last training step on record."""
+        return int(self.costs[STEPS][-1]) if len(self.rewards) else 0
+
+    def cost_at_step(self, axis: str, step: int) -> float:
+        """Cost of the run up to ``step`` training steps; NaN where the record does not tell."""
+        if step == 0 or axis == STEPS:
+            return float(step)
+        indices = np.flatnonzero(self.costs[STEPS] == step)
+        return float(self.costs[axis][indices[0]]) if axis in self.costs and len(indices) else math.nan
+
+
+def load_run(path: Path, name: str) -> Run:
+    """Read one run directory; ``name`` is what messages call it.
+
+    Raises DataError when it has no configuration, or one without seed, algorithm and a number of steps.
+    """
+    data = read_run(path)
+    if not {"seed", "algorithm.type"} <= data.config.keys():
+        reason = "its config.toml has no seed and algorithm" if data.config else data.notes[0]
+        raise DataError(f"{name} is no run that can be compared: {reason} ({path})")
+    for key in ("train.num_steps", "train.max_policy_tokens"):
+        if not (value := data.config.get(key, "none")).isdecimal() and value != "none":
+            raise DataError(f"{name} is no run that can be compared: {key} = {value!r} is no number ({path})")
+    notes = list(data.notes)
+    # of a step that is there twice, the last record counts
+    steps = sorted({step for step, _ in data.curve("train", "step")})
+    rewards = {step: value for step, value in dict(data.curve("train", _REWARD)).items() if value is not None}
+    return Run(
+        name=name,
+        config=data.config,
+        settings=data.settings,
+        costs=_costs(data, steps, notes),
+        rewards=np.asarray([rewards.get(step, math.nan) for step in steps], dtype=np.float64),
+        evaluations=_evaluations(data, notes),
+        trials=_trials(data),
+        notes=tuple(notes),
+    )
+
+
+def short_ends(names: Sequence[Sequence[str]]) -> list[str]:
+    """The shortest ends, of as many parts each, that tell different names apart."""
+    num_different = len(set(map(tuple, names)))
+    length = next(
+        n
+        for n in range(1, max(map(len, names)) + 1)
+        if len({tuple(name[-n:]) for name in names}) == num_different
+    )
+    return ["/".join(name[-length:]) for name in names]
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Names of runs: ends of their paths. Raises :class:`Incomparable` where two are one folder."""
+    parts = [path.resolve().parts for path in paths]
+    if len(set(parts)) < len(parts):
+        raise Incomparable("a run directory is given twice")
+    return short_ends(parts)
+
+
+def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, Scores]:
+    costs: dict[str, Scores] = {STEPS: np.asarray(steps, dtype=np.float64)}
+    for axis, (metric, *more) in AXES.items():
+        values = {
+            step: value for step, value in dict(data.curve("train", metric)).items() if value is not None
+        }
+        if axis != STEPS and values:
+            others = [dict(data.curve("train", name)) for name in more]
+            costs[axis] = np.cumsum(
+                [values.get(step, 0.0) + sum(curve.get(step) or 0.0 for curve in others) for step in steps]
+            )
+            if len(values) < len(steps):
+                notes.append(f"{len(steps) - len(values)} step(s) without {metric} count as 0")
+    return costs
+
+
+def _evaluations(data: RunData, notes: list[str]) -> tuple[ScoredStep, ...]:
+    """The last evaluation of each step, as far as they are on the panel of the very last."""
+    scored_by_step = {
+        evaluation.step: _to_scored_step(evaluation)
+        for evaluation in data.evaluations
+        if "score" in evaluation.metrics
+    }
+    ascending = [scored_by_step[step] for step in sorted(scored_by_step)]
+    comparable = tuple(
+        evaluation for evaluation in ascending if evaluation.conditions == ascending[-1].conditions
+    )
+    if len(comparable) < len(ascending):
+        notes.append(
+            f"{len(ascending) - len(comparable)} evaluation(s) on another panel than the last are left out"
+        )
+    return comparable
+
+
+def _trials(data: RunData) -> tuple[ScoredStep, ...]:
+    if data.config.get("evaluation.num_trials", "0") == "0":
+        return ()
+    return tuple(
+        _to_scored_step(evaluation) for evaluation in data.evaluations if "score" in evaluation.metrics
+    )
+
+
+def _to_scored_step(evaluation: Evaluation) -> ScoredStep:
+    return ScoredStep(
+        step=evaluation.step,
+        score=evaluation.metrics["score"].value,
+        conditions=EvalConditions(
+            split=evaluation.split, temperature=evaluation.temperature, panel_hash=evaluation.panel_hash
+        ),
+        task_scores=evaluation.task_scores,
+        task_returns=evaluation.task_returns,
+        num_faults=evaluation.num_faults,
+    )
+
+
+# Which runs are seeds of one training, what their group is called, and in which settings groups differ.
+
+
+_SAME_TRAINING: Final = frozenset((
+    "seed", "num_threads", "trackers", "train.checkpoint_every", "train.keep_checkpoints",
+    "train.max_concurrent", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
+))  # fmt: skip
+# each seed has its own: whether there is one counts
+STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
+_BUDGET: Final = "train.max_policy_tokens"  # it follows what another run spent: whether there is one counts
+_ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
+# settings that came later, with the value that says what earlier versions did
+_ADDED: Final = frozenset(
+    (
+        ("train.stages", "[]"),
+        ("environment.response_format", "refuse"),
+        ("environment.ignored_fields", "[]"),
+    )
+)
+_NUM_DIGITS: Final = 6  # of a hash in a label
+
+
+def group_runs(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
+    """Runs by label, in the order of labels: the algorithm, and the start of the settings' hash where one is
+    not enough.
+
+    Whole paths tell groups apart, but go into a label only where nothing else does: it should not hang on a
+    machine's folders. Raises :class:`Incomparable` where a group has one seed twice, or seeds of an
+    evaluation and not of a training.
+    """
+    runs_by_key: dict[tuple[str, str, str], list[Run]] = {}
+    for run in runs:
+        key = (algorithm_name(run.config), _digest(comparable(run.config)), _digest(comparable(run.settings)))
+        runs_by_key.setdefault(key, []).append(run)
+    for members in runs_by_key.values():
+        _check_seeds(members)
+    labels = [_label(key, list(runs_by_key)) for key in runs_by_key]
+    return {
+        label: tuple(members)
+        for label, members in sorted(
+            zip(labels, runs_by_key.values(), strict=True), key=lambda entry: entry[0]
+        )
+    }
+
+
+def differing(groups: Mapping[str, Sequence[Run]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(key, one value per group) of the settings in which groups differ; of paths with one name, the ends
+    that differ.
+    """
+    displayed = [comparable(members[0].config) for members in groups.values()]
+    exact = [comparable(members[0].settings) for members in groups.values()]
+    rows = []
+    for key in sorted({key for config in exact for key in config}):
+        values, wholes = (
+            [config.get(key, "not set") for config in configs] for configs in (displayed, exact)
+        )
+        if len(set(values)) < len(set(wholes)):
+            ends = short_ends([whole.split("/") for whole in wholes])
+            values = [end if end == whole else f".../{end}" for end, whole in zip(ends, wholes, strict=True)]
+        if len(set(values)) > 1:
+            rows.append((key, tuple(values)))
+    return tuple(rows)
+
+
+def is_trained(config: Mapping[str, str]) -> bool:
+    """Whether the run changed weights, in steps or a cold start."""
+    return config.get("train.num_steps") != "0" or config.get("cold_start.num_examples", "0") != "0"
+
+
+def comparable(config: Mapping[str, str]) -> dict[str, str]:
+    """The settings that decide what was trained."""
+    # without training, the weights are those of the path
+    presence_keys = {_BUDGET, *(STARTS if is_trained(config) else ())}
+    return {
+        key: ("none" if value == "none" else "given") if key in presence_keys else value
+        for key, value in {_BUDGET: "none", **config}.items()
+        if key not in _SAME_TRAINING
+        and (key, value) not in _ADDED
+        and (not key.startswith("evaluation.") or key in _ADAPTATION)
+    }
+
+
+def _digest(settings: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def _label(key: tuple[str, str, str], keys: Sequence[tuple[str, str, str]]) -> str:
+    """The first of these names that no other group has."""
+
+    def names(group_key: tuple[str, str, str]) -> tuple[str, ...]:
+        algorithm, shown, exact = group_key
+        return (
+            algorithm,
+            f"{algorithm} {shown[:_NUM_DIGITS]}",
+            f"{algorithm} {exact[:_NUM_DIGITS]}",
+            f"{algorithm} {exact}",
+        )
+
+    return next(
+        name
+        for level, name in enumerate(names(key))
+        if [names(other)[level] for other in keys].count(name) == 1
+    )
+
+
+def _check_seeds(members: Sequence[Run]) -> None:
+    seeds = [run.config["seed"] for run in members]
+    if len(members) > 1 and not is_trained(members[0].config):
+        names = f"{members[0].name} and {members[1].name}"
+        raise Incomparable(
+            f"{names} evaluate the same weights: seeds of an evaluation are no trainings of their own"
+        )
+    for number, run in enumerate(members):
+        if run.config["seed"] in seeds[:number]:
+            twin = members[seeds.index(run.config["seed"])]
+            raise Incomparable(
+                f"{twin.name} and {run.name} have one configuration and one seed: leave one of them out"
+            )
+
+
+def algorithm_name(config: Mapping[str, str]) -> str:
+    """What a training's group is called: the preset, or the algorithm."""
+    name = config["algorithm.type"]
+    if name == "rapo" and config.get("algorithm.num_hybrid") == "0":
+        return "grpo"  # the same, bit for bit
+    return config.get("algorithm.preset", name)
+
+
+# What a run's method is called in a table with a column a method, and whether two runs are seeds of it.
+
+
+UNTRAINED: Final = "no training"
+_WITHOUT_TIPS: Final = ("algorithm.memory_probability", "algorithm.intrinsic_coefficient")
+
+
+def method_name(run: Run, path: Path) -> str:
+    """The algorithm of a training; of an evaluation that of the training whose weights it has, and the
+    memory that it adapts with, or the engine where that is a method of its own.
+    """
+    config = run.config
+    if is_trained(config):
+        return _training_method(config)
+    parts = [_weights_method(run.settings.get("model.initial_checkpoint", "none"), path)]
+    if config.get("engine.type") == "retrospex":
+        parts.append("retrospex")
+    if config.get("evaluation.num_trials", "0") != "0":
+        parts.append(config.get("evaluation.memory", "tips"))
+    names = [part for part in parts if part != UNTRAINED]
+    return ", ".join(names) or UNTRAINED
+
+
+def same_method(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Keys of the settings, with whole paths, in which two runs differ that decide what was trained; those of
+    seeds and of the starting weights' folder are none.
+    """
+    ours, theirs = (
+        {key: value for key, value in comparable(config).items() if key not in STARTS}
+        for config in (first, second)
+    )
+    return sorted(key for key in ours.keys() | theirs if ours.get(key) != theirs.get(key))
+
+
+def _training_method(config: Mapping[str, str]) -> str:
+    if config.get("train.num_steps") == "0":
+        return "imitation"
+    if all(config.get(key) in ("0", "0.0") for key in _WITHOUT_TIPS):
+        return "grpo"  # the same, bit for bit
+    return algorithm_name(config)
+
+
+def _weights_method(checkpoint: str, run: Path) -> str:
+    """The method of the run that a checkpoint lies in, or that run's name where it is not here any more."""
+    if checkpoint == "none":
+        return UNTRAINED
+    folder = Path(checkpoint).parent.parent
+    config = read_run(folder).config
+    return _training_method(config) if "algorithm.type" in config else folder.name
+
+
+# Curves of groups of runs on common costs: training reward in bins, held-out score on lines between
+# evaluations.
+
+
+SCORE: Final = "held-out score"
+REWARD: Final = "training reward"
+_NUM_POINTS: Final = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """One quantity over one axis: ``x`` of shape (points,) is common to all groups; ``bands`` are by
+    group.
+    """
+
+    quantity: str
+    axis: str
+    x: Scores
+    bands: Mapping[str, Band]
+
+
+def reward_curves(groups: Mapping[str, Sequence[Run]], axis: str, *, seed: int) -> Curves | None:
+    """Training reward in bins of equal cost, up to the cost that every run reached; None where a run lacks
+    the record.
+    """
+    runs = [run for members in groups.values() for run in members]
+    end = min(float(run.costs[axis][-1]) if axis in run.costs and len(run.rewards) else 0.0 for run in runs)
+    if end <= 0:
+        return None
+    edges = np.linspace(0.0, end, 1 + min(_NUM_POINTS, *(len(run.rewards) for run in runs)))
+    if axis == STEPS:
+        edges = np.unique(np.round(edges))  # a bin ends with a step
+    values = {
+        label: np.stack([bin_means(run.costs[axis], run.rewards, edges) for run in members])
+        for label, members in groups.items()
+    }
+    return _curves(REWARD, axis, edges[1:], values, within=UNBOUNDED, seed=seed)
+
+
+def score_curves(groups: Mapping[str, Sequence[Run]], axis: str, *, seed: int) -> Curves | None:
+    """Held-out score, on straight lines between the evaluations of a run, within the costs that every run's
+    evaluations cover; None where they cover no common range.
+    """
+    lines = {label: [_score_line(run, axis) for run in members] for label, members in groups.items()}
+    every = [x for members in lines.values() for x, _ in members]
+    if not all(len(x) for x in every):
+        return None
+    start, end = max(x[0] for x in every), min(x[-1] for x in every)
+    if end <= start:
+        return None
+    grid = np.unique(np.concatenate(every))
+    grid = grid[(grid >= start) & (grid <= end)]
+    if len(grid) > _NUM_POINTS:
+        grid = grid[np.linspace(0, len(grid) - 1, _NUM_POINTS).round().astype(int)]
+    values = {
+        label: np.stack([np.interp(grid, x, y) for x, y in members]) for label, members in lines.items()
+    }
+    return _curves(SCORE, axis, grid, values, within=(0.0, 1.0), seed=seed)
+
+
+def _curves(
+    quantity: str,
+    axis: str,
+    x: Scores,
+    values: Mapping[str, Scores],
+    *,
+    within: tuple[float, float],
+    seed: int,
+) -> Curves:
+    bands = {label: iqm_band(label, curves, within=within, seed=seed) for label, curves in values.items()}
+    return Curves(quantity=quantity, axis=axis, x=x, bands=bands)
+
+
+def _score_line(run: Run, axis: str) -> tuple[Scores, Scores]:
+    """(cost, score) of a run's evaluations with strictly ascending costs: of several at one cost, the
+    last.
+    """
+    scores_by_cost = {
+        run.cost_at_step(axis, evaluation.step): evaluation.score for evaluation in run.evaluations
+    }
+    known = sorted(cost for cost in scores_by_cost if math.isfinite(cost))
+    return np.asarray(known, dtype=np.float64), np.asarray(
+        [scores_by_cost[cost] for cost in known], dtype=np.float64
+    )
+
+
+# Compares runs: reads their directories, groups them by what was trained, and puts their curves on common
+# costs.
+#
+# A group is every run of one configuration, whatever its seed; what only decides where and how fast a run
+# computes, how often it is saved and how it is evaluated does not count. Final scores are compared where the
+# panel, the split and the temperature of the evaluations are the same, and refused otherwise.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Runs of one configuration. ``score`` is the interquartile mean of their last evaluations (None if one
+    has none); ``costs`` are mean totals at the end of training.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+    score: Estimate | None
+    costs: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two groups: ``difference`` is first minus second, ``improvement`` the chance that a run of the first
+    scores higher.
+
+    ``p_corrected`` is that of the paired test over tasks, ``p_seeds`` that of the test over runs; both are
+    Holm's over all pairs. ``p_seeds`` is None where a group has fewer than two runs.
+    """
+
+    first: str
+    second: str
+    difference: Estimate
+    improvement: Estimate
+    test: PairedTest | None
+    p_corrected: float | None
+    p_seeds: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Everything that is shown. ``num_tasks`` are those that every run scored (None: only means are on file),
+    ``num_left_out`` those that only some did. ``settings`` are (key, one value per group) of the settings in
+    which groups differ.
+    """
+
+    conditions: EvalConditions | None
+    num_tasks: int | None
+    num_left_out: int
+    groups: tuple[Group, ...]
+    pairs: tuple[Pair, ...]
+    curves: tuple[Curves, ...]
+    settings: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[str, ...]
+
+
+def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
+    """Compare run directories; the order of ``paths`` changes nothing. ``seed`` is that of the random draws.
+
+    Raises ConfigError for fewer than two runs, DataError for a folder that is no run, and
+    :class:`Incomparable` where evaluations have different panels, splits or temperatures, or a run is there
+    twice.
+    """
+    if len(paths) < 2:
+        raise ConfigError("compare needs at least two runs")
+    runs = [
+        load_run(path, name)
+        for path, name in sorted(zip(paths, run_names(paths), strict=True), key=lambda entry: entry[1])
+    ]
+    conditions = _common_conditions(runs)
+    runs_by_label = group_runs(runs)
+    samples, tasks, num_left_out = _samples(runs_by_label)
+    scores = {name: iqm_estimate(sample, seed=seed, within=(0.0, 1.0)) for name, sample in samples.items()}
+    groups = [
+        Group(label=label, runs=members, score=scores.get(label), costs=_mean_costs(members))
+        for label, members in runs_by_label.items()
+    ]
+    curves = [
+        entry
+        for draw in (score_curves, reward_curves)
+        for axis in AXES
+        if (entry := draw(runs_by_label, axis, seed=seed)) is not None
+    ]
+    return Comparison(
+        conditions=conditions,
+        num_tasks=len(tasks) or None,
+        num_left_out=num_left_out,
+        groups=tuple(groups),
+        pairs=_pairs(runs_by_label, samples, has_task_scores=bool(tasks), seed=seed),
+        curves=tuple(curves),
+        settings=differing(runs_by_label),
+        notes=(
+            *(f"{run.name}: {note}" for run in runs for note in run.notes),
+            *(why for run in runs if run.evaluations for why in unfinished(run)),
+            *_without_curve(runs, curves),
+        ),
+    )
+
+
+def _without_curve(runs: Sequence[Run], curves: Sequence[Curves]) -> list[str]:
+    """Why there is no curve of held-out scores, where single evaluations are the reason."""
+    single_runs = [run.name for run in runs if len(run.evaluations) == 1]
+    if not single_runs or any(curve.quantity == SCORE for curve in curves):
+        return []
+    others = (
+        f" and {len(single_runs) - 1} other run{'s' if len(single_runs) > 2 else ''}"
+        if len(single_runs) > 1
+        else ""
+    )
+    return [f"no curve of held-out scores: {single_runs[0]}{others} had one evaluation only"]
+
+
+def _common_conditions(runs: Sequence[Run]) -> EvalConditions | None:
+    scored = [(run, run.evaluations[-1].conditions) for run in runs if run.evaluations]
+    for run, conditions in scored:
+        first, expected = scored[0]
+        differ = [
+            f"{name} {ours} and {theirs}"
+            for name, ours, theirs in (
+                ("splits", expected.split, conditions.split),
+                ("temperatures", f"{expected.temperature:g}", f"{conditions.temperature:g}"),
+                ("panels", expected.panel_hash[:12], conditions.panel_hash[:12]),
+            )
+            if ours != theirs
+        ]
+        if conditions != expected:
+            raise Incomparable(f"{first.name} and {run.name} were not evaluated alike: {', '.join(differ)}")
+    return scored[0][1] if scored else None
+
+
+def _samples(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, Sample], list[str], int]:
+    """Last scores of the groups in which every run has one, over the tasks that are common to all of them
+    (none: only means are on file), and how many tasks only some of the runs scored.
+    """
+    scored = {label: members for label, members in groups.items() if all(run.evaluations for run in members)}
+    scored_tasks = [set(run.evaluations[-1].task_scores) for members in scored.values() for run in members]
+    tasks = sorted(set.intersection(*scored_tasks)) if scored_tasks else []
+    samples = {}
+    for label, members in scored.items():
+        last = [run.evaluations[-1] for run in members]
+        rows = [
+            [evaluation.task_scores[task] for task in tasks] if tasks else [evaluation.score]
+            for evaluation in last
+        ]
+        samples[label] = Sample(name=label, scores=np.asarray(rows, dtype=np.float64))
+    return samples, tasks, len(set().union(*scored_tasks)) - len(tasks)
+
+
+def _pairs(
+    groups: Mapping[str, Sequence[Run]], samples: Mapping[str, Sample], *, has_task_scores: bool, seed: int
+) -> tuple[Pair, ...]:
+    pairs = list(combinations(samples.values(), 2))
+    tests = [
+        paired_test(a.scores.mean(axis=0), b.scores.mean(axis=0), seed=seed) if has_task_scores else None
+        for a, b in pairs
+    ]
+    p_tasks = _corrected([None if test is None else test.p for test in tests])
+    p_seeds = _corrected([seeds_p(a, b) if min(a.num_runs, b.num_runs) > 1 else None for a, b in pairs])
+    results: list[Pair] = []
+    for (first, second), test, p, over_seeds in zip(pairs, tests, p_tasks, p_seeds, strict=True):
+        obstacles = [why for run in (*groups[first.name], *groups[second.name]) for why in unfinished(run)]
+        difference = iqm_difference(first, second, seed=seed, within=(-1.0, 1.0))
+        pair_verdict = verdict(
+            first, second, difference=difference, test=test, p_corrected=p, p_seeds=over_seeds,
+            obstacles=obstacles
+        )  # fmt: skip
+        results.append(
+            Pair(
+                first=first.name,
+                second=second.name,
+                difference=difference,
+                improvement=improvement_estimate(first, second, seed=seed),
+                test=test,
+                p_corrected=p,
+                p_seeds=over_seeds,
+                verdict=pair_verdict,
+            )
+        )
+    return tuple(results)
+
+
+def _corrected(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's correction over the tests that could be made."""
+    corrected = iter(holm([p for p in p_values if p is not None]))
+    return [None if p is None else next(corrected) for p in p_values]
+
+
+def unfinished(run: Run) -> list[str]:
+    """Why the last evaluation is not that of a finished training."""
+    step = run.evaluations[-1].step
+    budget = run.config.get("train.max_policy_tokens", "none")
+    spent = run.cost_at_step("policy tokens", run.num_steps)
+    is_spent = budget != "none" and spent >= int(budget)  # then the run ends before its steps are done
+    num_planned = 0 if is_spent else int(run.config.get("train.num_steps", "0"))
+    if budget != "none" and run.num_steps < num_planned:
+        return [f"{run.name} had spent {spent:.0f} of {budget} policy tokens"]
+    target = max(run.num_steps, num_planned)
+    return [f"{run.name} was last evaluated at step {step} of {target}"] if step < target else []
+
+
+def _mean_costs(runs: Sequence[Run]) -> dict[str, float]:
+    return {
+        axis: math.fsum(run.cost_at_step(axis, run.num_steps) for run in runs) / len(runs)
+        for axis in AXES
+        if all(axis in run.costs for run in runs)
+    }

@@ -1,0 +1,627 @@
+"""A folder as a repository of the Hugging Face hub: its name, its privacy, and errors in one line."""
+
+import getpass
+import json
+import os
+import re
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from keyword import iskeyword
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from huggingface_hub import DatasetCardData, HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of whichever client it has
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+)
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from outrider import __version__
+from outrider.config import NONE, to_toml
+from outrider.errors import ConfigError, HubError
+from outrider.memory.chat_files import SUFFIXES, Imported, import_trajectories
+from outrider.memory.step_store import Database, check_file, check_schema, copy_database, load_all, meta
+from outrider.metrics import WRITTEN_TOKENS
+from outrider.printing import format_mean_return, one_line, score
+from outrider.resolved import leaves
+from outrider.training.checkpoint import checkpoint_step
+from outrider.training.export import export_run, find_checkpoint
+from outrider.training.run_dir import RECORD, UNSEEN, recorded_settings
+from outrider.training.settings import RunSettings
+from outrider.types import Trajectory
+from outrider.viewer.records import StepFiles, evaluation_file, node_table, read_rows, step_file
+from outrider.viewer.run_reader import Evaluation, RunData, read_run
+
+CARD: Final = "README.md"
+_LONGEST: Final = 300  # characters of the hub's own words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """What lies on the hub, or would: ``url`` is empty for what was only tried."""
+
+    card: str
+    files: tuple[tuple[str, int], ...]
+    """Names and sizes in bytes."""
+    url: str = ""
+
+
+def hub() -> HfApi:
+    """The hub's client: the address is ``$HF_ENDPOINT``."""
+    return HfApi(library_name="outrider", library_version=__version__)
+
+
+def require_target(repo: str, *, dry_run: bool) -> None:
+    """Raises ConfigError for a name that no repository can have, HubError where nobody is logged in."""
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ConfigError(f"--repo {repo!r} is no name of a repository: {one_line(str(error))}") from error
+    if "/" not in repo:
+        raise ConfigError(f"--repo {repo!r} names no owner: write owner/{repo}")
+    if not dry_run and get_token() is None:
+        raise HubError("no token for the hub: log in with 'hf auth login', or set HF_TOKEN")
+
+
+def list_files(folder: Path) -> tuple[tuple[str, int], ...]:
+    """What a push of the folder sends: names and sizes in bytes."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths)
+
+
+def upload(
+    api: HfApi, folder: Path, repo: str, *, kind: Literal["model", "dataset"], private: bool, message: str
+) -> str:
+    """Send a folder; its address. The repository is made where it is not there, and ``message`` is the commit's
+    message. Raises ConfigError for ``private`` where there is a public one, HubError where the hub fails; the
+    same call then goes on, and sends no file again that has arrived.
+    """
+    with _hub_errors(repo):
+        api.create_repo(repo, private=private, exist_ok=True, repo_type=kind)
+        is_public = private and not api.repo_info(repo, repo_type=kind).private
+    if is_public:  # it was there already, and the hub says nothing of that
+        raise ConfigError(
+            f"{repo} is there already and can be read by everybody; nothing was sent: change that in its "
+            "settings on the hub, or push without --private"
+        )
+    with _hub_errors(repo):
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, repo_type=kind)
+    return f"{api.endpoint}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """One line for whatever the hub or its client says, without the token."""
+    try:
+        yield
+    except (HTTPError, OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
+        # the last two: an answer that lacks what the client looks for
+        words = _format_error(error)
+        if token := get_token():
+            words = words.replace(token, "(token)")
+        raise HubError(
+            f"{repo} was not pushed: {words[:_LONGEST]}; the same command goes on where this one ended"
+        ) from error
+
+
+def _format_error(error: BaseException) -> str:
+    if isinstance(error, HfHubHTTPError) and error.server_message:
+        return one_line(f"{error.server_message} (status {error.response.status_code})")
+    if type(error) is RuntimeError and error.__cause__ is not None:  # of a file, which the cause says more of
+        return f"{one_line(str(error))} {_format_error(error.__cause__)}"
+    return one_line(str(error)) or type(error).__name__
+
+
+# Which settings of a run may be read by everybody: those whose form rules out paths and secrets.
+
+
+OMITTED: Final = "(not shown)"
+_PLAIN: Final = re.compile(r"[\w.@:+=*-]*", re.ASCII)
+_DATE: Final = re.compile(r"\d{1,2} [A-Za-z]{3,9} \d{4}", re.ASCII)  # as templates write the day
+_MODEL: Final = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_SECRET: Final = re.compile(
+    r"(^|_)(api_?keys?|keys?|token|secret|password|passwd|auth|authorization|credentials?|variable)(_|$)",
+    re.IGNORECASE,
+)
+_PROGRAM_KEYS: Final = frozenset({"args", "command", "env", "headers"})  # where a key may stand in any form
+_LONGEST_MIXED: Final = 24  # of letters and digits without a break: longer ones may be keys
+
+
+def public_settings(settings: RunSettings) -> str:
+    """TOML of what is not at its default. Texts with blanks or slashes, and whatever may be a secret or name
+    a person or a machine, are left out, which the value says.
+    """
+    tree: dict[str, Any] = {}
+    private = private_words()
+    for leaf in leaves(settings, sources={}, unseen=UNSEEN):
+        if leaf.source == "default" and leaf.key not in (
+            "algorithm.type",
+            "environment.type",
+            "model.name",
+            "seed",
+        ):
+            continue
+        *above, name = leaf.key.split(".")
+        table = tree
+        for part in above:
+            table = table.setdefault(part, {})
+        table[name] = _redact(leaf.key, leaf.value, private)
+    return to_toml(tree)
+
+
+def public_variables(variables: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Of ``model.template_kwargs`` what a reader needs: variables that the chat template names. A value that
+    is no switch, number, plain word or date is ``OMITTED``.
+    """
+    private = private_words()
+    own = set(re.findall(r"\w+", template))
+    return {
+        name: value if _is_plain_variable(name, value, private) else OMITTED
+        for name, value in variables.items()
+        if name in own and name.isidentifier() and not iskeyword(name)
+    }
+
+
+def _is_plain_variable(name: str, value: Any, private: frozenset[str]) -> bool:
+    if may_be_secret(name):
+        return False
+    if isinstance(value, str):
+        return _is_plain(value, private) or bool(_DATE.fullmatch(value))
+    return value is None or (isinstance(value, bool | int | float) and isfinite(value))
+
+
+def private_words() -> frozenset[str]:
+    """Names of this user and this machine."""
+    names = {socket.gethostname(), Path.home().name}
+    with suppress(OSError, KeyError):  # a user without a name
+        names.add(getpass.getuser())
+    return frozenset(word.lower() for name in names for word in _words(name))
+
+
+def base_model(name: str) -> str:
+    """The name of a model that everybody can read; empty for a folder of this machine."""
+    is_plain = _MODEL.fullmatch(name) and not Path(name).exists()
+    return name if is_plain else ""
+
+
+def _redact(key: str, value: Any, private: frozenset[str]) -> Any:
+    parts = key.split(".")
+    if (value and _PROGRAM_KEYS & set(parts)) or any(may_be_secret(part) for part in parts):
+        return OMITTED
+    if isinstance(value, Mapping):
+        return {
+            item: _redact(f"{key}.{item}", inner, private)
+            for item, inner in value.items()
+            if _is_plain(item, private)
+        }
+    if isinstance(value, list | tuple):
+        return [_redact(key, item, private) for item in value]
+    if value is None:
+        return NONE
+    if isinstance(value, bool | int | float):
+        return value
+    if key == "model.name":
+        return base_model(str(value)) or OMITTED
+    return value if _is_plain(str(value), private) else OMITTED
+
+
+def may_be_secret(name: str) -> bool:
+    """Whether a name is a secret's, by its words: ``api_key``, ``API-KEY`` and ``apiKey`` alike."""
+    return bool(_SECRET.search(re.sub(r"(?<=[a-z])(?=[A-Z])|\W", "_", name)))
+
+
+def plain(text: str) -> str:
+    """A word that names no place, key, person or machine, or :data:`OMITTED`."""
+    return text if _is_plain(text, private_words()) else OMITTED
+
+
+def _is_plain(text: str, private: frozenset[str]) -> bool:
+    words = _words(text)
+    looks_random = any(len(word) > _LONGEST_MIXED and re.search(r"\d", word) for word in words)
+    return (
+        bool(_PLAIN.fullmatch(text)) and not looks_random and not private & {word.lower() for word in words}
+    )
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text)
+
+
+# The model card of a run: what it was trained from and how, its scores with intervals, how to load it.
+
+
+BASES: Final[Mapping[str, tuple[str, str]]] = {
+    "smollm2-135m-instruct": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
+    "gemma3-270m": ("google/gemma-3-270m", "gemma"),
+}
+"""What the packaged models are on the hub, and under which licence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The model that training began with: its name on the hub and its licence, each empty where it is not
+    known.
+    """
+
+    name: str = ""
+    license: str = ""
+
+
+def find_base(name: str) -> Base:
+    """The base of ``model.name``. Of a folder the licence is what its own card says; the name of a folder
+    says nothing to others.
+    """
+    if name in BASES:
+        return Base(name=BASES[name][0], license=BASES[name][1])
+    card = Path(name) / "README.md"
+    if card.is_file():
+        return Base(license=_license(card))
+    return Base(name=base_model(name))
+
+
+def add_license(base: Base, license_name: Any) -> Base:
+    """With the licence that the hub tells of it."""
+    return (
+        Base(name=base.name, license=license_name) if isinstance(license_name, str) and license_name else base
+    )
+
+
+def model_card(
+    repo: str, settings: RunSettings, run: RunData, *, step: int, base: Base, template: str
+) -> str:
+    """Markdown with the hub's fields in front. ``step`` is the checkpoint's: what came later is left out.
+    ``template`` is the chat template.
+    """
+    method = settings.algorithm.type.rpartition(":")[2]
+    data = ModelCardData(
+        license=base.license or None,
+        base_model=base.name or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["outrider", "reinforcement-learning", method],
+    )
+    tokens = sum(
+        float(value)
+        for record in run.records
+        if record["kind"] == "train" and _record_step(record) <= step
+        for name in WRITTEN_TOKENS
+        if isinstance(value := record.get(name), int | float)
+    )
+    environment = settings.environment.type.rpartition(":")[2]
+    base_name = base.name or "a model from a folder"
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {repo.rpartition('/')[2]}",
+        f"{base_name}, trained with `{method}` on tasks of `{environment}` by Outrider {__version__}: {step} steps, "
+        f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
+        "" if base.license else "The licence of the model that training began with applies.",
+        _scores(run.evaluations, step),
+        _loading(repo, settings, template),
+        "## Recipe\n\nWhat is not at its default; texts that may name a path, an address or a person are "
+        f"left out.\n\n```toml\n{public_settings(settings).strip()}\n```",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _record_step(record: Mapping[str, Any]) -> int:
+    return int(record["step"])
+
+
+def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
+    rows = []
+    for evaluation in evaluations:
+        metric = evaluation.metrics.get("score")
+        if evaluation.step > step or metric is None:
+            continue
+        cells = [
+            f"**{evaluation.label}**" if evaluation.step == step else evaluation.label,
+            f"{evaluation.step}",
+            score(metric.value, metric.ci_low, metric.ci_high)
+            + format_mean_return(metric.value, evaluation.mean_return).rstrip(","),
+            f"{evaluation.num_tasks} of `{evaluation.split}`",
+            f"{evaluation.num_faults}",
+            f"{evaluation.temperature:g}",
+            f"`{evaluation.panel_hash}`",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    if not rows:
+        return "## Scores\n\nThe run has no evaluation of these weights or of earlier ones."
+    lines = [
+        "## Scores",
+        "",
+        "Means over tasks with 95 % intervals of the tasks (not of seeds), as `outrider train` printed them. "
+        f"Rows of step {step} are of these weights. Rollouts that ended in a fault are in no score. Equal "
+        "hashes are equal panels of tasks: keys, questions, answers and metadata in their order.",
+        "",
+        "| evaluation | step | score | tasks | faults | temperature | panel |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *rows,
+    ]
+    return "\n".join(lines)
+
+
+def _loading(repo: str, settings: RunSettings, template: str) -> str:
+    all_variables = public_variables(settings.model.template_kwargs, template)
+    variables = {name: value for name, value in all_variables.items() if value != OMITTED}
+    kwargs = "".join(f", {name}={value!r}" for name, value in variables.items())
+    hidden = ", ".join(f"`{name}`" for name in all_variables if name not in variables)
+    unsaid = f"; the value of {hidden} is left out here" if hidden else ""
+    thinking = {
+        "keep": "thinking of earlier turns stays in the context: send it back as it was written",
+        "strip": "thinking of earlier turns is taken out of the context, as chat servers do",
+    }[settings.model.history_thinking]
+    form = settings.environment.call_format
+    calls = (
+        f"tool calls have the form `{form}`" if form else "turns are plain text, without native tool calls"
+    )
+    return f"""## Load
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo}")
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+messages = [{{"role": "user", "content": "..."}}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{kwargs}
+)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```
+
+Contexts are as in training where a server renders them so (`outrider.json` says the same):
+
+- `history_thinking = "{settings.model.history_thinking}"`: {thinking}
+- `template_kwargs = {json.dumps(variables)}`: variables of the chat template (`chat_template_kwargs` of
+  vLLM){unsaid}
+- `call_format`: {calls}"""
+
+
+def _license(card: Path) -> str:
+    try:
+        license_name = ModelCard.load(card).data.get("license")
+    except Exception:  # whatever the parser raises: a card that is no card says nothing
+        return ""
+    return license_name if isinstance(license_name, str) else ""
+
+
+# The card of a data set: what is in it, how it is loaded, and what nobody has looked at.
+
+
+_LOADING: Final[Mapping[str, tuple[str, str, str]]] = {
+    "step-trace buffer": (
+        "One SQLite file, which a recipe names in `[buffer]` to retrieve steps from.",
+        "",
+        "outrider buffer stats buffer.sqlite",
+    ),
+    "trajectories": (
+        "A line is a chat with its question and reward. `outrider buffer import` makes a buffer of them, and "
+        "`cold_start.demonstrations` imitates them.",
+        "trajectories.jsonl",
+        "outrider buffer import trajectories.jsonl --out buffer.sqlite",
+    ),
+    "traces": (
+        "A file for every training step or evaluation, a row for every node of a tree of rollouts: text, "
+        "tokens, log-probs, and at leaves outcome and return.",
+        "traces/*.parquet",
+        "",
+    ),
+}
+
+
+def dataset_card(repo: str, kind: str, counts: Mapping[str, int], agents: Mapping[str, int]) -> str:
+    """Markdown with the hub's fields in front. ``agents`` are told by the number of their trajectories, those
+    whose names may be private without one.
+    """
+    description, files, command = _LOADING[kind]
+    configs = [{"config_name": "default", "data_files": files}] if files else None
+    data = DatasetCardData(tags=["outrider", "reinforcement-learning"], configs=configs)
+    agent_counts: dict[str, int] = {}
+    for agent, count in sorted(agents.items()):
+        agent_counts[plain(agent)] = agent_counts.get(plain(agent), 0) + count
+    rows = [*counts.items(), *((f"trajectories of {agent}", count) for agent, count in agent_counts.items())]
+    lines = [f"| {name} | {count:,} |" for name, count in rows]
+    load = [
+        f"hf download {repo} --repo-type dataset --local-dir data",
+        *([f"cd data && {command}"] if command else []),
+    ]
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {repo.rpartition('/')[2]}",
+        f"Outrider {__version__}: {kind}. {description}",
+        "\n".join(["| what | number |", "| --- | --- |", *lines]),
+        "## Load",
+        "\n".join(["```sh", *load, "```"]),
+        "Texts are as agents, tasks and tools wrote them: nobody has read them over for names, errors or "
+        "claims. No licence is named here; what the tasks and the agents' models came under applies.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+# ``outrider push --dataset``: a buffer, demonstrations or traces as a data set of the Hugging Face hub.
+
+
+_SHORTEST: Final = 8  # characters of a secret: a shorter one would be found in any text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Files in a folder, what they are, how many of what, and the agents by their trajectories."""
+
+    kind: str
+    counts: dict[str, int]
+    agents: Counter[str] = field(default_factory=Counter)
+
+
+def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool = False) -> Pushed:
+    """Check a file of ours, write its card, and upload both. ``path`` is a step-trace buffer, a file of
+    chat trajectories, or the folder ``traces`` of a run.
+
+    Raises DataError and BufferCorrupt for what is none of these or is damaged, and ConfigError where it holds
+    a secret of this environment; else as :func:`outrider.evaluation.hub.push_run`.
+    """
+    require_target(repo, dry_run=dry_run)
+    with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
+        folder = Path(scratch) / "dataset"
+        folder.mkdir()
+        if path.is_dir():
+            prepared = _traces(path, folder)
+        elif path.suffix.lower() in SUFFIXES:
+            prepared = _trajectories(path, folder)
+        else:
+            prepared = _buffer(path, folder)
+        card = dataset_card(repo, prepared.kind, prepared.counts, prepared.agents)
+        (folder / CARD).write_text(card, encoding="utf-8")
+        files = list_files(folder)
+        if dry_run:
+            return Pushed(card=card, files=files)
+        message = f"Outrider {__version__}: {prepared.kind}"
+        url = upload(hub(), folder, repo, kind="dataset", private=private, message=message)
+    return Pushed(card=card, files=files, url=url)
+
+
+def _buffer(path: Path, folder: Path) -> Prepared:
+    """A copy of the file as it is at one moment, removed steps included."""
+    copy = folder.with_name("copy.sqlite")  # SQLite puts files of its own beside what it reads
+    copy_database(path, copy)
+    database = Database(copy, writable=False)
+    try:
+        with database.guard() as db:
+            check_schema(path, db)
+        dim = int(meta(database, "dim"))
+        check_file(copy, embedder=str(meta(database, "embedder")), dim=dim)
+        load_all(database, dim=dim)  # every checksum
+        with database.guard() as db:
+            trajectories = db.execute("SELECT agent, task_key, question, trajectory_id FROM trajectories")
+            rows = trajectories.fetchall()
+            _require_no_secret(path, (text for row in rows for text in row))
+            steps = db.execute("SELECT text, observation FROM steps")
+            _require_no_secret(path, (text for row in steps for text in row))
+        num_steps = int(meta(database, "num_steps"))
+    finally:
+        database.close()
+    copy.rename(folder / "buffer.sqlite")
+    counts = {"tasks": len({row[1] for row in rows}), "trajectories": len(rows), "steps": num_steps}
+    return Prepared(kind="step-trace buffer", counts=counts, agents=Counter(row[0] for row in rows))
+
+
+def _trajectories(path: Path, folder: Path) -> Prepared:
+    """What Outrider reads of the file; columns of others stay here."""
+    imported = import_trajectories(path)
+    lines = [_record(trajectory, imported) for trajectory in imported.trajectories]
+    _require_no_secret(path, lines)
+    (folder / "trajectories.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    trajectories = imported.trajectories
+    counts = {
+        "tasks": len(imported.questions),
+        "trajectories": len(trajectories),
+        "steps": sum(len(trajectory.steps) for trajectory in trajectories),
+    }
+    return Prepared(
+        kind="trajectories", counts=counts, agents=Counter(trajectory.agent for trajectory in trajectories)
+    )
+
+
+def _record(trajectory: Trajectory, imported: Imported) -> str:
+    """A line that is read back as the same trajectory."""
+    messages = [{"role": message.role, "content": message.content} for message in trajectory.prompt]
+    for step in trajectory.steps:
+        messages.append({"role": "assistant", "content": step.text})
+        if step.observation:
+            messages.append({"role": "user", "content": step.observation})
+    record = {
+        "question": imported.questions[trajectory.task_key],
+        "messages": messages,
+        "reward": trajectory.reward,
+        "task_key": trajectory.task_key,
+        "agent": trajectory.agent,
+        "trajectory_id": trajectory.trajectory_id,
+        "num_tokens": trajectory.num_tokens,
+    }
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _traces(path: Path, folder: Path) -> Prepared:
+    source = StepFiles(path)
+    names = [*map(step_file, source.steps()), *map(evaluation_file, source.evaluations())]
+    if not names:
+        raise ConfigError(f"{path} holds no traces: name the folder traces of a run")
+    counts = Counter({"files of steps and evaluations": len(names), "nodes": 0, "rollouts": 0})
+    copies = StepFiles(folder / "traces")
+    for name in names:
+        rows = read_rows(path, name)
+        _require_no_secret(path / name, (text for row in rows for text in (row.text, row.metadata)))
+        counts["nodes"] += len(rows)
+        counts["rollouts"] += sum(row.outcome is not None for row in rows)
+        copies.write(name, node_table(rows))
+    return Prepared(kind="traces", counts=dict(counts))
+
+
+def _require_no_secret(path: Path, texts: Iterable[str]) -> None:
+    secrets = dict(_secrets())
+    for text in texts:
+        for name, value in secrets.items():
+            if value in text or json.dumps(value)[1:-1] in text:
+                raise ConfigError(f"{path} holds {name}; nothing was sent: take it out first")
+
+
+def _secrets() -> Iterator[tuple[str, str]]:
+    """Names and values of what this environment keeps from others."""
+    if token := get_token():
+        yield "the token of the hub", token
+    for name, value in os.environ.items():
+        if may_be_secret(name) and len(value) >= _SHORTEST:
+            yield f"the value of ${name}", value
+
+
+# ``outrider push``: a run's weights with a model card as a repository of the Hugging Face hub.
+
+
+def push_run(
+    run: Path, repo: str, *, step: int | None = None, private: bool = False, dry_run: bool = False
+) -> Pushed:
+    """Export the newest checkpoint (or that of ``step``), write its card, and upload both. The address is
+    ``$HF_ENDPOINT``, the token that of the login or of ``$HF_TOKEN``.
+
+    Raises :class:`ConfigError` for a name that no repository can have and for ``private`` where there is a
+    public one, :class:`CheckpointError` as
+    :func:`~outrider.training.export.export_run` does, and :class:`HubError` where the hub fails; the same call
+    then goes on, and sends no file again that has arrived.
+    """
+    checkpoint = find_checkpoint(run, step)
+    require_target(repo, dry_run=dry_run)
+    api = hub()
+    settings = recorded_settings(run / RECORD)
+    base = find_base(settings.model.name)
+    if base.name and not base.license:
+        base = _with_license(api, base)
+    with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
+        folder = Path(scratch) / "model"
+        export_run(run, folder, checkpoint=checkpoint)
+        template = folder / "chat_template.jinja"
+        card = model_card(
+            repo, settings, read_run(run), step=checkpoint_step(checkpoint), base=base,
+            template=template.read_text(encoding="utf-8") if template.is_file() else "",
+        )  # fmt: skip
+        (folder / CARD).write_text(card, encoding="utf-8")
+        files = list_files(folder)
+        if dry_run:
+            return Pushed(card=card, files=files)
+        message = f"Outrider {__version__}: step {checkpoint_step(checkpoint)}"
+        url = upload(api, folder, repo, kind="model", private=private, message=message)
+    return Pushed(card=card, files=files, url=url)
+
+
+def _with_license(api: HfApi, base: Base) -> Base:
+    """What the hub says of the base; a hub that does not know it, or is not there, says nothing."""
+    try:
+        info = api.model_info(base.name)
+    except (HTTPError, OSError, ValueError):
+        return base
+    return add_license(base, info.card_data.get("license") if info.card_data else None)

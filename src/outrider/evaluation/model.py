@@ -1,0 +1,73 @@
+"""The model of an evaluation: a Hugging Face model, a checkpoint of a training run, or the newest one of a
+run.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from outrider.engines.local.model import LanguageModel, load_model
+from outrider.errors import CheckpointError
+from outrider.training.checkpoint import checkpoints_newest_first
+from outrider.training.policy import MASTERS, SHARDS, Policy
+from outrider.training.run_dir import recorded_settings
+from outrider.training.settings import ModelSettings, OptimizerSettings
+from outrider.training.setup import load_weights
+
+
+def resolve(settings: ModelSettings) -> ModelSettings:
+    """The settings to load: for a run directory or a checkpoint in one those of the run, with what was set
+    besides the name.
+
+    Raises CheckpointError for a run without a checkpoint and a checkpoint outside of its run.
+    """
+    folder = Path(settings.name)
+    if any((folder / name).exists() for name in (MASTERS, SHARDS)):
+        run, checkpoint = folder.resolve().parent.parent, folder
+        if not (run / "config.toml").exists():
+            raise CheckpointError(
+                f"{folder} lies in no run directory: give the model's name, and the folder as --checkpoint"
+            )
+    elif (folder / "config.toml").exists():
+        checkpoints = checkpoints_newest_first(folder / "checkpoints")
+        if not checkpoints:
+            raise CheckpointError(f"{folder} has no checkpoint")
+        run, checkpoint = folder, checkpoints[0]
+    else:
+        return settings
+    trained = recorded_settings(run / "config.toml").model
+    overrides = {name: value for name, value in settings if name in settings.model_fields_set - {"name"}}
+    return trained.model_copy(update={"initial_checkpoint": str(checkpoint), **overrides})
+
+
+def load_language_model(settings: ModelSettings) -> LanguageModel:
+    """Load what :func:`resolve` gave. Raises ModelError and CheckpointError."""
+    loaded = load_model(
+        settings.name, precision=settings.precision, device=settings.device, forward=settings.forward
+    )
+    if settings.initial_checkpoint is not None:
+        policy = Policy(
+            loaded, OptimizerSettings(), lora=settings.lora, trained_layers=settings.trained_layers
+        )  # it knows masters and adapters
+        load_weights(policy, Path(settings.initial_checkpoint))
+    loaded.model.requires_grad_(False)
+    return loaded
+
+
+def weights_hash(loaded: LanguageModel) -> str:
+    """BLAKE2b (hex) over names, types and bytes of all weights: two models are the same exactly when this
+    is.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(loaded.model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def template_hash(loaded: LanguageModel) -> str:
+    """BLAKE2b (hex) over the chat template, which makes prompts of messages and is not among the weights."""
+    template = json.dumps(loaded.tokenizer.chat_template, sort_keys=True)
+    return hashlib.blake2b(template.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,1089 @@
+"""The reproducibility pack on disk: its manifest, the names in it, and the check that every file is what was
+packed.
+
+    manifest.json       format, runs with versions and inputs, panels, commands, and every other file with
+                        its SHA-256
+    manifest.sha256     the manifest's own
+    runs/NAME/          what a run folder has, without paths of the machine: config.toml, evaluations.jsonl,
+                        metrics.jsonl
+    panels/HASH.json    task keys of a panel
+    exact.jsonl         exact returns of trainings that have no held-out panel, one line per seed
+    tables.json         what follows from the results: scores, intervals, costs, comparisons
+
+A pack may come from anybody: nothing is read outside its folder, no link is followed, and no command in it is
+executed.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from statistics import fmean
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outrider import __version__
+from outrider.algorithms.loss_settings import migrate_keys
+from outrider.config import Settings, to_toml, validate
+from outrider.engines.local.processor import read_processor
+from outrider.environments.task_sets import EnvironmentConfig, make_task_set
+from outrider.environments.tool_qa.datasets import hash_tasks
+from outrider.errors import ConfigError, DataError, OutriderError, PackError
+from outrider.evaluation.compare import AXES, Comparison, compare, load_run, run_names
+from outrider.evaluation.grading import Scorer, find_variant
+from outrider.evaluation.report import EvalTasksReport
+from outrider.evaluation.results import RESULTS, SUMMARY, SampleResult, read_results, summarise, write_results
+from outrider.evaluation.statistics import Estimate, Sample, iqm_estimate
+from outrider.files import replacing_folder
+from outrider.plugins.registry import is_import_path
+from outrider.rollout.evaluate import interval
+from outrider.viewer.run_reader import finite
+
+FORMAT: Final = "outrider pack 1"
+MANIFEST: Final = "manifest.json"
+CHECKSUM: Final = "manifest.sha256"
+TABLES: Final = "tables.json"
+EXACT: Final = "exact.jsonl"
+MAX_FILES: Final = 10_000
+MAX_TEXT: Final = 256 * 2**20  # bytes of a file that is parsed
+_NAME: Final = r"^[A-Za-z0-9_=+-][A-Za-z0-9._=+-]{0,199}$"
+Name = Annotated[str, Field(pattern=_NAME)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_RelativePath = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_=+-][A-Za-z0-9._=+-]*(/[A-Za-z0-9_=+-][A-Za-z0-9._=+-]*)*$")
+]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class PackedFile(_Part):
+    """Size in bytes and SHA-256 of a file."""
+
+    num_bytes: int = Field(ge=0)
+    sha256: Sha256
+
+
+class PackedInput(_Part):
+    """A file or folder that a recipe names and that is not in the pack; ``sha256`` is None where it was gone
+    already.
+    """
+
+    name: str
+    sha256: Sha256 | None
+
+
+class PackedRun(_Part):
+    """Where a run's results come from. ``versions`` are what its checkpoints recorded: packages, processor,
+    threads.
+
+    ``inputs`` are by the recipe's dotted key.
+    """
+
+    kind: Literal["training", "panel"]
+    command: str
+    versions: dict[str, str]
+    inputs: dict[str, PackedInput]
+
+
+class PackedEvalTasks(_Part):
+    """``run`` has the recipe whose environment the tasks come from; ``num_tasks`` first tasks of
+    ``split``.
+    """
+
+    run: Name
+    split: str
+    num_tasks: int = Field(ge=0)
+
+
+class Manifest(_Part):
+    """Contents of a pack. ``packed_on`` are facts of the machine that packed, which need not be the one that
+    computed.
+    """
+
+    format: Literal["outrider pack 1"]
+    outrider: str
+    packed_on: dict[str, str]
+    commands: tuple[str, ...]
+    runs: dict[Name, PackedRun] = Field(max_length=1000)
+    panels: dict[Sha256, PackedEvalTasks] = Field(max_length=1000)
+    files: dict[_RelativePath, PackedFile] = Field(max_length=MAX_FILES)
+
+
+def read_manifest(pack: Path) -> Manifest:
+    """The manifest of an untouched pack, after every file has been checked.
+
+    Raises PackError, naming the file, for one that was changed, added or taken away, for a link, and for a
+    malformed manifest.
+    """
+    if not pack.is_dir():
+        raise PackError(f"{pack} is no pack: there is no such folder")
+    sizes = dict(_walk(pack, ""))
+    for name in (MANIFEST, CHECKSUM):
+        if name not in sizes:
+            raise PackError(f"{pack} is no pack: it has no {name}")
+    content = read_bytes(pack / MANIFEST)
+    if read_bytes(pack / CHECKSUM) != checksum_line(content):
+        raise PackError(f"{MANIFEST} is not what {CHECKSUM} says")
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        location = ".".join(map(str, first["loc"]))
+        raise PackError(
+            f"{MANIFEST} is malformed: {f'{location}: ' if location else ''}{first['msg']}"[:300]
+        ) from error
+    names = sizes.keys() - {MANIFEST, CHECKSUM}
+    if missing := sorted(manifest.files.keys() - names):
+        raise PackError(f"{missing[0]} is missing{_more(missing)}")
+    if added := sorted(names - manifest.files.keys()):
+        raise PackError(f"{added[0]} was added{_more(added)}")
+    for name, packed in sorted(manifest.files.items()):
+        if sizes[name] != packed.num_bytes or file_sha256(pack / name) != packed.sha256:
+            raise PackError(f"{name} was changed")
+    return manifest
+
+
+def checksum_line(manifest: bytes) -> bytes:
+    """The content of ``manifest.sha256``, as ``sha256sum`` writes it."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file that is parsed as a whole. Raises PackError where it is larger than any that was packed."""
+    if path.stat().st_size > MAX_TEXT:
+        raise PackError(f"{path.name} is larger than {MAX_TEXT >> 20} MiB")
+    return path.read_bytes()
+
+
+def read_json(path: Path) -> Any:
+    """Plain data of a JSON file. Raises PackError naming it."""
+    try:
+        return json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"{path.name} is malformed: {error}") from error
+
+
+def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
+    """Relative names and sizes of all files. Raises PackError for what is neither a file nor a folder, and
+    for too many.
+    """
+    num_files = 0
+    pending = [(folder, prefix)]
+    while pending:
+        parent, before = pending.pop()
+        for entry in os.scandir(parent):
+            name, status = before + entry.name, entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                pending.append((parent / entry.name, f"{name}/"))
+            elif stat.S_ISREG(status.st_mode):
+                yield name, status.st_size
+            else:
+                raise PackError(f"{name} is a link or no plain file: a pack holds neither")
+            if (num_files := num_files + 1) > 2 * MAX_FILES:
+                raise PackError(f"{folder} has more than {MAX_FILES} files")
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+# The first place where two trees of plain data differ, to within the rounding of another library.
+
+
+_CLOSE: Final = 1e-9  # the same sums by another numpy
+
+
+def first_difference(written: Any, computed: Any, path: str = "") -> str | None:
+    """Where two trees differ, in words; None where they do not, to within the rounding of another library."""
+    if isinstance(written, dict) and isinstance(computed, dict):
+        if other := sorted(written.keys() ^ computed.keys()):
+            return f"{path}.{other[0]} is in one of the two only"
+        pairs = [(f"{path}.{key}" if path else key, written[key], computed[key]) for key in written]
+    elif isinstance(written, list) and isinstance(computed, list):
+        if len(written) != len(computed):
+            return f"{path} has {len(written)} entries and not {len(computed)}"
+        pairs = [
+            (f"{path}[{number}]", *both) for number, both in enumerate(zip(written, computed, strict=True))
+        ]
+    else:
+        same = written == computed and isinstance(written, bool) == isinstance(computed, bool)
+        return (
+            None
+            if same or _is_close(written, computed)
+            else f"{path} is {written!r}, and the results give {computed!r}"
+        )
+    return next(
+        (
+            difference
+            for subpath, a, b in pairs
+            if (difference := first_difference(a, b, subpath)) is not None
+        ),
+        None,
+    )
+
+
+def _is_close(written: Any, computed: Any) -> bool:
+    first, second = finite(written), finite(computed)
+    return (
+        first is not None
+        and second is not None
+        and math.isclose(first, second, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    )
+
+
+# Exact returns: trainings whose expected return is computed and not sampled, hence without a held-out panel.
+#
+# One JSON object a training, as ``python -m benchmarks.learning toys`` writes it and as a line of a pack's
+# ``exact.jsonl``.
+
+
+DECIMALS: Final = 3  # of an expected return: what a table does not show is a tie
+_Key = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,99}$")]
+_MAX_ROWS: Final = 20_000
+
+
+class ExactResult(BaseModel):
+    """One training. ``settings`` and ``max_policy_tokens`` are what it was computed with; ``result`` has the
+    ``expected_return`` and what was counted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    toy: _Key
+    method: _Key
+    seed: int = Field(ge=0, lt=2**63)
+    settings: dict[str, Any]
+    max_policy_tokens: int = Field(ge=0)
+    result: dict[str, float | int]
+
+    @property
+    def name(self) -> str:
+        """Name of the row in a pack."""
+        return f"{self.toy}/{self.method}-{self.seed}"
+
+    @property
+    def expected_return(self) -> float:
+        """Of the policy at the end."""
+        return float(self.result["expected_return"])
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Tokens that it wrote in training."""
+        return int(self.result.get("num_policy_tokens", 0))
+
+
+def parse_exact_result(content: bytes | str, location: str) -> ExactResult:
+    """Read one object. Raises PackError naming the place."""
+    try:
+        result = ExactResult.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PackError(
+            f"{location} is no exact result: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]
+        ) from error
+    if "expected_return" not in result.result:
+        raise PackError(f"{location} is no exact result: result.expected_return is missing")
+    return result
+
+
+def read_exact(path: Path) -> dict[str, ExactResult]:
+    """The rows of an ``exact.jsonl`` by name, in file order. Raises PackError for a malformed line and a row
+    that is there twice.
+    """
+    rows: dict[str, ExactResult] = {}
+    lines = read_bytes(path).splitlines()
+    if len(lines) > _MAX_ROWS:
+        raise PackError(f"{path.name} has more than {_MAX_ROWS} lines")
+    for number, line in enumerate(lines, start=1):
+        result = parse_exact_result(line, f"{path.name}:{number}")
+        if result.name in rows:
+            raise PackError(f"{path.name}:{number}: {result.name} is there twice")
+        rows[result.name] = result
+    return rows
+
+
+def exact_line(result: ExactResult) -> str:
+    """The row as a line of ``exact.jsonl``, without the line's end."""
+    return json.dumps(result.model_dump(mode="json"), sort_keys=True)
+
+
+def group_by_method(rows: Mapping[str, ExactResult]) -> dict[tuple[str, str], list[ExactResult]]:
+    """Rows of one toy and method, by seed; the order of the file between methods."""
+    groups: dict[tuple[str, str], list[ExactResult]] = {}
+    for row in rows.values():
+        groups.setdefault((row.toy, row.method), []).append(row)
+    return {key: sorted(members, key=lambda member: member.seed) for key, members in groups.items()}
+
+
+def exact_groups(rows: Mapping[str, ExactResult]) -> list[dict[str, Any]]:
+    """For each toy and method the returns by seed, their mean, and the interquartile mean with its interval
+    over seeds.
+    """
+    return [_group(toy, method, members) for (toy, method), members in group_by_method(rows).items()]
+
+
+def _group(toy: str, method: str, members: Sequence[ExactResult]) -> dict[str, Any]:
+    returns = [entry.expected_return for entry in members]
+    rounded = np.asarray([[round(entry, DECIMALS)] for entry in returns], dtype=np.float64)
+    iqm = iqm_estimate(Sample(name=method, scores=rounded), seed=0, within=(0.0, 1.0))
+    return {
+        "toy": toy, "method": method, "returns": {str(entry.seed): entry.expected_return for entry in members},
+        "mean": math.fsum(returns) / len(returns), "interquartile_mean": iqm.value,
+        "ci_low": iqm.low if iqm.has_interval else None, "ci_high": iqm.high if iqm.has_interval else None,
+    }  # fmt: skip
+
+
+# Recipes that travel: a run's settings without the folders of the machine, and back again where they are
+# given.
+
+
+START: Final = "model.initial_checkpoint"
+PACK_PREFIX: Final = "pack:"  # begins a path that is one of the pack's own run folders
+EXTERNAL_PREFIX: Final = ".../"  # begins a path whose folders stayed on the machine that packed
+_NUM_DIGITS: Final = 12  # of a hash in a name: other content under one name must stay another setting
+_DATA: Final = frozenset((".jsonl", ".json", ".parquet", ".sqlite", ".toml", ".safetensors"))
+
+
+def portable(
+    tree: Mapping[str, Any], runs: Mapping[Path, str]
+) -> tuple[dict[str, Any], dict[str, PackedInput]]:
+    """Settings without the machine's folders, and what they named. ``runs`` are packed run folders (resolved)
+    by their names.
+
+    A path keeps its last part and the start of its content's SHA-256; one below a packed run becomes
+    ``pack:NAME/...``.
+    """
+    inputs: dict[str, PackedInput] = {}
+
+    def replaced(key: str, text: str) -> str:
+        if not _is_path(key, text):
+            return text
+        path = Path(text).expanduser()
+        for folder, name in runs.items():
+            if path.resolve().is_relative_to(folder):
+                return f"{PACK_PREFIX}{name}/{path.resolve().relative_to(folder).as_posix()}"
+        filename = PureWindowsPath(text).name if "\\" in text else path.name
+        sha256 = content_sha256(path)
+        inputs[key] = PackedInput(name=filename, sha256=sha256)
+        return (
+            f"{EXTERNAL_PREFIX}sha256-{sha256[:_NUM_DIGITS]}/{filename}"
+            if sha256
+            else f"{EXTERNAL_PREFIX}{filename}"
+        )
+
+    changed: dict[str, Any] = _mapped(dict(tree), "", replaced)
+    return changed, inputs
+
+
+def local(
+    tree: Mapping[str, Any], local_paths: Mapping[str, Path], inputs: Mapping[str, PackedInput]
+) -> dict[str, Any]:
+    """The other way: what is ``local_paths`` by dotted key stands in for what stayed on the machine that packed.
+
+    Raises PackError for a path that is not given, and for one whose content is not what the run was computed
+    with.
+    """
+
+    def replaced(key: str, text: str) -> str:
+        if not text.startswith(EXTERNAL_PREFIX):
+            return text
+        packed = inputs.get(key, PackedInput(name=text.rpartition("/")[2], sha256=None))
+        if key not in local_paths:
+            checksum = f", SHA-256 {packed.sha256[:_NUM_DIGITS]}" if packed.sha256 else ""
+            raise PackError(f"it needs {packed.name}{checksum}, which is not in the pack: give {key}=PATH")
+        if packed.sha256 is not None and content_sha256(local_paths[key]) != packed.sha256:
+            raise PackError(
+                f"{key}={local_paths[key]} is not the {packed.name} of the run: its SHA-256 differs"
+            )
+        return str(local_paths[key])
+
+    changed: dict[str, Any] = _mapped(dict(tree), "", replaced)
+    return changed
+
+
+def content_sha256(path: Path) -> str | None:
+    """SHA-256 (hex) of a file, or of the names and contents in a folder; None where there is neither."""
+    if path.is_file():
+        return file_sha256(path)
+    if not path.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for name in sorted(_files(path)):
+        digest.update(f"{name}\0{file_sha256(path / name)}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for parent, _, names in os.walk(folder):
+        yield from (
+            (Path(parent) / name).relative_to(folder).as_posix()
+            for name in names
+            if (Path(parent) / name).is_file()
+        )
+
+
+def _is_path(key: str, text: str) -> bool:
+    """A starting checkpoint always is one; another text where it is absolute, or names what is there."""
+    if key == START and text != "none":
+        return not text.startswith((PACK_PREFIX, EXTERNAL_PREFIX))
+    if PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute() or text.startswith("~/"):
+        return True
+    return (
+        ("/" in text or Path(text).suffix in _DATA)
+        and len(text) < 4096
+        and "\n" not in text
+        and Path(text).exists()
+    )
+
+
+def _mapped(value: Any, key: str, change: Callable[[str, str], str]) -> Any:
+    if isinstance(value, dict):
+        return {name: _mapped(item, f"{key}.{name}" if key else name, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_mapped(item, f"{key}.{index}", change) for index, item in enumerate(value)]
+    return change(key, value) if isinstance(value, str) else value
+
+
+# Panels of a pack: the tasks of an environment made again, and compared with the keys and the hash that were
+# packed.
+
+
+_PLUGIN_KEYS: Final = ("type", "tools", "embedder", "trackers")
+
+
+class _EnvironmentTable(Settings):
+    environment: EnvironmentConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalTasksCheck:
+    """Result for a panel: ``rebuilt`` from its environment and equal, or why that could not be tried."""
+
+    panel_hash: str
+    num_tasks: int
+    rebuilt: bool
+    reason: str
+
+
+def rebuild_eval_tasks(
+    config: Mapping[str, Any],
+    eval_tasks: PackedEvalTasks,
+    *,
+    local_paths: Mapping[str, Path],
+    inputs: Mapping[str, PackedInput],
+) -> tuple[list[str], str]:
+    """Task keys and hash as the environment on this machine gives them. Raises an OutriderError where it
+    cannot be loaded.
+    """
+    table = local({"environment": config.get("environment", {})}, local_paths, inputs)
+    task_set = make_task_set(validate(_EnvironmentTable, table).environment)
+    try:
+        tasks = task_set.tasks(eval_tasks.split)[: eval_tasks.num_tasks]
+        return [task.key for task in tasks], hash_tasks(tasks)
+    finally:
+        task_set.close()
+
+
+def check_eval_tasks(pack: Path, manifest: Manifest, local_paths: Mapping[str, Path]) -> list[EvalTasksCheck]:
+    """Every panel. Raises PackError where the keys, the hash or a scored task are not those of the panel."""
+    return [
+        _check(pack, manifest, tasks_hash, eval_tasks, local_paths)
+        for tasks_hash, eval_tasks in sorted(manifest.panels.items())
+    ]
+
+
+def eval_tasks_file(tasks_hash: str) -> str:
+    """The name of a panel's file in the pack."""
+    return f"panels/{tasks_hash}.json"
+
+
+def read_recipe(pack: Path, name: str) -> dict[str, Any]:
+    """The table of a packed run's ``config.toml``. Raises PackError."""
+    path = f"runs/{name}/config.toml"
+    if not (pack / path).is_file():
+        raise PackError(f"{path} is missing")
+    try:
+        recipe = tomllib.loads(read_bytes(pack / path).decode())
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"{path} is malformed: {error}") from error
+    if import_path := next(_import_paths(recipe), None):
+        raise PackError(
+            f"{path} names {import_path!r}: code is never imported from a pack by its path; "
+            "install it as a package that registers a name (docs/plugins.md)"
+        )
+    if server := next(_servers(recipe), None):
+        raise PackError(f"{path} names the MCP server {server!r}: nothing is started or asked for a pack")
+    return migrate_keys(recipe)
+
+
+def _servers(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """MCP servers that a recipe names, wherever it does."""
+    if recipe.get("type") == "mcp":
+        yield str(recipe.get("name", ""))
+    for value in recipe.values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Mapping):
+                yield from _servers(item)
+
+
+def _import_paths(value: Any, key: str = "") -> Iterator[str]:
+    """Plug-ins that a recipe names as ``module:Class``."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _import_paths(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _import_paths(item, key)
+    elif isinstance(value, str) and key in _PLUGIN_KEYS and is_import_path(value):
+        yield value
+
+
+def _check(
+    pack: Path,
+    manifest: Manifest,
+    tasks_hash: str,
+    eval_tasks: PackedEvalTasks,
+    local_paths: Mapping[str, Path],
+) -> EvalTasksCheck:
+    path = eval_tasks_file(tasks_hash)
+    keys = _keys(pack, manifest, path)
+    _require_known(pack, manifest, tasks_hash, path, keys)
+    if eval_tasks.run not in manifest.runs:
+        raise PackError(f"{path}: there is no run {eval_tasks.run}")
+    try:
+        rebuilt_keys, computed = rebuild_eval_tasks(
+            read_recipe(pack, eval_tasks.run),
+            eval_tasks,
+            local_paths=local_paths,
+            inputs=manifest.runs[eval_tasks.run].inputs,
+        )
+    except PackError as error:
+        return EvalTasksCheck(panel_hash=tasks_hash, num_tasks=len(keys), rebuilt=False, reason=str(error))
+    except (OutriderError, OSError) as error:  # data or a simulator that this machine does not have
+        return EvalTasksCheck(
+            panel_hash=tasks_hash, num_tasks=len(keys), rebuilt=False, reason=str(error).splitlines()[0]
+        )
+    if computed != tasks_hash:
+        raise PackError(f"{path}: the tasks of the environment here have the hash {computed}")
+    if rebuilt_keys != keys:
+        raise PackError(f"{path}: the keys are not those of the tasks with this hash")
+    return EvalTasksCheck(panel_hash=tasks_hash, num_tasks=len(keys), rebuilt=True, reason="")
+
+
+def _keys(pack: Path, manifest: Manifest, path: str) -> list[str]:
+    if path not in manifest.files:
+        raise PackError(f"{path} is missing")
+    content = read_json(pack / path)
+    keys = content.get("keys") if isinstance(content, dict) else None
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise PackError(f"{path} is no list of task keys")
+    return keys
+
+
+def _require_known(pack: Path, manifest: Manifest, tasks_hash: str, path: str, keys: Sequence[str]) -> None:
+    """Raises PackError where an evaluation on this panel has scored a task that is not in it."""
+    known = set(keys)
+    for name, run in manifest.runs.items():
+        file = pack / "runs" / name / "evaluations.jsonl"
+        if run.kind != "training" or not file.is_file():
+            continue
+        for number, line in enumerate(map(json.loads, read_bytes(file).splitlines()), start=1):
+            others = (
+                sorted(set(line.get("task_scores") or {}) - known) if line["panel_hash"] == tasks_hash else []
+            )
+            if others:
+                raise PackError(f"runs/{name}/evaluations.jsonl:{number}: {others[0]!r} is no task of {path}")
+
+
+# Results of ``outrider eval --tasks`` in a pack: every score of ``summary.json`` computed again from
+# ``results.jsonl``.
+
+
+_SCORERS: Final[Mapping[str, Scorer]] = {"em": "em", "f1": "f1", "math": "math", "judge": "judge"}
+
+
+def eval_tasks_rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    """One row a score of the summary. Raises PackError where the samples give another one."""
+    location = f"runs/{name}/{SUMMARY}"
+    summary = read_json(folder / SUMMARY)
+    try:
+        written: dict[str, Any] = summary["scores"]
+        panel_hash, num_samples = str(summary["panel_hash"]), int(summary["num_samples"])
+        identity, results = read_results(folder / RESULTS)
+        report = _report(
+            summary, identity, [item for item in results if item.sample < num_samples], num_samples
+        )
+        computed = {
+            item.name: {
+                "value": item.value,
+                "ci_low": item.low,
+                "ci_high": item.high,
+                "num_tasks": item.num_tasks,
+            }
+            for item in report.scores
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PackError(
+            f"{location} is no summary of an evaluation: {type(error).__name__}: {error}"[:300]
+        ) from error
+    except OutriderError as error:
+        raise PackError(f"runs/{name}: {error}".replace(f"{folder}/", "")) from error
+    if difference := first_difference(written, computed):
+        raise PackError(f"{location}: {difference}"[:300])
+    return [
+        {"run": name, "score": key, "panel_hash": panel_hash, **values} for key, values in computed.items()
+    ]
+
+
+def write_eval_tasks_run(source: Path, target: Path) -> None:
+    """Copy an evaluation's results and summary, without what a judge or a fault said and without the replies:
+    of some task sets no text may be published.
+    """
+    identity, results = read_results(source / RESULTS)
+    write_results(
+        target / RESULTS,
+        identity,
+        [replace(result, detail="", turns=None, token_ids=None) for result in results],
+    )
+    (target / SUMMARY).write_bytes((source / SUMMARY).read_bytes())
+
+
+def _report(
+    summary: Mapping[str, Any], identity: Mapping[str, Any], results: Sequence[SampleResult], num_samples: int
+) -> EvalTasksReport:
+    """The report as ``outrider eval`` made it, as far as scores need it."""
+    metric = identity["metric"]
+    normalize = find_variant(identity["rules"]).normalize
+    powers = {2**power for power in range(num_samples.bit_length())}
+    return EvalTasksReport(
+        name=str(summary["tasks"]),
+        panel_hash=str(summary["panel_hash"]),
+        num_tasks=int(summary["num_tasks"]),
+        num_left_out=int(summary["num_left_out"]),
+        num_samples=num_samples,
+        num_requested=int(summary["num_owed"]),
+        num_unjudged=int(summary["num_unjudged"]),
+        scorer=None if metric is None else _SCORERS[metric],
+        has_tools=False,
+        identity=identity,
+        deviations=(),
+        summary=summarise(results, ks=sorted({*powers, num_samples}), normalize=normalize),
+    )
+
+
+# One training run in a pack: its recipe, evaluations and metrics without paths of the machine, and weights
+# where asked for.
+
+
+WEIGHTS: Final = "masters.safetensors"
+_STATE: Final = "state.json"
+_CHECKPOINT: Final = re.compile(r"step-(\d+)")
+
+
+def pack_name(name: str) -> str:
+    """A run's name as a name in a pack: letters, digits and ``._=+-``."""
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "_", name).lstrip(".") or "run"
+
+
+def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun:
+    """Copy what results are made of. ``runs`` are the folders of the pack (resolved) by name.
+
+    Raises DataError for a recipe that cannot be read, and PackError where the machine's folders are still in
+    what was copied.
+    """
+    try:
+        recipe = tomllib.loads((source / "config.toml").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{source / 'config.toml'} cannot be read: {error}") from error
+    if not isinstance(recipe.get("evaluation"), dict):  # an empty file is TOML too
+        raise DataError(
+            f"{source / 'config.toml'} is no resolved recipe of a run: it has no table evaluation"
+        )
+    tree, inputs = portable(recipe, runs)
+    (target / "config.toml").write_text(to_toml(tree) + "\n", encoding="utf-8")
+    start = str(recipe.get("model", {}).get("initial_checkpoint"))
+    for name in ("evaluations.jsonl", "metrics.jsonl"):
+        whole = _whole_lines(source / name)
+        if name == "evaluations.jsonl":  # that of the start is named after it
+            whole = whole.replace(
+                json.dumps(f"of {start}"), json.dumps(f"of {tree.get('model', {}).get('initial_checkpoint')}")
+            )
+        if whole:
+            (target / name).write_text(whole, encoding="utf-8")
+    _require_portable(source, target)
+    return PackedRun(
+        kind="training", command=_command(target.name, recipe), versions=_versions(source), inputs=inputs
+    )
+
+
+def copy_checkpoints(pack: Path, folders: Mapping[str, Path]) -> None:
+    """Weights of the newest checkpoint of each training, and of those that others of the pack start from."""
+    checkpoints: set[tuple[str, str]] = set()
+    for name, folder in folders.items():
+        if newest := _checkpoints(folder)[-1:]:
+            checkpoints.add((name, newest[0].name))
+        config = pack / "runs" / name / "config.toml"
+        if config.is_file() and (start := packed_start(tomllib.loads(config.read_text(encoding="utf-8")))):
+            checkpoints.add(start)
+    for name, checkpoint in sorted(checkpoints):
+        _write_checkpoint(
+            folders[name] / "checkpoints" / checkpoint, pack / "runs" / name / "checkpoints" / checkpoint
+        )
+
+
+def packed_start(recipe: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(run, checkpoint) of the pack that a training starts from; None for another start."""
+    match = re.fullmatch(
+        rf"{PACK_PREFIX}([^/]+)/checkpoints/({_CHECKPOINT.pattern})",
+        str(recipe.get("model", {}).get("initial_checkpoint")),
+    )
+    return None if match is None else (match[1], match[2])
+
+
+def _write_checkpoint(source: Path, target: Path) -> None:
+    """The weights, and of the state only what tells that they are whole."""
+    try:
+        state = json.loads((source / _STATE).read_text(encoding="utf-8"))
+        weights_state = {"step": state["step"], "checksums": {WEIGHTS: state["checksums"][WEIGHTS]}}
+        target.mkdir(parents=True)
+        shutil.copyfile(source / WEIGHTS, target / WEIGHTS)
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{source} is no checkpoint with weights ({type(error).__name__})") from error
+    (target / _STATE).write_text(json.dumps(weights_state, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _command(name: str, recipe: Mapping[str, Any]) -> str:
+    trials = recipe.get("evaluation", {}).get("num_trials", 0)
+    adapt = (
+        f"eval runs/{name}/config.toml --adapt {trials} --method {recipe['evaluation'].get('memory', 'tips')}"
+    )
+    return f"outrider {adapt if trials else f'train runs/{name}/config.toml'} --run DIRECTORY"
+
+
+def _versions(folder: Path) -> dict[str, str]:
+    """Versions in the newest checkpoint; none for a run without any."""
+    for checkpoint in reversed(_checkpoints(folder)):
+        try:
+            versions = json.loads((checkpoint / _STATE).read_text(encoding="utf-8")).get("versions", {})
+            return {str(key): str(value) for key, value in versions.items()}
+        except (OSError, ValueError, AttributeError):
+            continue
+    return {}
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Ascending by step."""
+    paths = [path for path in (folder / "checkpoints").glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _whole_lines(file: Path) -> str:
+    """The lines of a JSONL file but for one that a kill tore."""
+    return (
+        file.read_text(encoding="utf-8").rpartition("\n")[0] + "\n"
+        if file.exists() and file.stat().st_size
+        else ""
+    )
+
+
+def _require_portable(source: Path, target: Path) -> None:
+    private = {str(source.resolve().parent), str(Path.home()), str(Path.cwd())}
+    for file in sorted(target.iterdir()):
+        text = file.read_text(encoding="utf-8")
+        if leaks := [folder for folder in sorted(private) if len(folder) > 4 and f"{folder}/" in text]:
+            raise PackError(f"{source / file.name} holds a path of this machine: {leaks[0]}")
+
+
+# Tables of a pack: every score and interval computed again from single tasks, costs, and comparisons.
+#
+# Packing writes it as ``tables.json``; verifying computes it anew and compares.
+
+
+MAX_TASKS: Final = 10_000
+
+
+def make_tables(pack: Path, manifest: Manifest) -> dict[str, Any]:
+    """All tables of a pack, as JSON gives them back.
+
+    Raises PackError naming file and line where a score, an interval or a mean return is not what the single
+    tasks give.
+    """
+    trained = [name for name, run in sorted(manifest.runs.items()) if run.kind == "training"]
+    for name in trained:
+        read_recipe(pack, name)
+    try:
+        tables = _tables(pack, manifest, trained)
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:  # values that no run writes
+        raise PackError(f"the results cannot be read: {type(error).__name__}: {error}"[:300]) from error
+    plain: dict[str, Any] = json.loads(json.dumps(_plain(tables)))
+    return plain
+
+
+def _tables(pack: Path, manifest: Manifest, trained: Sequence[str]) -> dict[str, Any]:
+    eval_tasks_runs = [name for name, run in sorted(manifest.runs.items()) if run.kind == "panel"]
+    last: dict[str, list[str]] = {}
+    rows: list[dict[str, Any]] = []
+    for name in trained:
+        run_rows = _evaluation_rows(pack, name)
+        rows += run_rows
+        if run_rows:
+            last.setdefault(run_rows[-1]["panel_hash"], []).append(name)
+    return {
+        "evaluations": rows,
+        "panels": [row for name in eval_tasks_runs for row in eval_tasks_rows(pack / "runs" / name, name)],
+        "costs": [_costs(pack, name) for name in trained],
+        "comparisons": [_comparison(pack, names) for names in last.values() if len(names) > 1],
+        "exact": exact_groups(read_exact(pack / EXACT)) if EXACT in manifest.files else [],
+    }
+
+
+def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
+    """One row per evaluation, in the order of the file; where it has scores of tasks, all follows from
+    them.
+    """
+    file = pack / "runs" / name / "evaluations.jsonl"
+    lines = read_bytes(file).splitlines() if file.is_file() else []
+    rows = []
+    for number, content in enumerate(lines, start=1):
+        location = f"runs/{name}/evaluations.jsonl:{number}"
+        try:
+            line = json.loads(content)
+            score = line["metric"]["score"]
+            row = {
+                "run": name, "label": str(line["label"]), "step": int(line["step"]),
+                "split": str(line["split"]), "panel_hash": str(line["panel_hash"]),
+                "temperature": float(line["temperature"]), "num_tasks": int(line["num_tasks"]),
+                "num_faults": int(line.get("num_faults", 0)), "score": finite(score["value"]),
+                "ci_low": finite(score["ci_low"]), "ci_high": finite(score["ci_high"]),
+                "mean_return": finite(line.get("mean_return")), "has_tasks": bool(line.get("task_scores")),
+            }  # fmt: skip
+            tasks, returns = (
+                _finite_values(line.get(key) or {}, f"{location}: {key}")
+                for key in ("task_scores", "task_returns")
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+            raise PackError(f"{location} is no evaluation: {type(error).__name__}: {error}"[:300]) from error
+        if tasks and (difference := first_difference(row, row | _recomputed(tasks, returns, row))):
+            raise PackError(f"{location}: {difference}")
+        rows.append(row)
+    return rows
+
+
+def _recomputed(tasks: Sequence[float], returns: Sequence[float], row: Mapping[str, Any]) -> dict[str, Any]:
+    low, high = interval(tasks, binary=all(value in (0.0, 1.0) for value in tasks))
+    values = {"score": fmean(tasks), "ci_low": low, "ci_high": high, "num_tasks": len(tasks)}
+    # After a fault the mean over rollouts is not the mean over tasks.
+    return values | ({"mean_return": fmean(returns)} if returns and not row["num_faults"] else {})
+
+
+def _finite_values(task_values: Mapping[str, Any], location: str) -> list[float]:
+    if len(task_values) > MAX_TASKS:
+        raise PackError(f"{location} has more than {MAX_TASKS} tasks")
+    values = [finite(value) for value in task_values.values()]
+    if any(value is None for value in values):
+        raise PackError(f"{location} has a value that is no number")
+    return [value for value in values if value is not None]
+
+
+def _costs(pack: Path, name: str) -> dict[str, Any]:
+    run = load_run(pack / "runs" / name, name)
+    spent = {axis: float(run.costs[axis][-1]) for axis in AXES if axis in run.costs and run.num_steps}
+    return {"run": name, "seed": run.config["seed"], "algorithm": run.config["algorithm.type"], **spent}
+
+
+def _comparison(pack: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The groups and pairs of ``outrider compare``; the reason where these runs cannot be compared."""
+    try:
+        comparison = compare([pack / "runs" / name for name in names])
+    except PackError:
+        raise
+    except OutriderError as error:
+        return {"runs": sorted(names), "refused": str(error)}
+    return {"runs": sorted(names), "groups": _groups(comparison), "pairs": _pairs(comparison)}
+
+
+def _groups(comparison: Comparison) -> list[dict[str, Any]]:
+    return [
+        {"group": group.label, "runs": sorted(run.name for run in group.runs), "costs": dict(group.costs),
+         "score": None if group.score is None else _estimate(group.score)}
+        for group in comparison.groups
+    ]  # fmt: skip
+
+
+def _pairs(comparison: Comparison) -> list[dict[str, Any]]:
+    return [
+        {"first": pair.first, "second": pair.second, "difference": _estimate(pair.difference),
+         "improvement": _estimate(pair.improvement), "p_tasks": pair.p_corrected, "p_seeds": pair.p_seeds,
+         "winner": pair.verdict.winner, "reasons": list(pair.verdict.reasons)}
+        for pair in comparison.pairs
+    ]  # fmt: skip
+
+
+def _estimate(estimate: Estimate) -> dict[str, float]:
+    return {"value": estimate.value, "ci_low": estimate.low, "ci_high": estimate.high}
+
+
+def _plain(value: Any) -> Any:
+    """The tree with None where a number is not defined."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ``outrider pack``: run folders become a reproducibility pack, whole or not at all, without a path of the
+# machine.
+
+
+def make_pack(
+    paths: Sequence[Path], out: Path, *, commands: Sequence[str] = (), weights: bool = False
+) -> Manifest:
+    """Pack run folders of ``outrider train`` and ``outrider eval``, and folders or files of exact results.
+
+    ``commands`` are what made them, for people. With ``weights`` the newest checkpoint of each training, and
+    those from which others of the pack start, come along. Raises ConfigError where ``out`` is there,
+    DataError for what is no run, and PackError for results that contradict themselves.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists: a pack is never overwritten")
+    exact, folders = _classify_paths(paths)
+    names = [pack_name(name) for name in run_names(folders)] if folders else []
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two of these runs would have one name in the pack: {', '.join(sorted(names))}")
+    with replacing_folder(out) as partial:
+        return _write(
+            partial, dict(sorted(zip(names, folders, strict=True))), exact, commands=commands, weights=weights
+        )
+
+
+def _write(
+    pack: Path,
+    folders: Mapping[str, Path],
+    exact: Sequence[ExactResult],
+    *,
+    commands: Sequence[str],
+    weights: bool,
+) -> Manifest:
+    names_by_folder = {folder.resolve(): name for name, folder in folders.items()}
+    runs: dict[str, PackedRun] = {}
+    for name, folder in folders.items():
+        target = pack / "runs" / name
+        target.mkdir(parents=True)
+        if (folder / RESULTS).exists():
+            write_eval_tasks_run(folder, target)
+            runs[name] = PackedRun(kind="panel", command="outrider eval --tasks", versions={}, inputs={})
+        else:
+            runs[name] = write_run(folder, target, names_by_folder)
+    if weights:
+        copy_checkpoints(pack, folders)
+    if exact:
+        lines = "".join(exact_line(result) + "\n" for result in exact)
+        (pack / EXACT).write_text(lines, encoding="utf-8")
+    eval_tasks = _write_eval_tasks(pack, runs)
+    contents = {"runs": runs, "panels": eval_tasks, "packed_on": _machine(), "commands": tuple(commands)}
+    draft = Manifest(format=FORMAT, outrider=__version__, files=_packed_files(pack), **contents)
+    _write_json(pack / TABLES, make_tables(pack, draft))
+    manifest = Manifest(format=FORMAT, outrider=__version__, files=_packed_files(pack), **contents)
+    _write_json(pack / MANIFEST, manifest.model_dump(mode="json"))
+    (pack / CHECKSUM).write_bytes(checksum_line((pack / MANIFEST).read_bytes()))
+    return manifest
+
+
+def _classify_paths(paths: Sequence[Path]) -> tuple[list[ExactResult], list[Path]]:
+    """Exact results, and run folders. Raises DataError for a path that is neither."""
+    exact: dict[str, ExactResult] = {}
+    folders: list[Path] = []
+    for path in paths:
+        if (path / "config.toml").is_file() or ((path / RESULTS).is_file() and (path / SUMMARY).is_file()):
+            folders.append(path)
+            continue
+        files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+        if not files or not path.exists():
+            raise DataError(
+                f"{path} is no run: it has no config.toml, no finished evaluation "
+                "of tasks, and no exact results"
+            )
+        for file in files:
+            result = parse_exact_result(file.read_bytes(), str(file))
+            if result.name in exact:
+                raise DataError(f"{file}: {result.name} is given twice")
+            exact[result.name] = result
+    return sorted(exact.values(), key=lambda item: (item.toy, item.method, item.seed)), folders
+
+
+def _write_eval_tasks(pack: Path, runs: Mapping[str, PackedRun]) -> dict[str, PackedEvalTasks]:
+    """The panels of all evaluations: keys from the environment where it is installed, else of the tasks that
+    were scored.
+    """
+    eval_tasks: dict[str, PackedEvalTasks] = {}
+    for name, run in runs.items():
+        file = pack / "runs" / name / "evaluations.jsonl"
+        for line in map(json.loads, file.read_bytes().splitlines() if file.is_file() else []):
+            tasks_hash = str(line["panel_hash"])
+            if tasks_hash in eval_tasks:
+                continue
+            recipe = read_recipe(pack, name)
+            num_tasks = int(recipe.get("evaluation", {}).get("num_tasks", line["num_tasks"]))
+            eval_tasks[tasks_hash] = PackedEvalTasks(run=name, split=str(line["split"]), num_tasks=num_tasks)
+            keys = _task_keys(recipe, eval_tasks[tasks_hash], run, tasks_hash) or list(
+                line.get("task_scores") or {}
+            )
+            (pack / "panels").mkdir(exist_ok=True)
+            _write_json(
+                pack / eval_tasks_file(tasks_hash),
+                {"panel_hash": tasks_hash, "split": line["split"], "keys": keys},
+            )
+    return eval_tasks
+
+
+def _task_keys(
+    recipe: Mapping[str, Any], eval_tasks: PackedEvalTasks, run: PackedRun, tasks_hash: str
+) -> list[str]:
+    try:
+        keys, computed_hash = rebuild_eval_tasks(recipe, eval_tasks, local_paths={}, inputs=run.inputs)
+    except (OutriderError, OSError):  # not installed, or from files that stay here
+        return []
+    if computed_hash != tasks_hash:
+        raise PackError(
+            f"the tasks of the environment here are not the panel {tasks_hash} "
+            f"of {eval_tasks.run}: its data have changed"
+        )
+    return keys
+
+
+def _machine() -> dict[str, str]:
+    processor = read_processor()
+    return {
+        "processor": processor.model,
+        "instruction sets": " ".join(sorted(processor.instruction_sets)) or "unknown",
+    }
+
+
+def _packed_files(pack: Path) -> dict[str, PackedFile]:
+    paths = {path.relative_to(pack).as_posix(): path for path in sorted(pack.rglob("*")) if path.is_file()}
+    return {
+        name: PackedFile(num_bytes=path.stat().st_size, sha256=file_sha256(path))
+        for name, path in paths.items()
+    }
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")

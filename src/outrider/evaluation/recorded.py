@@ -1,0 +1,98 @@
+"""Trajectories of a run directory's traces, or of a file of chats."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from outrider.errors import DataError
+from outrider.files import parsed, whole_lines
+from outrider.memory.chat_files import import_trajectories
+from outrider.types import Message, Origin, Step, Trajectory
+from outrider.viewer.records import TraceReader, TraceRow
+
+_ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)
+
+
+def recorded_trajectories(source: Path, *, held_out: bool = False) -> list[Trajectory]:
+    """Of a run all rollouts with a return: those of training, and those of evaluations on the split
+    ``train``, or on any split with ``held_out``. Raises DataError.
+    """
+    if not source.is_dir():
+        return list(import_trajectories(source).trajectories)
+    if not (source / "config.toml").is_file():
+        raise DataError(f"{source} is no run directory: it has no config.toml")
+    left_out: list[str] = []
+    files = _files(source, held_out=held_out, left_out=left_out)
+    trajectories = [trajectory for name, rows in files for trajectory in build_trajectories(rows, name=name)]
+    if not trajectories and left_out:
+        raise DataError(
+            f"{source} has rollouts of held-out tasks alone (split {left_out[0]}): record others with "
+            "evaluation.split=train, or take these with --held-out"
+        )
+    if not trajectories:
+        raise DataError(f"{source} has no trace of a rollout with a return")
+    return trajectories
+
+
+def _files(run: Path, *, held_out: bool, left_out: list[str]) -> Iterator[tuple[str, Sequence[TraceRow]]]:
+    """``left_out`` gets the split of every evaluation that is not read."""
+    reader = TraceReader(run / "traces")
+    for step in reader.steps():
+        yield f"{run.name}/{step}", reader.read(step)
+    for number, line in enumerate(whole_lines(run / "evaluations.jsonl")):
+        if not reader.has_evaluation(number):
+            continue
+        split = _split(line)
+        if split == "train" or held_out:
+            yield f"{run.name}/evaluation-{number}", reader.read_evaluation(number)
+        else:
+            left_out.append(split)
+
+
+def _split(line: bytes) -> str:
+    """Of an evaluation; of a damaged line nobody knows it."""
+    try:
+        return str(parsed(line).get("split", "unknown"))
+    except ValueError:
+        return "unknown"
+
+
+def build_trajectories(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:
+    """One a leaf, in order; what several rollouts share is in each. ``name`` is in front of their ids."""
+    groups: dict[str, dict[int, TraceRow]] = {}
+    for row in rows:
+        groups.setdefault(row.trace_id, {})[row.node_id] = row
+    return [
+        _trajectory(nodes, leaf, name=name)
+        for nodes in groups.values()
+        for leaf in nodes.values()
+        if leaf.episode_return is not None
+    ]
+
+
+def _trajectory(nodes: Mapping[int, TraceRow], leaf: TraceRow, *, name: str) -> Trajectory:
+    """What was done, by the policy, a demonstrator or a retrieved step, and the environment's newest words
+    behind it. Where a tip was shown the template's end of the message is a node of its own, without words.
+    """
+    path, node_id = [], leaf.node_id
+    while node_id != -1:
+        path.append(nodes[node_id])
+        node_id = nodes[node_id].parent_id
+    prompt, steps = "", list[Step]()
+    for row in reversed(path):
+        if row.origin is Origin.PROMPT:
+            prompt = prompt or row.text
+        elif row.origin in _ACTION_ORIGINS:
+            steps.append(Step(text=row.text, observation=""))
+        elif row.origin is Origin.BUFFER and "action" in (metadata := json.loads(row.metadata)):
+            steps.append(Step(text=metadata["action"], observation=metadata["observation"]))
+        elif row.origin is Origin.ENVIRONMENT and row.text and steps:
+            steps[-1] = Step(text=steps[-1].text, observation=row.text)
+    return Trajectory(
+        trajectory_id=f"{name}/{leaf.trace_id}/{leaf.node_id}",
+        task_key=leaf.task_key,
+        agent="policy",
+        prompt=(Message(role="user", content=prompt),),
+        steps=tuple(steps),
+        reward=leaf.episode_return or 0.0,
+    )

@@ -1,0 +1,231 @@
+"""Table of an evaluation: every score with its interval, faults apart, and the same as JSON."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
+
+from rich.table import Table
+from rich.text import Text
+
+from outrider.evaluation.grading import RETURN, Scorer, find_variant
+from outrider.evaluation.results import EvalTasksSummary, SampleResult, summarise
+from outrider.evaluation.tasks import EvalTasks, EvalTasksSettings
+from outrider.printing import one_line, score
+from outrider.rollout.evaluate import interval
+from outrider.types import Json
+
+_NAMES: Final[Mapping[Scorer | None, str]] = {
+    "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge",
+    None: "success",
+}  # fmt: skip
+# 0 is a failure, 1 a success
+_SHARES: Final = frozenset({"em", "f1", "math_equal", "answer_contained", "format_ok"})
+# the metric that the score is
+_SAME: Final[Mapping[Scorer | None, str]] = {"em": "em", "f1": "f1", "math": "math_equal"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A mean over tasks with its 95 % interval: Wilson's where every task has 0 or 1, else a bootstrap over
+    tasks.
+
+    ``is_share``: written in per cent; else it is a return or another number.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    num_tasks: int
+    is_share: bool
+
+    @property
+    def text(self) -> str:
+        """Value and interval. Equal values of a bootstrap have none."""
+        if self.low < self.high:
+            return score(self.value, self.low, self.high, is_share=self.is_share)
+        return f"{score(self.value, is_share=self.is_share)} (all equal)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalTasksReport:
+    """``summary`` with what it is a summary of. ``num_requested``: samples that were asked for. ``num_unjudged``
+    of the faults are the judge's alone: those answers are kept. ``first_faults`` are some of them, to show
+    what went wrong.
+    """
+
+    name: str
+    panel_hash: str
+    num_tasks: int
+    num_left_out: int
+    num_samples: int
+    num_requested: int
+    num_unjudged: int
+    scorer: Scorer | None
+    has_tools: bool
+    identity: Mapping[str, Json]
+    deviations: tuple[str, ...]
+    summary: EvalTasksSummary
+    first_faults: tuple[SampleResult, ...] = ()
+
+    @property
+    def num_faults(self) -> int:
+        """Samples without a score."""
+        return sum(self.summary.faults.values())
+
+    @property
+    def scores(self) -> list[Score]:
+        """The panel's own score first, then the others; counts are in :attr:`counts`."""
+        return [
+            _score(name, tasks, is_share=is_share) for name, tasks, is_share in self._task_scores() if tasks
+        ]
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Metrics that are counts, as means over tasks."""
+        return {name: value for name, value in self.summary.metrics.items() if name.startswith("num_")}
+
+    def _task_scores(self) -> Iterator[tuple[str, Mapping[str, float], bool]]:
+        """Name, values by task, and whether a value of 0 or 1 is a failure or a success: returns are not."""
+        summary, has_many_samples = self.summary, self.num_samples > 1
+        yield (
+            f"{_NAMES[self.scorer]}{f', avg@{self.num_samples}' if has_many_samples else ''}",
+            summary.task_scores,
+            True,
+        )
+        if has_many_samples:
+            for k, tasks in sorted(summary.task_passes.items()):
+                yield f"pass@{k}", tasks, True
+            if self.scorer is not None:
+                yield f"majority@{self.num_samples}", summary.task_majorities, True
+        for name, tasks in summary.task_metrics.items():
+            if not name.startswith("num_") and name != _SAME.get(self.scorer):
+                yield "return" if name == RETURN else name, tasks, self.scorer is not None or name in _SHARES
+
+    def as_json(self) -> dict[str, Json]:
+        """Plain data; what is not defined is null. Two runs of one evaluation give the same."""
+        summary = self.summary
+        numbers = {
+            "num_tool_calls": summary.num_tool_calls, "num_tokens": summary.num_tokens,
+            "tool_usage_rate": summary.tool_usage_rate, "tool_productivity": summary.tool_productivity,
+        }  # fmt: skip
+        return {
+            "tasks": self.name, "panel_hash": self.panel_hash, "num_tasks": self.num_tasks,
+            "num_left_out": self.num_left_out, "num_samples": self.num_samples, "num_owed": self.num_requested,
+            "num_scored": summary.num_scored, "num_unjudged": self.num_unjudged,
+            "num_uncounted": summary.num_uncounted, "outcomes": dict(summary.outcomes),
+            "faults": dict(summary.faults), "scores": {entry.name: _plain(entry) for entry in self.scores},
+            "counts": {name: _finite(value) for name, value in self.counts.items()},
+            **{name: _finite(value) for name, value in numbers.items()},
+            "identity": dict(self.identity), "deviations": list(self.deviations),
+            "task_scores": dict(summary.task_scores),
+        }  # fmt: skip
+
+    def table(self) -> Table:
+        """The scores."""
+        table = Table(
+            "score",
+            "value [95 % interval]",
+            "tasks",
+            title=Text(one_line(f"{self.name}, {self.num_tasks} tasks")),
+        )
+        for entry in self.scores:
+            name = entry.name if entry.is_share else f"{entry.name} (no share)"
+            table.add_row(Text(name), Text(entry.text), str(entry.num_tasks))
+        return table
+
+    def lines(self) -> Sequence[str]:
+        """Lines for what the table has no column for."""
+        summary = self.summary
+        scored = f"{summary.num_scored} of {self.num_requested} samples scored"
+        lines = [
+            f"{scored}: {', '.join(f'{count} {name}' for name, count in summary.outcomes.items()) or 'none'}"
+        ]
+        if self.num_faults:
+            kinds = ", ".join(f"{count} {name}" for name, count in summary.faults.items())
+            lines.append(
+                f"FAULTS, in no score: {kinds} ({self.num_unjudged} of the judge). "
+                "The same command tries them again"
+            )
+            lines += [
+                one_line(f"  {result.task_key}, sample {result.sample}: {result.detail}")
+                for result in self.first_faults
+            ]
+        if summary.num_scored:
+            lines.append(f"an answer: {self._tokens()}, {summary.num_tool_calls:.2f} tool calls")
+        if summary.num_scored and self.has_tools:
+            used = f"{score(summary.tool_usage_rate)} of the answers used a tool"
+            lines.append(f"{used}; tool productivity {summary.tool_productivity:.2f}")
+        lines += [f"{name}: {value:.2f}" for name, value in self.counts.items() if value]
+        lines += [f"rules: {deviation}" for deviation in self.deviations]
+        if self.num_left_out:
+            lines.append(f"{self.num_left_out} tasks left out: they need an attachment")
+        return [*lines, f"panel {self.panel_hash}"]
+
+    def _tokens(self) -> str:
+        uncounted, counted = self.summary.num_uncounted, self.summary.num_scored - self.summary.num_uncounted
+        if not counted:
+            return "tokens that the server did not count"
+        missing = f" ({uncounted} answers came without a count)" if uncounted else ""
+        return f"{self.summary.num_tokens:.1f} tokens{missing}"
+
+
+def _score(name: str, task_scores: Mapping[str, float], *, is_share: bool) -> Score:
+    values = [task_scores[key] for key in sorted(task_scores)]
+    low, high = interval(values, binary=is_share and all(value in (0.0, 1.0) for value in values))
+    return Score(name=name, value=fmean(values), low=low, high=high, num_tasks=len(values), is_share=is_share)
+
+
+def _plain(score: Score) -> dict[str, Json]:
+    return {"value": score.value, "ci_low": score.low, "ci_high": score.high, "num_tasks": score.num_tasks}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# The report of a panel from its results, whoever played them and whenever they were graded.
+
+
+_MAX_FAULTS_SHOWN: Final = 3
+
+
+def build_report(
+    settings: EvalTasksSettings,
+    eval_tasks: EvalTasks,
+    *,
+    scorer: Scorer | None,
+    identity: Mapping[str, Json],
+    results: Sequence[SampleResult],
+) -> EvalTasksReport:
+    """``scorer`` is None where the environment's own record is the score; samples beyond ``num_samples`` do
+    not count.
+    """
+    rules = find_variant(settings.rules)
+    requested = requested_samples(results, settings.num_samples)
+    powers = {2**power for power in range(settings.num_samples.bit_length())}
+    faults = [result for result in requested if result.outcome.is_fault]
+    return EvalTasksReport(
+        name=eval_tasks.benchmark.name,
+        panel_hash=eval_tasks.panel_hash,
+        num_tasks=len(eval_tasks.tasks),
+        num_left_out=eval_tasks.num_left_out,
+        num_samples=settings.num_samples,
+        num_requested=len(eval_tasks.tasks) * settings.num_samples,
+        num_unjudged=sum(result.answered is not None for result in faults),
+        scorer=scorer,
+        has_tools=settings.tools != "off"
+        and settings.environment is not None
+        and settings.environment.calls_tools,
+        identity=identity,
+        deviations=() if scorer is None else rules.deviations,
+        summary=summarise(requested, ks=sorted({*powers, settings.num_samples}), normalize=rules.normalize),
+        first_faults=tuple(faults[:_MAX_FAULTS_SHOWN]),
+    )
+
+
+def requested_samples(results: Sequence[SampleResult], num_samples: int) -> list[SampleResult]:
+    """Without samples of an earlier call that asked for more."""
+    return [result for result in results if result.sample < num_samples]

@@ -1,0 +1,427 @@
+"""Scores of a panel from the results of its samples: pass@k, avg@k, majority, tool use. Pure functions, no
+files.
+
+A sample that infrastructure ended has no score: it is counted by its outcome and enters no mean.
+"""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from threading import Lock
+from typing import Any, Final
+
+from outrider.environments.grading.answers import normalize_answer
+from outrider.errors import ConfigError, DataError
+from outrider.files import FileLock, append_bytes, parsed, read_lines
+from outrider.types import Json, Outcome, Task
+
+SIGMA: Final = 0.1  # tool calls; ARPO's released evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """One sample of one task. ``score`` in [0, 1] is the task set's own metric and ``success`` whether it
+    counts as solved; both are None when it could not be scored: ``outcome`` is a fault then, and ``detail``
+    says which. Of a sample that a judge scored, ``detail`` is what the judge wrote.
+
+    ``answered`` is how the rollout ended where only the judge failed: the answer stands, and only the judge
+    is asked again. ``num_tokens`` is None where a server did not count them. ``turns`` is the reply, all that
+    the policy wrote, a text per turn; None after a fault, and where an earlier Outrider did not keep it.
+    ``token_ids`` has the same in ids, where the player has them.
+    """
+
+    task_key: str
+    sample: int
+    outcome: Outcome
+    answered: Outcome | None = None
+    score: float | None = None
+    success: bool | None = None
+    prediction: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_tool_calls: int = 0
+    num_tokens: int | None = 0
+    detail: str = ""
+    turns: tuple[str, ...] | None = None
+    token_ids: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a fault with a score, a score without success, an ending that has no score,
+        and an answer without a fault of its judge.
+        """
+        is_scored = self.score is not None
+        if is_scored is self.outcome.is_fault or is_scored is not (self.success is not None):
+            raise ValueError(
+                f"{self.task_key}: outcome {self.outcome}, score {self.score} "
+                f"and success {self.success} contradict"
+            )
+        if self.answered is not None and (is_scored or self.answered.is_fault):
+            raise ValueError(
+                f"{self.task_key}: answered as {self.answered} and outcome {self.outcome} contradict"
+            )
+        if not all(math.isfinite(value) for value in (*self.metrics.values(), self.score or 0.0)):
+            raise ValueError(f"{self.task_key}: a score or a metric is not finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalTasksSummary:
+    """Means over tasks of means over a task's scored samples; ``num_tool_calls`` and ``num_tokens`` are per
+    answer, tokens without the ``num_uncounted`` answers whose tokens nobody counted.
+
+    ``pass_at_k`` maps k to pass@k over the ``num_tasks_at_k[k]`` tasks with at least k scored samples. ``score``
+    is avg@k. ``outcomes`` counts scored samples by how they ended, ``faults`` the others. NaN where nothing
+    was scored. ``task_...`` hold what was averaged, by task key.
+    """
+
+    num_tasks: int
+    num_scored: int
+    score: float
+    pass_at_k: Mapping[int, float]
+    num_tasks_at_k: Mapping[int, int]
+    majority: float
+    metrics: Mapping[str, float]
+    num_tool_calls: float
+    num_tokens: float
+    num_uncounted: int
+    tool_usage_rate: float
+    tool_productivity: float
+    outcomes: Mapping[str, int]
+    faults: Mapping[str, int]
+    task_scores: Mapping[str, float]
+    task_passes: Mapping[int, Mapping[str, float]]
+    task_majorities: Mapping[str, float]
+    task_metrics: Mapping[str, Mapping[str, float]]
+
+
+def pass_at_k(*, num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that one of ``k`` samples drawn without replacement from ``num_samples`` is correct: 1 - C(n-c,
+    k) / C(n, k).
+
+    Unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1); exact integers, one division.
+    Raises ValueError unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
+    """
+    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_correct} correct among {num_samples} samples is not defined")
+    total = math.comb(num_samples, k)
+    return (total - math.comb(num_samples - num_correct, k)) / total
+
+
+def avg_at_k(scores: Sequence[float]) -> float:
+    """Mean score of a task's k samples. Raises ValueError without any."""
+    if not scores:
+        raise ValueError("avg@k of no samples is not defined")
+    return fmean(scores)
+
+
+def majority_at_k(labels: Sequence[str], successes: Sequence[bool]) -> float:
+    """Success of the most frequent label among k samples; of a tie the mean, which is what a random choice
+    would expect.
+
+    An empty label (no answer) has no vote; without any vote the result is 0. Samples of one label may differ
+    in success (two texts that normalise alike): their mean counts. Raises ValueError when the lengths differ
+    or there is no sample.
+    """
+    if len(labels) != len(successes) or not labels:
+        raise ValueError("majority needs one success a label, and at least one")
+    votes = Counter(label for label in labels if label)
+    if not votes:
+        return 0.0
+    max_votes = max(votes.values())
+    winners = [label for label, count in votes.items() if count == max_votes]
+    winner_rates = [
+        fmean(ok for other, ok in zip(labels, successes, strict=True) if other == label) for label in winners
+    ]
+    return fmean(winner_rates)
+
+
+def tool_productivity(*, accuracy: float, mean_tool_calls: float, sigma: float = SIGMA) -> float:
+    """100 a T / (T + sigma): accuracy in percent, discounted where tools are hardly used (ARPO's released
+    evaluation).
+
+    ``mean_tool_calls`` is T, calls per answer. There T counts tag pairs, refused calls too; pass executed
+    calls here.
+    """
+    return 100.0 * accuracy * mean_tool_calls / (mean_tool_calls + sigma)
+
+
+def tool_usage_rate(num_tool_calls: Sequence[int]) -> float:
+    """Share of answers with at least one tool call. Raises ValueError without answers."""
+    if not num_tool_calls:
+        raise ValueError("the tool usage rate of no answers is not defined")
+    return fmean(count > 0 for count in num_tool_calls)
+
+
+def summarise(
+    results: Iterable[SampleResult],
+    *,
+    ks: Sequence[int] = (1,),
+    normalize: Callable[[str], str] = normalize_answer,
+) -> EvalTasksSummary:
+    """The panel's scores; the order of results changes nothing. ``normalize`` makes labels of predictions for
+    the majority.
+
+    Raises ValueError for two results of one sample.
+    """
+    results_by_task: dict[str, list[SampleResult]] = {}
+    seen: set[tuple[str, int]] = set()
+    faults: Counter[str] = Counter()
+    for result in sorted(results, key=lambda entry: (entry.task_key, entry.sample)):
+        if (result.task_key, result.sample) in seen:
+            raise ValueError(f"two results of {result.task_key}, sample {result.sample}")
+        seen.add((result.task_key, result.sample))
+        if result.score is None:
+            faults[result.outcome.value] += 1
+        else:
+            results_by_task.setdefault(result.task_key, []).append(result)
+    scored = [entry for group in results_by_task.values() for entry in group]
+    scores = {
+        key: avg_at_k([entry.score or 0.0 for entry in group]) for key, group in results_by_task.items()
+    }
+    majorities = {key: _majority(group, normalize) for key, group in results_by_task.items()}
+    metrics = _task_metrics(results_by_task)
+    calls = [entry.num_tool_calls for entry in scored]
+    # A k that no task has samples enough for is left out rather than reported as a number.
+    task_passes = {
+        k: {key: _group_pass_at_k(group, k) for key, group in results_by_task.items() if len(group) >= k}
+        for k in ks
+    }
+    return EvalTasksSummary(
+        num_tasks=len(results_by_task),
+        num_scored=len(scored),
+        score=_mean(scores.values()),
+        pass_at_k={k: _mean(tasks.values()) for k, tasks in task_passes.items() if tasks},
+        num_tasks_at_k={k: len(tasks) for k, tasks in task_passes.items()},
+        majority=_mean(majorities.values()),
+        metrics={name: _mean(tasks.values()) for name, tasks in metrics.items()},
+        num_tool_calls=_mean(calls),
+        num_tokens=_mean(entry.num_tokens for entry in scored if entry.num_tokens is not None),
+        num_uncounted=sum(entry.num_tokens is None for entry in scored),
+        tool_usage_rate=tool_usage_rate(calls) if calls else math.nan,
+        tool_productivity=tool_productivity(accuracy=_mean(scores.values()), mean_tool_calls=_mean(calls)),
+        outcomes=dict(sorted(Counter(entry.outcome.value for entry in scored).items())),
+        faults=dict(sorted(faults.items())),
+        task_scores=scores,
+        task_passes=task_passes,
+        task_majorities=majorities,
+        task_metrics=metrics,
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return fmean(numbers) if numbers else math.nan
+
+
+def _group_pass_at_k(group: Sequence[SampleResult], k: int) -> float:
+    return pass_at_k(num_samples=len(group), num_correct=sum(result.success is True for result in group), k=k)
+
+
+def _majority(group: Sequence[SampleResult], normalize: Callable[[str], str]) -> float:
+    return majority_at_k(
+        [normalize(result.prediction) for result in group], [result.success is True for result in group]
+    )
+
+
+def _task_metrics(groups: Mapping[str, Sequence[SampleResult]]) -> dict[str, dict[str, float]]:
+    """The mean of each metric over a task's samples, for the tasks that have it."""
+    means: dict[str, dict[str, float]] = {}
+    for key, group in groups.items():
+        for name in sorted({name for result in group for name in result.metrics}):
+            means.setdefault(name, {})[key] = fmean(
+                result.metrics[name] for result in group if name in result.metrics
+            )
+    return dict(sorted(means.items()))
+
+
+# The results of a panel on disk: append-only, so that a stopped evaluation continues where it was.
+#
+# A JSONL file. The first line says what was evaluated, each further one is a
+# :class:`~outrider.evaluation.results.SampleResult`. A line counts once it is whole and on disk; a finished
+# sample is never played again, a fault is, and its later result takes its place. An answer that only its judge
+# failed is not played again either: it is judged again.
+
+
+RESULTS: Final = "results.jsonl"  # of an evaluation's folder, and what it comes to:
+SUMMARY: Final = "summary.json"
+SETTINGS: Final = "evaluation.toml"  # as of the last command
+FORMAT: Final = "outrider panel 1"
+_HEADER_PREFIX: Final = f'{{"format": "{FORMAT}"'.encode()  # of the first line, keys being sorted
+
+
+class EvalTasksStore:
+    """One panel's results. Open it with :meth:`open`; adding is safe from several threads, the file belongs
+    to one process.
+    """
+
+    def __init__(self, path: Path, file: FileLock, results: dict[tuple[str, int], SampleResult]) -> None:
+        self.path = path
+        self._file = file
+        self._results = results
+        self._lock = Lock()
+
+    @classmethod
+    def open(cls, path: Path, *, identity: Mapping[str, Json]) -> "EvalTasksStore":
+        """Continue the file or start it. ``identity`` is all that results depend on: panel hash, model,
+        sampling, rules.
+
+        A line torn by a kill is cut off. Raises ConfigError when the file is of another identity or in use,
+        DataError naming the line when it is damaged.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = FileLock(path, flags=os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except BlockingIOError as error:
+            raise ConfigError(f"{path} is in use by another process") from error
+        try:
+            lines, torn = read_lines(path)
+            if not lines and not (torn.startswith(_HEADER_PREFIX) or _HEADER_PREFIX.startswith(torn)):
+                raise DataError(f"{path}:1: no results of a panel ({FORMAT})")
+            results = _read(path, lines, identity) if lines else {}
+            os.ftruncate(file.descriptor, sum(len(line) + 1 for line in lines))
+            store = cls(path, file, results)
+            if not lines:
+                store._append({"format": FORMAT, "identity": dict(identity)})
+        except BaseException:
+            file.release()
+            raise
+        return store
+
+    @property
+    def results(self) -> list[SampleResult]:
+        """The latest result of every sample, by task key and sample number; faults too."""
+        with self._lock:
+            return [self._results[key] for key in sorted(self._results)]
+
+    @property
+    def unjudged(self) -> list[SampleResult]:
+        """Answers whose judge failed, by task key and sample number."""
+        return [result for result in self.results if result.answered is not None]
+
+    def pending(self, tasks: Sequence[Task], *, num_samples: int) -> list[tuple[Task, int]]:
+        """Samples that are missing or ended in a fault other than the judge's, in the panel's order."""
+        with self._lock:
+            return [
+                (task, sample)
+                for task in tasks
+                for sample in range(num_samples)
+                if self._is_pending(task.key, sample)
+            ]
+
+    def has(self, task_key: str, sample: int) -> bool:
+        """Whether there is any result of the sample, a fault included."""
+        with self._lock:
+            return (task_key, sample) in self._results
+
+    def add(self, result: SampleResult) -> None:
+        """Append one result and force it to disk; a failed write leaves the file as it was.
+
+        Raises ValueError for a sample that is finished.
+        """
+        with self._lock:
+            if self._is_finished(result.task_key, result.sample):
+                raise ValueError(f"{result.task_key}, sample {result.sample} is finished")
+            self._append(asdict(result))
+            self._results[result.task_key, result.sample] = result
+
+    def close(self) -> None:
+        """Give the file back; may be called twice."""
+        with self._lock:
+            self._file.release()
+
+    def _is_pending(self, key: str, sample: int) -> bool:
+        result = self._results.get((key, sample))
+        return result is None or (result.outcome.is_fault and result.answered is None)
+
+    def _is_finished(self, key: str, sample: int) -> bool:
+        result = self._results.get((key, sample))
+        return result is not None and not result.outcome.is_fault
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
+        append_bytes(self._file.descriptor, line)
+
+
+def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
+    """Identity of a closed file, and its results by task key and sample number. Raises DataError naming the
+    line.
+    """
+    lines = read_lines(path)[0] or [b""]
+    recorded = _parse_line(path, 1, lines[0]).get("identity")
+    identity = recorded if isinstance(recorded, dict) else {}
+    results = _read(path, lines, identity)
+    return identity, [results[key] for key in sorted(results)]
+
+
+def write_results(path: Path, identity: Mapping[str, Json], results: Sequence[SampleResult]) -> None:
+    """The same as a new file that :meth:`EvalTasksStore.open` continues."""
+    store = EvalTasksStore.open(path, identity=identity)
+    try:
+        for result in results:
+            store.add(result)
+    finally:
+        store.close()
+
+
+def _read(
+    path: Path, lines: Sequence[bytes], identity: Mapping[str, Json]
+) -> dict[tuple[str, int], SampleResult]:
+    _check_identity(path, _parse_line(path, 1, lines[0]), identity)
+    results: dict[tuple[str, int], SampleResult] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        record = _parse_line(path, number, line)
+        try:
+            result = SampleResult(**{**record, **_outcomes(record), **_reply(record)})
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}:{number}: no result of a sample: {error}") from error
+        previous = results.get((result.task_key, result.sample))
+        if previous is None or previous.outcome.is_fault:
+            results[result.task_key, result.sample] = result
+    return results
+
+
+def _outcomes(record: Mapping[str, Any]) -> dict[str, Outcome | None]:
+    answered = record.get("answered")
+    return {
+        "outcome": Outcome(str(record.get("outcome"))),
+        "answered": None if answered is None else Outcome(str(answered)),
+    }
+
+
+def _reply(record: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
+    """Raises TypeError for what is no text per turn, and no list of ids per turn."""
+    turns, ids = record.get("turns"), record.get("token_ids")
+    texts = turns is None or (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns))
+    if not texts or not (ids is None or (isinstance(ids, list) and all(_are_ids(turn) for turn in ids))):
+        raise TypeError("the reply is malformed")
+    return {
+        "turns": None if turns is None else tuple(turns),
+        "token_ids": None if ids is None else tuple(map(tuple, ids)),
+    }
+
+
+def _are_ids(turn: Any) -> bool:
+    return isinstance(turn, list) and all(type(token) is int for token in turn)
+
+
+def _check_identity(path: Path, header: Mapping[str, Any], identity: Mapping[str, Json]) -> None:
+    recorded = header.get("identity")
+    if header.get("format") != FORMAT or not isinstance(recorded, dict):
+        raise DataError(f"{path}:1: no results of a panel ({FORMAT})")
+    expected = json.loads(json.dumps(dict(identity)))
+    different = sorted(key for key in {*recorded, *expected} if recorded.get(key) != expected.get(key))
+    if different:
+        changes = "; ".join(
+            f"{key} was {recorded.get(key)!r} and is {expected.get(key)!r}" for key in different
+        )
+        raise ConfigError(f"{path} holds the results of another evaluation: {changes}; give a new --run")
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return parsed(line)
+    except ValueError as error:
+        raise DataError(f"{path}:{number}: malformed JSON: {error}") from error

@@ -1,0 +1,440 @@
+"""Who plays a panel: a model in this process through the rollout loop, or an agent behind a chat endpoint.
+
+Both play what the store says is owed and hand over rollouts as they end.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Literal, Protocol
+
+from outrider.engines.base import Engine
+from outrider.engines.chat import ChatEndpoint, EndpointSettings
+from outrider.engines.local.engine import describe_path, make_engine
+from outrider.engines.local.model import check_positions, resolve_precision
+from outrider.environments.tool_qa.rewards import discover_judge
+from outrider.errors import ConfigError, EngineFault
+from outrider.evaluation.grading import FinishedRollout, Grader, find_variant, from_collected, from_trace
+from outrider.evaluation.model import load_language_model, resolve, template_hash, weights_hash
+from outrider.evaluation.report import EvalTasksReport, build_report, requested_samples
+from outrider.evaluation.results import RESULTS, SUMMARY, EvalTasksStore, SampleResult
+from outrider.evaluation.tasks import (
+    EvalSetup,
+    EvalTasksSettings,
+    differences,
+    open_eval_tasks,
+    write_settings,
+)
+from outrider.files import replace_file
+from outrider.printing import Terminal, print_lines
+from outrider.rollout.base import RolloutStatus
+from outrider.rollout.endpoint import Collector
+from outrider.rollout.episode import Sampling
+from outrider.rollout.faults import require_results, require_room
+from outrider.rollout.scheduler import Scheduler
+from outrider.training.policy import set_threads
+from outrider.training.settings import ModelSettings
+from outrider.training.setup import make_renderer
+from outrider.types import Json, Task
+from outrider.viewer.progress import SET_UP, Progress, TokenMeter, WatchedProgress, make_progress
+
+Record = Callable[[Sequence[FinishedRollout]], None]
+_MODE = "evaluation"
+
+
+class Player(Protocol):
+    """``identity``: what results depend on; ``rollout_status`` of its rollouts are for the one who watches."""
+
+    identity: Mapping[str, Json]
+    rollout_status: RolloutStatus
+
+    def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
+        """Play what is owed; ``record`` may be called from several threads and must have stored when it
+        returns.
+        """
+        ...
+
+    def notes(self) -> list[str]:
+        """Notes on the play beside its results."""
+        ...
+
+
+def make_player(
+    settings: EvalTasksSettings,
+    *,
+    on_tokens: Callable[[int], None] = lambda num_tokens: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Player:
+    """Load the model, or ask the endpoint what it serves. Raises ModelError, CheckpointError and EngineFault.
+
+    ``on_tokens`` gets the number of tokens of every decoding step of a model in this process, ``note`` what
+    its settings are told of it. How many positions a model behind an endpoint has, nobody knows here.
+    """
+    if settings.endpoint is not None:
+        return EndpointPlayer.connect(settings.endpoint, settings)
+    assert settings.model is not None  # the settings see to it
+    return LocalPlayer.load(settings.model, settings, on_tokens=on_tokens, note=note)
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalPlayer:
+    """A model in this process.
+
+    A batch holds the same rollouts whatever was played before: sample i of the panel's next ``batch_size``
+    tasks. So an evaluation that was stopped ends with the same bits as one that was not, for which a batch
+    that a kill tore apart is played as a whole again. Only after a fault rollouts are played in a batch of
+    their own.
+    """
+
+    engine: Engine
+    identity: Mapping[str, Json]
+    settings: EvalTasksSettings
+    num_retries: int = 0
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)
+
+    @classmethod
+    def load(
+        cls,
+        model_settings: ModelSettings,
+        settings: EvalTasksSettings,
+        *,
+        on_tokens: Callable[[int], None],
+        note: Callable[[str], None] = lambda text: None,
+    ) -> "LocalPlayer":
+        """Load the model and hash its weights."""
+        resolved = resolve(model_settings)
+        set_threads(settings.num_threads, device=resolved.device)
+        loaded = load_language_model(resolved)
+        if loaded.unpacked is not None:  # slower than what was planned for
+            note(describe_path(loaded, resolved.name))
+        check_positions(settings, model=model_settings.name, longest=loaded.context_length, note=note)
+        precision = resolve_precision(resolved.precision, resolved.device)
+        engine = make_engine(
+            loaded, context_length=resolved.context_length, max_rows=settings.batch_size, on_tokens=on_tokens
+        )
+        identity: dict[str, Json] = {
+            "weights": weights_hash(loaded), "chat_template": template_hash(loaded), "precision": precision,
+            "device": resolved.device, "context_length": engine.context_length,
+            "batch_size": settings.batch_size, "num_threads": settings.num_threads,
+        }  # fmt: skip
+        if resolved.template_kwargs:
+            identity["template_kwargs"] = resolved.template_kwargs
+        if resolved.history_thinking != "keep":
+            identity["history_thinking"] = resolved.history_thinking
+        return cls(engine=engine, identity=identity, settings=settings)
+
+    def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
+        """One batch after the other; its results are recorded when it is over."""
+        assert self.settings.model is not None  # what makes it local
+        renderer = make_renderer(self.engine.tokenizer, self.settings.model, self.settings.environment)
+        scheduler = Scheduler(
+            engine=self.engine,
+            renderer=renderer,
+            factory=setup.factory,
+            limits=setup.limits,
+            sampling=Sampling(temperature=self.settings.temperature, stop=setup.stop),
+            run_seed=self.settings.seed,
+            max_concurrent=self.settings.num_concurrent,
+            max_retries=self.settings.max_retries,
+            rollout_status=self.rollout_status,
+        )
+        pending = {
+            (task.key, sample)
+            for task, sample in store.pending(setup.tasks, num_samples=self.settings.num_samples)
+        }
+        size = self.settings.batch_size
+        for sample in range(self.settings.num_samples):
+            for start in range(0, len(setup.tasks), size):
+                batch = setup.tasks[start : start + size]
+                tasks = _select_tasks(batch, sample, pending, store)
+                if tasks:
+                    # nothing of an earlier batch: a resumed evaluation has none either
+                    self.engine.free_cache()
+                    report = scheduler.run(tasks, modes=(_MODE,), training_step=-1 - sample)
+                    self.num_retries += report.num_retries
+                    require_results(report.traces, report.faults)
+                    require_room(report.traces, context_length=self.engine.context_length)
+                    rollouts = [from_trace(trace, sample) for trace in report.traces]
+                    record([rollout for rollout in rollouts if (rollout.task.key, sample) in pending])
+
+    def notes(self) -> list[str]:
+        """How many tries were repeated."""
+        return _retry_notes(self.num_retries)
+
+
+def _select_tasks(
+    batch: Sequence[Task], sample: int, pending: set[tuple[str, int]], store: EvalTasksStore
+) -> Sequence[Task]:
+    """All of a batch of which something never ended, else only what a fault ended."""
+    if all(store.has(task.key, sample) for task in batch):
+        return [task for task in batch if (task.key, sample) in pending]
+    return batch
+
+
+@dataclass(slots=True, kw_only=True)
+class EndpointPlayer:
+    """An agent behind a chat endpoint. Every rollout is recorded as soon as it has ended."""
+
+    endpoint: ChatEndpoint
+    identity: Mapping[str, Json]
+    settings: EvalTasksSettings
+    num_retries: int = 0
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)
+
+    @classmethod
+    def connect(cls, endpoint_settings: EndpointSettings, settings: EvalTasksSettings) -> "EndpointPlayer":
+        """Ask once what is served: a wrong address or key shows before anything is played."""
+        discovered = ChatEndpoint(endpoint_settings).discovered()
+        identity: dict[str, Json] = {
+            "endpoint_model": discovered.model,
+            "continues_messages": discovered.continues_messages,
+        }
+        if discovered.template_kwargs:
+            identity["template_kwargs"] = discovered.template_kwargs
+        if discovered.history_thinking != "keep":
+            identity["history_thinking"] = discovered.history_thinking
+        return cls(endpoint=ChatEndpoint(discovered), identity=identity, settings=settings)
+
+    def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
+        """Raises EngineFault after ``max_faults_in_a_row`` and ModelError when the server will never
+        answer.
+        """
+        collector = Collector(
+            endpoint=self.endpoint,
+            factory=setup.factory,
+            limits=setup.limits,
+            stop=setup.stop,
+            run_seed=self.settings.seed,
+            temperature=self.settings.temperature,
+            num_concurrent=self.settings.num_concurrent,
+            max_retries=self.settings.max_retries,
+            max_faults_in_a_row=self.settings.max_faults_in_a_row,
+            rollout_status=self.rollout_status,
+        )
+        results = collector.play(
+            store.pending(setup.tasks, num_samples=self.settings.num_samples),
+            on_rollout_done=lambda task, sample, collected: record([from_collected(task, sample, collected)]),
+        )
+        self.num_retries += sum(result.num_retries for result in results)
+
+    def notes(self) -> list[str]:
+        """Requests that were sent again, by their reason, and how many tries were repeated."""
+        retries = sorted(self.endpoint.retries.items())
+        resend_notes = (
+            [f"requests sent again: {', '.join(f'{count} after {reason}' for reason, count in retries)}"]
+            if retries
+            else []
+        )
+        return [*resend_notes, *_retry_notes(self.num_retries)]
+
+
+def _retry_notes(num_retries: int) -> list[str]:
+    return [f"tries repeated after a fault: {num_retries}"] if num_retries else []
+
+
+# ``outrider eval --tasks``: play a panel, grade it, keep every result, and say what came out.
+#
+# A folder holds one evaluation: ``results.jsonl`` (:class:`~outrider.evaluation.results.EvalTasksStore`) and
+# ``summary.json``. The same command continues a stopped one and tries again what a fault kept from being
+# scored.
+
+
+_MAX_JUDGES = 8  # that are asked at a time, for one batch of a model's answers
+
+
+def evaluate_tasks(
+    settings: EvalTasksSettings, folder: Path, *, progress: Literal["auto", "rich", "plain", "none"] = "auto"
+) -> int:
+    """Play what is owed, write ``summary.json`` and print it.
+
+    Exit status 0 also where faults remain: they are told. 1 where nothing could be scored, since there is no
+    result then.
+
+    Raises ConfigError, DataError, ToolUnavailable, ModelError and CheckpointError before anything is written,
+    and EngineFault or ModelError when an endpoint or a judge stopped the play; what was played by then is
+    kept.
+    """
+    if folder.exists() and (
+        not folder.is_dir() or (any(folder.iterdir()) and not (folder / RESULTS).exists())
+    ):
+        raise ConfigError(f"{folder} is not empty and holds no evaluation of tasks")
+    start_time = time.monotonic()
+    rollout_status = RolloutStatus()
+    display = WatchedProgress(
+        make_progress(progress), rollout_status=rollout_status, after_s=settings.watchdog_s
+    )
+    try:
+        display.stage(SET_UP, None)
+        for line in _differences(settings):
+            display.note(line)
+        report, notes = run_evaluation(settings, folder, display=display, rollout_status=rollout_status)
+    finally:
+        display.close()
+    Terminal().print(report.table())
+    print_lines(*report.lines(), *notes, f"{time.monotonic() - start_time:.1f} s; {folder / SUMMARY}")
+    if not report.summary.num_scored:
+        print_lines(
+            "outrider: no sample could be scored; once the cause is gone, the same command tries again",
+            to_stderr=True,
+        )
+        return 1
+    return 0
+
+
+def _differences(settings: EvalTasksSettings) -> list[str]:
+    """One line if the model is a run that was trained with another prompt, other limits or other tools."""
+    if settings.model is None:
+        return []
+    tools = settings.environment if settings.tools != "off" else None
+    environment = None if tools is None else tools.model_dump(mode="json")
+    return differences(settings.model.name, environment, settings.rollout.model_dump(mode="json"))
+
+
+def run_evaluation(
+    settings: EvalTasksSettings,
+    folder: Path,
+    *,
+    display: Progress,
+    rollout_status: RolloutStatus | None = None,
+) -> tuple[EvalTasksReport, list[str]]:
+    """The evaluation itself: its report, and notes about the play that are none of its results. Raises as
+    above.
+
+    ``rollout_status`` is told where the rollouts are.
+    """
+    judge = None if settings.judge is None else discover_judge(settings.judge)
+    if settings.judge is not None and judge is not None:
+        settings = settings.model_copy(update={"judge": judge.settings})
+    setup = open_eval_tasks(settings)
+    meter = TokenMeter(display)
+    try:
+        player = make_player(settings, on_tokens=meter, note=display.note)
+        player.rollout_status = rollout_status or player.rollout_status
+        grader = Grader(
+            rules=find_variant(settings.rules), kind=setup.kind, scorer=setup.scorer, tools=setup.tools,
+            judge=judge, max_faults_in_a_row=settings.max_faults_in_a_row,
+        )  # fmt: skip
+        store = EvalTasksStore.open(folder / RESULTS, identity={**setup.identity, **player.identity})
+        try:
+            write_settings(settings, folder)
+            play_eval_tasks(
+                setup, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter,
+                num_parallel=settings.num_concurrent,
+            )  # fmt: skip
+            report = make_report(settings, setup, player, store)
+        except EngineFault as fault:
+            raise EngineFault(f"{fault}. What was played is kept, and the same command continues") from fault
+        finally:
+            store.close()
+    finally:
+        setup.factory.close()
+    _write(folder / SUMMARY, report)
+    return report, player.notes()
+
+
+def play_eval_tasks(
+    setup: EvalSetup,
+    player: Player,
+    grader: Grader,
+    store: EvalTasksStore,
+    *,
+    num_samples: int,
+    display: Progress,
+    meter: TokenMeter | None = None,
+    num_parallel: int = 1,
+) -> None:
+    """Judge the answers whose judge had failed, then play what is missing or faulty, ``num_parallel`` at a
+    time.
+
+    ``meter`` shows the player's tokens.
+    """
+    recorder = _Recorder(
+        setup=setup,
+        grader=grader,
+        store=store,
+        display=display,
+        num_samples=num_samples,
+        num_parallel=num_parallel,
+    )
+    recorder.begin()
+    if meter is not None:
+        meter.num_done = lambda: recorder.num_done
+    recorder.judge_again()
+    player.play(setup, store, recorder.record)
+
+
+def make_report(
+    settings: EvalTasksSettings, setup: EvalSetup, player: Player, store: EvalTasksStore
+) -> EvalTasksReport:
+    """Report of the panel's results on file, without an earlier call's samples beyond ``num_samples``."""
+    return build_report(
+        settings,
+        setup.eval_tasks,
+        scorer=setup.scorer,
+        identity={**setup.identity, **player.identity},
+        results=store.results,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recorder:
+    """Grades rollouts, stores their results and shows how far it is; its methods may be called from several
+    threads.
+    """
+
+    setup: EvalSetup
+    grader: Grader
+    store: EvalTasksStore
+    display: Progress
+    num_samples: int
+    num_parallel: int
+    num_done: int = 0
+    _num_faults: int = 0
+    _lock: Lock = field(default_factory=Lock)
+
+    def begin(self) -> None:
+        """Show what is on file."""
+        results = requested_samples(self.store.results, self.num_samples)
+        self.num_done = sum(not result.outcome.is_fault for result in results)
+        total = len(self.setup.tasks) * self.num_samples
+        self.display.stage("evaluate", total, done=self.num_done, num_parallel=self.num_parallel)
+        self.display.advance(self.num_done)
+
+    def judge_again(self) -> None:
+        """Ask the judge about answers that wait for it; each verdict is stored as it comes."""
+        tasks = {task.key: task for task in self.setup.tasks}
+        waiting = requested_samples(self.store.unjudged, self.num_samples)
+        with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
+            for judged in pool.map(
+                lambda answer: self.grader.judge_answer(tasks[answer.task_key], answer), waiting
+            ):
+                self._add([judged])
+        self.grader.check()
+
+    def record(self, rollouts: Sequence[FinishedRollout]) -> None:
+        """Grade and store. Raises EngineFault once the judge is dead; what was graded is stored by then."""
+        if self.setup.scorer == "judge":
+            with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
+                self._add(list(pool.map(self.grader.grade, rollouts)))
+        else:
+            self._add([self.grader.grade(rollout) for rollout in rollouts])
+        self.grader.check()
+
+    def _add(self, results: Sequence[SampleResult]) -> None:
+        with self._lock:
+            for result in results:
+                self.store.add(result)
+                self.num_done += not result.outcome.is_fault
+                self._num_faults += result.outcome.is_fault
+            faults = {"faults": self._num_faults} if self._num_faults else {}
+            self.display.advance(self.num_done, **faults)
+
+
+def _write(path: Path, report: EvalTasksReport) -> None:
+    replace_file(
+        path, (json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+    )

@@ -1,0 +1,814 @@
+"""Chats in the forms that files have, read as one.
+
+Read are OpenAI's chat completions (``tool_calls``, the older ``function_call``, ``reasoning_content``), items
+of OpenAI's Responses, blocks of Anthropic's messages, ShareGPT's ``conversations`` (``from`` and ``value``),
+and TRL's columns ``prompt`` and ``completion``. Calls and thinking become part of the assistant's text, in
+the Hermes form and between ``<think>`` tags; what has no place there is counted.
+"""
+
+import csv
+import hashlib
+import importlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import pyarrow
+import pyarrow.parquet
+
+from outrider.errors import DataError, ToolUnavailable
+from outrider.tokens.call_formats import CALL_FORMATS
+from outrider.tokens.tool_calls import call_id
+from outrider.types import Message, Role, Step, ToolCall, Trajectory
+
+_ROLES: Final[Mapping[str, Role]] = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
+    "ai": "assistant", "bot": "assistant", "function_call": "assistant", "tool_call": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "tool_result": "tool",
+    "function_response": "tool", "ipython": "tool",
+}  # fmt: skip
+_CALLERS: Final = ("function_call", "tool_call")  # ShareGPT's roles whose text is a call
+_CHATS: Final = ("messages", "conversations", "conversation", "chat", "items")
+_THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
+_DETAILS: Final = ("reasoning_details", "thinking_blocks")
+_TEXTS: Final = ("text", "input_text", "output_text", "refusal")
+_MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos", "file", "files", "document", "pdf")
+_READ: Final = frozenset(
+    {"role", "from", "content", "value", "type", "id", "status", "object", "index", "phase", "tool_calls",
+     "function_call", "tool_call_id", "call_id", "refusal", *_THOUGHTS, *_DETAILS}
+)  # fmt: skip
+QUESTIONS: Final = ("question", "prompt", "problem", "query")
+COLUMNS: Final = frozenset({*QUESTIONS, *_CHATS, "completion", "input", "output", "system", "instructions"})
+"""Columns that a chat is read from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A chat with the question that it answers. ``dropped`` counts by name what has no place in it."""
+
+    question: str
+    messages: tuple[Message, ...]
+    dropped: Counter[str]
+
+
+def read_chat(record: Mapping[str, Any]) -> Chat:
+    """The chat of a record. Raises ValueError with the reason for one that cannot be read."""
+    dropped: Counter[str] = Counter()
+    if media := [key for key in _MEDIA if record.get(key)]:
+        raise ValueError(f"column {media[0]!r} holds what is no text: Outrider trains on text")
+    reader = _Reader(dropped)
+    for item in _items(record):
+        reader.add(item)
+    messages = reader.messages
+    system = record.get("system") or record.get("instructions")
+    if system and not any(message.role == "system" for message in messages):
+        messages.insert(
+            0, Message(role="system", content=_joined(reader.parts(system, "system").texts, "\n"))
+        )
+    return Chat(question=_question(record, messages), messages=tuple(messages), dropped=dropped)
+
+
+def turn_text(message: Message) -> str:
+    """The assistant's message as the policy would write it: thinking, words, calls."""
+    calls = CALL_FORMATS["hermes"].write(message.tool_calls) if message.tool_calls else ""
+    text = "\n".join(part for part in (message.content, calls) if part)
+    return f"<think>\n{message.reasoning}\n</think>\n\n{text}" if message.reasoning else text
+
+
+def _items(record: Mapping[str, Any]) -> list[Any]:
+    """The messages of a record, in whichever columns they are."""
+    key = next((key for key in _CHATS if record.get(key) is not None), None)
+    if key is not None:
+        items = _listed(record[key], key)
+        if "completion" in record and not any(_role(item) == "assistant" for item in items):
+            items = [*items, *_as_messages(record["completion"], "assistant", "completion")]
+        return items
+    if record.get("prompt") is not None and record.get("completion") is not None:
+        return [
+            *_as_messages(record["prompt"], "user", "prompt"),
+            *_as_messages(record["completion"], "assistant", "completion"),
+        ]
+    if record.get("input") is not None and isinstance(_decoded(record.get("output")), list):
+        return [*_as_messages(record["input"], "user", "input"), *_listed(record["output"], "output")]
+    raise ValueError(
+        f"no column 'messages' (or {', '.join(_CHATS[1:])}, or prompt with completion); {_columns(record)}"
+    )
+
+
+def _listed(value: Any, key: str) -> list[Any]:
+    items = _decoded(value)
+    if not isinstance(items, list):
+        raise ValueError(f"{key!r} must be a list")
+    return items
+
+
+def _as_messages(value: Any, role: Role, key: str) -> list[Any]:
+    """A column that is a text or a list of messages, as messages."""
+    messages = _decoded(value)
+    if isinstance(messages, list):
+        return messages
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text or a list of messages, not {type(value).__name__}")
+    return [{"role": role, "content": value}]
+
+
+def _decoded(value: Any) -> Any:
+    """JSON in a column of text, as CSV files and some tables have it."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _role(item: Any) -> Role | None:
+    name = (item.get("role") or item.get("from")) if isinstance(item, Mapping) else None
+    return _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+
+
+def _question(record: Mapping[str, Any], messages: Sequence[Message]) -> str:
+    key = next((key for key in QUESTIONS if record.get(key) is not None), None)
+    if key is not None and (key != "prompt" or isinstance(_decoded(record[key]), str)):
+        question = record[key]
+        if not isinstance(question, str):
+            raise ValueError(f"{key!r} must be text, not {type(question).__name__}")
+        if not question.strip():
+            raise ValueError(f"{key!r} is empty")
+        return question
+    first = next((n for n, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    user_texts = [
+        message.content for message in messages[:first] if message.role == "user" and message.content.strip()
+    ]
+    if not user_texts:
+        raise ValueError(
+            f"no column 'question' (or {', '.join(QUESTIONS[1:])}), and no user message in front of the "
+            f"assistant's; {_columns(record)}"
+        )
+    return user_texts[-1]
+
+
+def _columns(record: Mapping[str, Any]) -> str:
+    return f"the record has the columns {', '.join(map(str, record)) or 'none'}"
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What the parts of a message's content hold."""
+
+    texts: list[str]
+    thoughts: list[str]
+    calls: list[ToolCall]
+    results: list[Message]
+
+
+class _Reader:
+    """Collects the messages of one chat."""
+
+    def __init__(self, dropped: Counter[str]) -> None:
+        self.messages: list[Message] = []
+        self._dropped = dropped
+        self._number = 0
+        self._joins = False  # the last message is made of items of Responses, which come one by one
+
+    def add(self, item: Any) -> None:
+        """One message, or one item of Responses."""
+        location = f"message {self._number}"
+        if not isinstance(item, Mapping):
+            raise ValueError(f"{location} must be an object")
+        kind = item.get("type")
+        if "role" in item or "from" in item or not isinstance(kind, str):
+            self._add_message(item, location)
+        else:
+            self._add_item(kind, item, location)
+        self._number += 1
+
+    def _add_message(self, item: Mapping[str, Any], location: str) -> None:
+        role_name = item.get("role") or item.get("from")
+        role = _role(item)
+        if role is None:
+            raise ValueError(f"{location} has unknown role {role_name!r}")
+        self._count_dropped(item, role, location)
+        content = item["content"] if item.get("content") is not None else item.get("value")
+        if role == "assistant":
+            turn = self._assistant(item, content, is_call=role_name in _CALLERS, location=location)
+            self._append_turn(turn, joins=item.get("type") == "message")
+            return
+        self._joins = False
+        if role == "tool":
+            text = self._result(content, location)
+            name = item.get("name")
+            message = Message(role="tool", content=text, tool_name=name if isinstance(name, str) else "")
+            self.messages.append(message)
+            return
+        if content is None:
+            raise ValueError(f"{location}: 'content' must be text, not NoneType")
+        parts = self.parts(content, location)
+        if parts.thoughts or parts.calls:
+            raise ValueError(f"{location} of the role {role_name!r} holds thinking or calls")
+        self.messages += parts.results
+        if parts.texts or not parts.results:
+            self.messages.append(Message(role=role, content=_joined(parts.texts, "\n")))
+
+    def _add_item(self, kind: str, item: Mapping[str, Any], location: str) -> None:
+        match kind:
+            case "reasoning":
+                thoughts = _thought(item.get("content"), location) or _thought(item.get("summary"), location)
+                if thoughts:
+                    self._append_turn(Message(role="assistant", content="", reasoning=thoughts), joins=True)
+                else:
+                    self._dropped["thinking that is encrypted"] += 1
+            case "function_call" | "custom_tool_call" | "mcp_call":
+                call = _call(item, 0, location)
+                self._append_turn(Message(role="assistant", content="", tool_calls=(call,)), joins=True)
+                if kind == "mcp_call" and item.get("output") is not None:
+                    self._joins = False
+                    self.messages.append(Message(role="tool", content=self._result(item["output"], location)))
+            case "function_call_output" | "custom_tool_call_output":
+                self._joins = False
+                self.messages.append(Message(role="tool", content=self._result(item.get("output"), location)))
+            case _:
+                raise ValueError(
+                    f"{location} is an item of the type {kind!r}, which no environment here can play"
+                )
+
+    def _assistant(self, item: Mapping[str, Any], content: Any, *, is_call: bool, location: str) -> Message:
+        if is_call:
+            calls = _calls(content, location)
+            return Message(role="assistant", content="", tool_calls=calls)
+        parts = self.parts(content, location) if content is not None else _Parts([], [], [], [])
+        if parts.results:
+            raise ValueError(f"{location} of the assistant holds a tool's result")
+        text = "".join(parts.texts)
+        refusal = item.get("refusal")
+        if isinstance(refusal, str) and refusal.strip():
+            text = "\n".join(part for part in (text, refusal) if part)
+        calls = (*parts.calls, *_calls(item.get("tool_calls"), location))
+        if item.get("function_call"):
+            calls = (*calls, *_calls(item["function_call"], location))
+        reasoning = self._thoughts(item, parts, text, location)
+        if not (text.strip() or calls or reasoning):
+            if content is None:
+                raise ValueError(f"{location}: 'content' must be text, not NoneType")
+            raise ValueError(f"{location} of the assistant is empty")
+        numbered = tuple(replace(call, call_id=call_id(number)) for number, call in enumerate(calls))
+        return Message(role="assistant", content=text, reasoning=reasoning, tool_calls=numbered)
+
+    def _thoughts(self, item: Mapping[str, Any], parts: _Parts, text: str, location: str) -> str:
+        """The thinking, which servers write under several names: one of them, as they repeat it."""
+        written = [
+            thinking for key in (*_THOUGHTS, *_DETAILS) if (thinking := _thought(item.get(key), location))
+        ]
+        thinking = next(iter(written), "") or "\n".join(parts.thoughts).strip()
+        if not thinking and any(item.get(key) for key in (*_THOUGHTS, *_DETAILS)):
+            self._dropped["thinking that is encrypted"] += 1
+        if thinking and "<think>" in text:
+            if thinking not in text:
+                self._dropped["thinking beside <think> in the text"] += 1
+            return ""
+        return thinking
+
+    def _append_turn(self, turn: Message, *, joins: bool) -> None:
+        """Thinking, words and calls of one turn of Responses are items of their own."""
+        last = self.messages[-1] if joins and self._joins else None
+        self._joins = joins
+        if last is None or last.role != "assistant" or _begins(turn, last):
+            self.messages.append(turn)
+            return
+        calls = (*last.tool_calls, *turn.tool_calls)
+        self.messages[-1] = Message(
+            role="assistant",
+            content=last.content + turn.content,
+            reasoning="\n".join(text for text in (last.reasoning, turn.reasoning) if text),
+            tool_calls=tuple(replace(call, call_id=call_id(number)) for number, call in enumerate(calls)),
+        )
+
+    def parts(self, content: Any, location: str) -> _Parts:
+        """Content as text or as parts, of OpenAI's or Anthropic's kinds."""
+        parts = _Parts([], [], [], [])
+        if isinstance(content, str):
+            parts.texts.append(content)
+            return parts
+        for part in (
+            [content] if isinstance(content, Mapping) else content if isinstance(content, list) else ()
+        ):
+            self._part(part, parts, location)
+        if not isinstance(content, list | Mapping):
+            raise ValueError(f"{location}: 'content' must be text, not {type(content).__name__}")
+        return parts
+
+    def _part(self, part: Any, parts: _Parts, location: str) -> None:
+        if isinstance(part, str):
+            parts.texts.append(part)
+            return
+        if not isinstance(part, Mapping):
+            raise ValueError(f"{location}: a part of 'content' must be an object, not {type(part).__name__}")
+        kind = part.get("type")
+        if kind in _TEXTS or (kind is None and isinstance(part.get("text"), str)):
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if not isinstance(text, str):
+                raise ValueError(f"{location}: a part of the type {kind!r} has no text")
+            parts.texts.append(text)
+        elif kind in ("thinking", "reasoning", "reasoning_text", "summary_text"):
+            if thoughts := _thought(part, location):
+                parts.thoughts.append(thoughts)
+            else:
+                self._dropped["thinking that is encrypted"] += 1
+        elif kind == "redacted_thinking":
+            self._dropped["thinking that is encrypted"] += 1
+        elif kind in ("tool_use", "tool_call", "function_call", "tool-call"):
+            parts.calls.append(_call(part, len(parts.calls), location))
+        elif kind in ("tool_result", "function_call_output"):
+            output = part.get("content") if kind == "tool_result" else part.get("output")
+            parts.results.append(Message(role="tool", content=self._result(output, location)))
+        elif isinstance(kind, str) and any(
+            kind.removeprefix("input_").startswith(prefix) for prefix in _MEDIA
+        ):
+            raise ValueError(f"{location} holds a part of the type {kind!r}: Outrider trains on text")
+        else:
+            raise ValueError(f"{location} holds a part of the unknown type {kind!r}")
+
+    def _result(self, content: Any, location: str) -> str:
+        """What a tool returned: text, parts of text, or JSON."""
+        if content is None:
+            return ""
+        if isinstance(content, str):
+            return content
+        is_parts = isinstance(content, list) and all(
+            isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("type"), str))
+            for part in content
+        )
+        if is_parts or (isinstance(content, Mapping) and content.get("type") in _TEXTS):
+            return _joined(self.parts(content, location).texts, "\n")
+        if isinstance(content, list | Mapping):
+            return json.dumps(content, ensure_ascii=False, default=str)
+        raise ValueError(f"{location}: 'content' must be text, not {type(content).__name__}")
+
+    def _count_dropped(self, item: Mapping[str, Any], role: Role, location: str) -> None:
+        for key, value in item.items():
+            if key in _MEDIA and value:
+                raise ValueError(f"{location} holds {key!r}: Outrider trains on text")
+            if value is None or value == [] or value == {} or value == "":
+                continue
+            is_thought = key in _THOUGHTS or key in _DETAILS
+            belongs = role == "assistant" or (not is_thought and key not in ("tool_calls", "function_call"))
+            if (key in _READ and belongs) or (key == "name" and role == "tool"):
+                continue
+            self._dropped[f"{key!r} of messages of the role {role}"] += 1
+
+
+def _begins(turn: Message, last: Message) -> bool:
+    """Whether an item belongs to another turn than the one before it."""
+    if turn.reasoning:
+        return bool(last.content or last.tool_calls)
+    return bool(turn.content and last.tool_calls)
+
+
+def _joined(texts: Sequence[str], separator: str) -> str:
+    """Parts of a user's or a tool's message, a line apart where no blank is between them already."""
+    whole = ""
+    for text in texts:
+        is_apart = not whole or not text or whole[-1].isspace() or text[0].isspace()
+        whole += text if is_apart else separator + text
+    return whole
+
+
+def _thought(value: Any, location: str) -> str:
+    """The text of thinking, which may be a text, a part or a list of parts; empty if it is encrypted."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list):
+        return "\n".join(text for part in value if (text := _thought(part, location)))
+    if isinstance(value, Mapping):
+        keys = ("thinking", "text", "reasoning", "content", "summary")
+        return next((text for key in keys if (text := _thought(value.get(key), location))), "")
+    raise ValueError(f"{location}: thinking must be text, not {type(value).__name__}")
+
+
+def _calls(value: Any, location: str) -> tuple[ToolCall, ...]:
+    calls = _decoded(value)
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not calls:
+        return ()
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f"{location}: 'tool_calls' must be a list of function calls")
+    return tuple(_call(call, number, location) for number, call in enumerate(calls))
+
+
+def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
+    """One call: OpenAI's, Anthropic's, LangChain's or a bare one."""
+    inside = next(
+        (nested for key in ("function", "custom") if isinstance(nested := value.get(key), Mapping)), value
+    )
+    name = inside.get("name") or inside.get("toolName")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{location}: 'tool_calls' must be a list of function calls, each with a name")
+    keys = ("arguments", "args", "parameters", "input")
+    key = next((key for key in keys if inside.get(key) is not None), None)
+    is_text = value.get("type") in ("custom", "custom_tool_call")
+    if is_text and isinstance(inside.get("input"), str):
+        return ToolCall(name=name, arguments={"input": inside["input"]}, call_id=call_id(number))
+    arguments: Any = None if key is None else inside[key]
+    while isinstance(arguments, str):  # JSON text, which some writers encode again
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{location}: the arguments of {name} are not JSON: {error}") from error
+    if not isinstance(arguments, Mapping | None):
+        raise ValueError(
+            f"{location}: the arguments of {name} must be an object, not {type(arguments).__name__}"
+        )
+    return ToolCall(name=name, arguments=dict(arguments or {}), call_id=call_id(number))
+
+
+# Off-policy trajectories from files of chats for the Step-Trace Buffer and as demonstrations.
+#
+# A record is ``{question, messages: [{role, content}], reward, task_key?, agent?, trajectory_id?,
+# num_tokens?}``; :mod:`outrider.memory.chat_files` reads the other usual forms. Messages up to the first of
+# the assistant are the prompt; each message of the assistant is a step; what follows it, up to the next one, is
+# its observation.
+
+
+ANSWER_MARKS = ("<answer>", "\\boxed{")
+SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+_UNREADABLE: Final = (
+    OSError,
+    pyarrow.ArrowException,
+    ValueError,
+    OverflowError,
+    TypeError,
+    MemoryError,
+    RecursionError,
+    KeyError,
+)
+_BOM: Final = b"\xef\xbb\xbf"
+_OWN_COLUMNS: Final = COLUMNS | {"reward", "task_key", "agent", "trajectory_id", "num_tokens"}
+_BOX = re.compile(r"\\boxed\b")  # in whatever form the scorer reads it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """Trajectories of a file in its order, the question of each task key (for building keys), and what was
+    skipped.
+
+    ``problems`` names file, line and reason of every malformed record that was skipped. ``dropped`` counts by
+    name what the trajectories have no place for: columns that are not read, and fields of messages.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    questions: Mapping[str, str]
+    problems: tuple[str, ...]
+    dropped: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+
+def import_trajectories(
+    path: str | Path,
+    *,
+    on_malformed: Literal["error", "skip"] = "error",
+    agent: str = "imported",
+    answer_marks: Sequence[str] = ANSWER_MARKS,
+) -> Imported:
+    """Read a file of chat trajectories: JSON lines, a JSON array, Parquet, CSV, or a folder that ``datasets``
+    has saved.
+
+    A missing ``task_key`` is a digest of the question, a missing ``trajectory_id`` a digest of the content,
+    so that importing a file again finds the same trajectories. The last step of a trajectory and every step
+    with an answer mark are terminal.
+
+    Raises :class:`~outrider.errors.DataError` naming file and line (elsewhere: record, from 1) for a
+    malformed record unless ``on_malformed`` is ``skip``, and for a file that is missing, unreadable, empty or
+    without any good record.
+    """
+    path = Path(path)
+    trajectories: list[Trajectory] = []
+    questions: dict[str, str] = {}
+    problems: list[str] = []
+    dropped: Counter[str] = Counter()
+    for number, read in _records(path):
+        try:
+            question, trajectory, left_out = _trajectory(read(), agent, answer_marks)
+            if questions.setdefault(trajectory.task_key, question) != question:
+                raise ValueError(f"task {trajectory.task_key!r} has another question than before")
+        except (ValueError, OverflowError, RecursionError, TypeError) as error:
+            problem = f"{path}:{number}: {' '.join(str(error).split())}"
+            if on_malformed == "error":
+                raise DataError(problem) from error
+            problems.append(problem)
+        else:
+            trajectories.append(trajectory)
+            dropped += left_out
+    if not trajectories:
+        raise DataError(f"{path}: no usable trajectory ({len(problems)} malformed)")
+    return Imported(
+        trajectories=tuple(trajectories),
+        questions=questions,
+        problems=tuple(problems),
+        dropped=dict(sorted(dropped.items())),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _JsonLine:
+    """One line, parsed on demand so that its errors are raised where they are named."""
+
+    line: bytes
+
+    def __call__(self) -> object:
+        return _parsed(self.line)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A record that is read already."""
+
+    value: object
+
+    def __call__(self) -> object:
+        return self.value
+
+
+def _parsed(data: bytes) -> object:
+    try:
+        return json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a part of a table, read on demand as well: text that is not UTF-8 and dates out of range
+    show only then. A null is a missing value, in nested columns too: a table gives every record all columns.
+    """
+
+    table: pyarrow.RecordBatch
+    index: int
+
+    def __call__(self) -> object:
+        row = self.table.slice(self.index, 1)
+        try:
+            (values,) = row.to_pylist()
+        except pyarrow.ArrowNotImplementedError:
+            values = self._readable(row)
+        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+            raise ValueError(f"cannot be read: {error}") from error
+        except Exception:  # a type that Python does not have here, such as an unknown time zone
+            values = self._readable(row)
+        return _without_nulls(values)
+
+    def _readable(self, row: pyarrow.RecordBatch) -> dict[str, object]:
+        """The columns that Python can have. Of a column that nobody reads only its name is left."""
+        values: dict[str, object] = {}
+        for name, column in zip(row.schema.names, row.columns, strict=True):
+            try:
+                (values[name],) = column.to_pylist()
+            except Exception as error:
+                if name in _OWN_COLUMNS:
+                    raise ValueError(
+                        f"column {name!r} of the type {column.type} cannot be read: {error}"
+                    ) from error
+                values[name] = f"of the type {column.type}"
+        return values
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    suffix = path.suffix.lower()
+    try:
+        if path.is_dir():
+            yield from _saved_dataset(path)
+        elif suffix in (".jsonl", ".ndjson", ".json"):
+            yield from _json_records(path)
+        elif suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path) as table:
+                yield from _iter_rows(table.iter_batches(batch_size=256))
+        elif suffix == ".csv":
+            yield from _csv_records(path)
+        else:
+            raise DataError(f"{path}: must end in one of {', '.join(SUFFIXES)}")
+    except DataError:
+        raise
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _iter_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[int, Callable[[], object]]]:
+    number = 0
+    for batch in batches:
+        for index in range(batch.num_rows):
+            number += 1
+            yield number, _Row(batch, index)
+
+
+def _json_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    """One record a line, or an array of records."""
+    with path.open("rb") as file:
+        begin = file.read(4096).removeprefix(_BOM).lstrip()
+        file.seek(0)
+        if begin[:1] == b"[":
+            yield from _array(file.read().removeprefix(_BOM))
+            return
+        if path.suffix.lower() == ".json" and (whole := _single_object(file.read().removeprefix(_BOM))):
+            yield 1, _Value(whole)
+            return
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if line.strip():
+                yield number, _JsonLine(line)
+
+
+def _array(data: bytes) -> Iterator[tuple[int, Callable[[], object]]]:
+    try:
+        records = _parsed(data)
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+
+        def fails() -> object:
+            raise ValueError(problem)
+
+        yield 1, fails
+        return
+    assert isinstance(records, list)  # of what begins with a bracket
+    for number, record in enumerate(records, start=1):
+        yield number, _Value(record)
+
+
+def _single_object(data: bytes) -> dict[str, object] | None:
+    """The object that is the whole file, where it is no file of lines."""
+    try:
+        value = _parsed(data)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Rows of text; empty cells are missing values."""
+    limit = csv.field_size_limit(2**31 - 1)  # of this process: a chat is longer than csv's own limit
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            if not reader.fieldnames:
+                raise DataError(
+                    f"{path}: the file is empty. A file of trajectories must end in one of "
+                    f"{', '.join(SUFFIXES)}; a CSV file begins with the names of its columns"
+                )
+            for number, row in enumerate(reader, start=1):
+                cells = {key: cell for key, cell in row.items() if isinstance(key, str) and cell}
+                yield number, _Value(cells)
+    except csv.Error as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _saved_dataset(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    """A folder of ``Dataset.save_to_disk``."""
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
+        raise DataError(f"{path} holds the splits {', '.join(splits)}: name the folder of one of them")
+    if not (path / "state.json").is_file():
+        raise DataError(f"{path} is a folder that datasets has not saved: name a file")
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ToolUnavailable(f"{path}: needs the package datasets (pip install 'outrider[hub]')") from error
+    try:
+        table = datasets.load_from_disk(str(path)).with_format("arrow")
+        batches = (batch for part in table.iter(256) for batch in part.to_batches())
+    except Exception as error:  # the library raises many kinds
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    yield from _iter_rows(batches)
+
+
+def _trajectory(
+    record: object, agent: str, answer_marks: Sequence[str]
+) -> tuple[str, Trajectory, Counter[str]]:
+    if not isinstance(record, dict):
+        raise ValueError(f"a record is an object, not {type(record).__name__}")
+    chat = read_chat(record)
+    reward = _reward(record)
+    num_tokens = _count(record.get("num_tokens"))
+    question = chat.question
+    prompt, steps, texts = _split(chat.messages, answer_marks)
+    agent = _text(record, "agent", agent)
+    task_key = _text(record, "task_key", question_key(question))
+    # Everything that tells trajectories apart: a second import has to find the same ids.
+    content = json.dumps([task_key, agent, reward, texts])
+    trajectory = Trajectory(
+        trajectory_id=_text(record, "trajectory_id", f"{task_key}-{_digest(content)}"),
+        task_key=task_key,
+        agent=agent,
+        prompt=prompt
+        if any(m.role == "user" for m in prompt)
+        else (*prompt, Message(role="user", content=question)),
+        steps=steps,
+        reward=reward,
+        num_tokens=num_tokens,
+    )
+    unread = Counter(f"column {str(key)!r}" for key in record if key not in _OWN_COLUMNS)
+    return question, trajectory, chat.dropped + unread
+
+
+_WORDS: Final[Mapping[str, float]] = {
+    "true": 1.0, "yes": 1.0, "correct": 1.0, "success": 1.0, "pass": 1.0,
+    "false": 0.0, "no": 0.0, "incorrect": 0.0, "failure": 0.0, "fail": 0.0,
+}  # fmt: skip
+
+
+def _reward(record: Mapping[str, Any]) -> float:
+    """A number, a truth value, or either of them as text."""
+    if "reward" not in record:
+        raise ValueError(
+            "no column 'reward' (the outcome of the trajectory, such as 1.0); the record has the columns "
+            f"{', '.join(map(str, record))}"
+        )
+    value = record["reward"]
+    if isinstance(value, str):
+        word = value.strip().lower()
+        try:
+            reward = _WORDS[word] if word in _WORDS else float(word)
+        except ValueError:
+            reward = math.nan
+    else:
+        is_number = isinstance(value, int | float | Decimal)
+        if is_number and not math.isfinite(value):  # an int may be too large for that
+            is_number = False
+        reward = float(value) if is_number else math.nan
+    if not math.isfinite(reward):
+        raise ValueError(f"'reward' must be a finite number, not {value!r}")
+    return reward
+
+
+def _count(value: Any) -> int:
+    """A number of tokens; 0 where it is missing."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return 0
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
+        value = int(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value) and value == int(value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"'num_tokens' must be a count, not {value!r}")
+    return value
+
+
+def _text(record: Mapping[str, object], key: str, default: str) -> str:
+    value = record.get(key, default)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
+    value.encode()  # a name is compared and stored; texts are repaired where they are stored
+    return value
+
+
+def _split(
+    messages: Sequence[Message], answer_marks: Sequence[str]
+) -> tuple[tuple[Message, ...], tuple[Step, ...], list[tuple[str, str]]]:
+    """Prompt, steps, and all messages as role and text."""
+    starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if not starts:
+        raise ValueError("no message of the assistant")
+    if any(message.role == "system" for message in messages[starts[0] :]):
+        raise ValueError("a system message after the first message of the assistant")
+    texts = [turn_text(message) if message.role == "assistant" else message.content for message in messages]
+    steps = []
+    for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
+        text = texts[start]
+        is_terminal = (
+            start == starts[-1] or any(mark in text for mark in answer_marks) or _BOX.search(text) is not None
+        )
+        steps.append(Step(text=text, observation="\n".join(texts[start + 1 : end]), is_terminal=is_terminal))
+    roles_and_texts: list[tuple[str, str]] = [
+        (message.role, text) for message, text in zip(messages, texts, strict=True)
+    ]
+    return tuple(messages[: starts[0]]), tuple(steps), roles_and_texts
+
+
+def question_key(question: str) -> str:
+    """The task key of a record that has none."""
+    return f"question-{_digest(question)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()

@@ -1,0 +1,532 @@
+"""Which offered trajectories enter the buffer, and which leave it (the reward-aware filter of RAPO, section
+3.1).
+"""
+
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.memory.embedders import Embedder, Vectors, replace_surrogates
+from outrider.memory.index import GrowingMatrix, Mask, search
+from outrider.memory.step_store import (
+    BufferStats,
+    BuildReport,
+    Candidate,
+    Hit,
+    NewTrajectory,
+    OpenReport,
+    RollbackReport,
+    StepFilter,
+    StepRecord,
+    StepStore,
+    TokenCounter,
+    history_text,
+    prompt_question,
+    select_best,
+)
+from outrider.types import Step, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The decision for one task: what to add (with the keys of its steps), rows to remove, and why others
+    stay out.
+    """
+
+    added: tuple[NewTrajectory, ...]
+    histories: tuple[tuple[str, ...], ...]
+    removed: tuple[int, ...]
+    num_present: int
+    num_empty: int
+    num_below_min_reward: int
+    num_outranked: int
+    num_repaired_texts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A trajectory with well-formed texts and the keys of its steps."""
+
+    item: NewTrajectory
+    histories: tuple[str, ...]
+    num_repaired_texts: int
+
+
+def build_report(
+    selections: Sequence[Selection], num_different: int, *, num_duplicate: int, revision: int
+) -> BuildReport:
+    """Sums up the decisions for all offered tasks."""
+    return BuildReport(
+        num_offered=num_different + num_duplicate,
+        num_inserted=sum(len(chosen.added) for chosen in selections),
+        num_steps_inserted=sum(len(item.steps) for chosen in selections for item in chosen.added),
+        num_present=sum(chosen.num_present for chosen in selections),
+        num_duplicate=num_duplicate,
+        num_empty=sum(chosen.num_empty for chosen in selections),
+        num_below_min_reward=sum(chosen.num_below_min_reward for chosen in selections),
+        num_outranked=sum(chosen.num_outranked for chosen in selections),
+        num_removed=sum(len(chosen.removed) for chosen in selections),
+        num_repaired_texts=sum(chosen.num_repaired_texts for chosen in selections),
+        revision=revision,
+    )
+
+
+def check_trajectories(
+    trajectories: Iterable[Trajectory], store: StepStore
+) -> tuple[dict[str, list[Trajectory]], int]:
+    """Offered trajectories by task in order of arrival, and the number of ids that came twice.
+
+    Raises :class:`~outrider.errors.DataError` for a reward that is not finite, a negative token count, a key
+    or id that is not valid text, and an id that belongs to two tasks.
+    """
+    task_trajectories: dict[str, list[Trajectory]] = {}
+    task_keys: dict[str, str] = {}
+    num_duplicate = 0
+    for trajectory in trajectories:
+        name = f"trajectory {trajectory.trajectory_id!r}"
+        if not math.isfinite(trajectory.reward):
+            raise DataError(f"{name}: reward is {trajectory.reward}, must be finite")
+        if not 0 <= trajectory.num_tokens < 2**63:
+            raise DataError(f"{name}: num_tokens is {trajectory.num_tokens}, must be a count")
+        for text in (trajectory.trajectory_id, trajectory.task_key, trajectory.agent):
+            if replace_surrogates(text) != text:
+                raise DataError(f"{name}: {text!r} is not valid text")
+        owners = [
+            stored.task_key for stored in store.live_trajectories(trajectory_id=trajectory.trajectory_id)
+        ]
+        first = task_keys.get(trajectory.trajectory_id)
+        for owner in [*owners, first or trajectory.task_key]:
+            if owner != trajectory.task_key:
+                raise DataError(f"{name}: belongs to task {owner!r} and to task {trajectory.task_key!r}")
+        if first is not None:
+            num_duplicate += 1
+            continue
+        task_keys[trajectory.trajectory_id] = trajectory.task_key
+        task_trajectories.setdefault(trajectory.task_key, []).append(trajectory)
+    return task_trajectories, num_duplicate
+
+
+def select(
+    offered: Sequence[Trajectory],
+    store: StepStore,
+    *,
+    num_best: int | None,
+    min_reward: float | None,
+    questions: Mapping[str, str] | None,
+    count_tokens: TokenCounter | None,
+) -> Selection:
+    """Rank the offered trajectories of one task together with the stored ones and keep the best."""
+    task_key = offered[0].task_key
+    stored = store.live_trajectories(task_key=task_key)
+    known = {trajectory.trajectory_id for trajectory in stored}
+    fresh = [trajectory for trajectory in offered if trajectory.trajectory_id not in known]
+    filled = [trajectory for trajectory in fresh if trajectory.steps]
+    good = [trajectory for trajectory in filled if min_reward is None or trajectory.reward >= min_reward]
+    prepared = [_prepare(trajectory, questions, count_tokens) for trajectory in good]
+    # Stored ones come first in the order, by row; rows are given in the same order to those that enter.
+    candidates = [
+        Candidate(reward=t.reward, num_tokens=t.num_tokens, order=order) for order, t in enumerate(stored)
+    ]
+    candidates += [
+        Candidate(reward=p.item.reward, num_tokens=p.item.num_tokens, order=order)
+        for order, p in enumerate(prepared, start=len(stored))
+    ]
+    retained = select_best(candidates, num_best)
+    entering = [p for order, p in enumerate(prepared, start=len(stored)) if order in retained]
+    return Selection(
+        added=tuple(p.item for p in entering),
+        histories=tuple(p.histories for p in entering),
+        removed=tuple(t.row for order, t in enumerate(stored) if order not in retained),
+        num_present=len(offered) - len(fresh),
+        num_empty=len(fresh) - len(filled),
+        num_below_min_reward=len(filled) - len(good),
+        num_outranked=len(prepared) - len(entering),
+        num_repaired_texts=sum(p.num_repaired_texts for p in entering),
+    )
+
+
+def _prepare(
+    trajectory: Trajectory, questions: Mapping[str, str] | None, count_tokens: TokenCounter | None
+) -> _Prepared:
+    known_question = None if questions is None else questions.get(trajectory.task_key)
+    question = prompt_question(trajectory.prompt) if known_question is None else known_question
+    before = [question, *(text for step in trajectory.steps for text in (step.text, step.observation))]
+    after = [replace_surrogates(text) for text in before]
+    steps = tuple(
+        Step(text=text, observation=observation, is_terminal=step.is_terminal)
+        for step, text, observation in zip(trajectory.steps, after[1::2], after[2::2], strict=True)
+    )
+    counts = tuple(
+        count_tokens(step.text) + count_tokens(step.observation) if count_tokens else 0 for step in steps
+    )
+    written = sum(count_tokens(step.text) for step in steps) if count_tokens else 0
+    item = NewTrajectory(
+        trajectory_id=trajectory.trajectory_id,
+        task_key=trajectory.task_key,
+        agent=trajectory.agent,
+        question=after[0],
+        reward=trajectory.reward,
+        num_tokens=trajectory.num_tokens or written,
+        steps=steps,
+        step_num_tokens=counts,
+    )
+    return _Prepared(
+        item=item,
+        histories=tuple(history_text(after[0], steps[:index]) for index in range(len(steps))),
+        num_repaired_texts=sum(a != b for a, b in zip(before, after, strict=True)),
+    )
+
+
+# The Step-Trace Buffer: off-policy steps, retrieved by the history before them (RAPO, arXiv 2603.03078, 3.1
+# and Eq. 3).
+
+
+Mode = Literal["read", "write"]
+
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """Index that queries search; every batch replaces it as a whole, so that a query sees one revision."""
+
+    rows: NDArray[np.void]
+    vectors_ND: Vectors
+    tasks: Mapping[str, int]
+    live: Mask
+    revision: int
+    generation: int
+
+
+class StepTraceBuffer:
+    """Off-policy steps in a file and their keys in memory.
+
+    ``mode="write"`` opens the file as its only writer and creates it when it is missing; ``mode="read"``
+    never changes it. A reader with ``revision`` shows the buffer as it was then. Queries may run in any
+    number of threads, also while a writer adds; after a rollback, queries of other buffer objects raise: open
+    them again. Pickling keeps path and embedder: the copy is a reader, pinned if the original was.
+
+    Raises :class:`~outrider.errors.DataError` (no buffer there, unreadable, unwritable),
+    :class:`~outrider.errors.BufferCorrupt` (damaged; nothing is changed),
+    :class:`~outrider.errors.ConfigError` (built with another embedder, a second writer) and
+    :class:`~outrider.errors.CheckpointError` (a revision that it does not hold).
+    """
+
+    def __init__(
+        self, path: str | Path, embedder: Embedder, *, mode: Mode, revision: int | None = None
+    ) -> None:
+        if mode == "write" and revision is not None:
+            raise ConfigError(
+                "a writer works on the newest revision; use rollback to return to an earlier one"
+            )
+        self.path = Path(path)
+        self.embedder = embedder
+        self._pinned = revision
+        self._writable = mode == "write"
+        self._add_lock = threading.Lock()
+        self._store = StepStore(self.path, embedder=embedder.name, dim=embedder.dim, writable=self._writable)
+        try:
+            if revision is not None:
+                self._store.require(revision)
+            self._view = self._load()
+            if self._writable:
+                self._store.clear_lost_batch()
+        except BaseException:
+            self._store.close()
+            raise
+        self.report = OpenReport(
+            num_trajectories=len(np.unique(self._view.rows["trajectory"][self._view.live])),
+            num_steps=len(self),
+            revision=self.revision,
+            lost_batch=self._store.lost_batch,
+        )
+
+    def __reduce__(self) -> tuple[object, tuple[Path, Embedder, int | None]]:
+        return _reopen, (self.path, self.embedder, self._pinned)
+
+    def __enter__(self) -> "StepTraceBuffer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Number of steps that queries can see (terminal ones included)."""
+        return int(np.count_nonzero(self._view.live))
+
+    @property
+    def revision(self) -> int:
+        """The revision that queries see; put it into a checkpoint."""
+        return self._view.revision
+
+    def digest(self) -> str:
+        """Of all that queries can see, but not of where it lies: two buffers with the same one give the same
+        hits.
+        """
+        return self._store.digest(self.revision)
+
+    def close(self) -> None:
+        """Release the file; may be called twice."""
+        self._store.close()
+
+    def check(self, trajectories: Iterable[Trajectory]) -> None:
+        """Raises what :meth:`add_trajectories` raises for trajectories that it would refuse; writes
+        nothing.
+        """
+        check_trajectories(trajectories, self._store)
+
+    def add_trajectories(
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        keep_best: int | None = 5,
+        min_reward: float | None = None,
+        questions: Mapping[str, str] | None = None,
+        count_tokens: TokenCounter | None = None,
+        batch_steps: int = 512,
+    ) -> BuildReport:
+        """Filter, embed and store; call it again with the same trajectories to resume, or with new ones while
+        training.
+
+        Per task the ``keep_best`` best of the old and the new trajectories remain (see
+        :func:`~outrider.memory.step_store.select_best`); ``min_reward`` drops offered ones below it.
+        ``questions`` gives the question of a task key (:func:`~outrider.memory.step_store.prompt_question` the
+        prompt otherwise) and must be the one that queries use. ``count_tokens`` counts the tokens of a step
+        and, where ``Trajectory.num_tokens`` is 0, breaks ties. A batch holds whole tasks and at least
+        ``batch_steps`` steps, and is one transaction and one revision.
+
+        Raises :class:`~outrider.errors.DataError` for a reward that is not finite or an id used by another
+        task (before anything is written) and when the file cannot be written (whole batches before that
+        remain).
+        """
+        self._require_writer()
+        if batch_steps < 1 or (keep_best is not None and keep_best < 1):
+            raise ConfigError("keep_best and batch_steps must be at least 1")
+        with self._add_lock:
+            offered, num_duplicate = check_trajectories(trajectories, self._store)
+            selections: list[Selection] = []
+            pending: list[Selection] = []
+            for task in offered.values():
+                selection = select(
+                    task,
+                    self._store,
+                    num_best=keep_best,
+                    min_reward=min_reward,
+                    questions=questions,
+                    count_tokens=count_tokens,
+                )
+                selections.append(selection)
+                pending += [selection] if selection.added or selection.removed else []
+                if sum(len(item.steps) for chosen in pending for item in chosen.added) >= batch_steps:
+                    self._write(pending)
+                    pending = []
+            if pending:
+                self._write(pending)
+        num_different = sum(map(len, offered.values()))
+        return build_report(selections, num_different, num_duplicate=num_duplicate, revision=self.revision)
+
+    def query(self, history: str, step_filter: StepFilter | None = None, *, k: int = 1) -> list[Hit]:
+        """The ``k`` steps whose keys are nearest to ``history`` (made by
+        :func:`~outrider.memory.step_store.history_text`).
+        """
+        return self.query_batch([history], [step_filter or StepFilter()], k=k)[0]
+
+    def query_batch(
+        self, histories: Sequence[str], filters: Sequence[StepFilter], *, k: int = 1
+    ) -> list[list[Hit]]:
+        """One list of hits per history, best first, ties to the lower step id; shorter than ``k`` when fewer
+        steps pass.
+        """
+        return self.query_vectors(self.embedder.embed(histories), filters, k=k)
+
+    def query_vectors(
+        self, vectors_QD: Vectors, filters: Sequence[StepFilter], *, k: int = 1
+    ) -> list[list[Hit]]:
+        """As :meth:`query_batch`, for unit vectors made by the buffer's embedder."""
+        view = self._view
+        if vectors_QD.ndim != 2 or vectors_QD.shape[1] != view.vectors_ND.shape[1]:
+            raise ValueError(
+                f"queries have shape {vectors_QD.shape}, must be [Q, {view.vectors_ND.shape[1]}]"
+            )
+        matches = search(
+            view.vectors_ND, vectors_QD, [_mask(view, step_filter) for step_filter in filters], k=k
+        )
+        hits = []
+        for match in matches:
+            records = self._store.records(view.rows["step_id"][match.rows], generation=view.generation)
+            hits.append(
+                [Hit(record=r, similarity=float(s)) for r, s in zip(records, match.similarities, strict=True)]
+            )
+        return hits
+
+    def sample(self, step_filter: StepFilter, generator: np.random.Generator) -> StepRecord | None:
+        """A uniformly drawn step that passes the filter (retrieval noise); None when no step does."""
+        view = self._view
+        allowed = np.flatnonzero(_mask(view, step_filter))
+        if not len(allowed):
+            return None
+        drawn = view.rows["step_id"][allowed[generator.integers(len(allowed))]]
+        return self._store.records([drawn], generation=view.generation)[0]
+
+    def steps(self, step_ids: Iterable[int]) -> list[StepRecord]:
+        """The records of these steps, in the given order. Raises :class:`~outrider.errors.DataError` for one
+        that is not there.
+        """
+        return self._store.records(step_ids, generation=self._view.generation)
+
+    def trajectory(self, trajectory_id: str) -> list[StepRecord]:
+        """All steps of a trajectory that queries can see, terminal ones too, in order; empty if it is not
+        there.
+        """
+        view = self._view
+        return self._store.records(
+            self._store.step_ids(trajectory_id, revision=view.revision), generation=view.generation
+        )
+
+    def flush(self) -> None:
+        """Force everything that was added to disk, so that a checkpoint may count on it after a power failure
+        too.
+        """
+        self._require_writer()
+        self._store.flush()
+
+    def pin(self, revision: int) -> None:
+        """Let this reader see the buffer as it was at the revision of a checkpoint, whatever a writer
+        elsewhere has added since.
+
+        Raises :class:`~outrider.errors.CheckpointError` for a revision that it does not hold, and for a
+        writer.
+        """
+        if self._writable:
+            raise CheckpointError(
+                f"{self.path}: the buffer is at revision {self.revision}, the checkpoint used {revision}"
+            )
+        self._store.require(revision)
+        self._pinned = revision
+        self._view = self._load()
+
+    def rollback(self, revision: int) -> RollbackReport:
+        """Return the buffer for good to the revision of a checkpoint; later additions get the same step ids
+        again.
+        """
+        self._require_writer()
+        with self._add_lock:
+            num_dropped, num_restored = self._store.rollback(revision)
+            self._view = self._load()
+        return RollbackReport(revision=revision, num_dropped=num_dropped, num_restored=num_restored)
+
+    def stats(self) -> BufferStats:
+        """Counts and quantiles of what queries see."""
+        view = self._view
+        facts = self._store.trajectory_facts(view.revision)
+        steps_by_agent: Counter[str] = Counter()
+        for _, agent, _, num_steps, _ in facts:
+            steps_by_agent[agent] += num_steps
+        terminal = view.rows["terminal"][view.live]
+        return BufferStats(
+            num_tasks=len({fact[0] for fact in facts}),
+            num_trajectories=len(facts),
+            num_steps=sum(steps_by_agent.values()),
+            num_tokens=sum(fact[4] for fact in facts),
+            num_trajectories_by_agent=dict(sorted(Counter(fact[1] for fact in facts).items())),
+            num_steps_by_agent=dict(sorted(steps_by_agent.items())),
+            share_terminal=float(terminal.mean()) if len(terminal) else float("nan"),
+            steps_per_trajectory_quantiles=_quantiles([fact[3] for fact in facts]),
+            reward_quantiles=_quantiles([fact[2] for fact in facts]),
+        )
+
+    def _write(self, selections: Sequence[Selection]) -> None:
+        """One batch: embed, commit, then show it to queries."""
+        # In a transaction of its own: a process that dies while it embeds leaves a trace.
+        self._store.announce_batch()
+        added = [item for chosen in selections for item in chosen.added]
+        histories = [history for chosen in selections for keys in chosen.histories for history in keys]
+        removed = [row for chosen in selections for row in chosen.removed]
+        vectors = self.embedder.embed(histories)
+        new = self._store.write_batch(added, vectors, removed)
+        view = self._view
+        tasks = dict(view.tasks)
+        new["task"] = [tasks.setdefault(item.task_key, len(tasks)) for item in added for _ in item.steps]
+        rows = np.concatenate([view.rows, new])
+        revision = view.revision + 1
+        # `rows` is a copy: queries that run now still see the old revision.
+        rows["removed"][: len(view.rows)][np.isin(view.rows["trajectory"], removed)] = revision
+        self._matrix.append(vectors)
+        # One assignment, last: a query has the old view or the new one, never half of each.
+        self._view = _View(
+            rows=rows,
+            vectors_ND=self._matrix.view(),
+            tasks=tasks,
+            live=_live(rows, revision),
+            revision=revision,
+            generation=view.generation,
+        )
+
+    def _load(self) -> _View:
+        loaded = self._store.load()
+        revision = loaded.revision if self._pinned is None else self._pinned
+        self._matrix = GrowingMatrix(loaded.vectors)
+        return _View(
+            rows=loaded.rows,
+            vectors_ND=self._matrix.view(),
+            tasks=loaded.tasks,
+            live=_live(loaded.rows, revision),
+            revision=revision,
+            generation=loaded.generation,
+        )
+
+    def _require_writer(self) -> None:
+        if not self._writable:
+            raise DataError(f"{self.path}: opened for reading")
+
+
+def _reopen(path: Path, embedder: Embedder, revision: int | None) -> StepTraceBuffer:
+    return StepTraceBuffer(path, embedder, mode="read", revision=revision)
+
+
+def _live(rows: NDArray[np.void], revision: int) -> Mask:
+    live: Mask = (rows["added"] <= revision) & (rows["removed"] > revision)
+    return live
+
+
+def _mask(view: _View, step_filter: StepFilter) -> Mask:
+    """Which rows pass a filter, ``[N]``."""
+    # A copy, because all queries share the view.
+    mask = view.live.copy()
+    if not step_filter.include_terminal:
+        mask &= ~view.rows["terminal"]
+    if step_filter.scope != "all":
+        same = view.rows["task"] == view.tasks.get(step_filter.task_key or "", -1)
+        mask &= same if step_filter.scope == "same_task" else ~same
+    if step_filter.min_reward is not None:
+        mask &= view.rows["reward"] >= step_filter.min_reward
+    if step_filter.exclude:
+        # Rows are in order of step id.
+        excluded = np.array(sorted(step_filter.exclude), np.int64)
+        step_ids = view.rows["step_id"]
+        positions = np.searchsorted(step_ids, excluded)
+        positions = positions[positions < len(step_ids)]
+        mask[positions[np.isin(step_ids[positions], excluded)]] = False
+    return mask
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    """Linear between neighbours; the difference of two rewards may be larger than any float."""
+    if not values:
+        return (float("nan"),) * len(_QUANTILES)
+    largest = max(map(abs, values))
+    scale = 0.25 if largest > sys.float_info.max / 4 else 1.0
+    quantiles = np.quantile([value * scale for value in values], _QUANTILES)
+    return tuple(float(quantile) / scale for quantile in quantiles)

@@ -1,0 +1,807 @@
+"""Common parts of the contract checks."""
+
+import copy
+import json
+import math
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from outrider.algorithms.base import Algorithm, GroupAdvantages, ObjectiveSettings
+from outrider.config import Settings
+from outrider.engines.base import Engine, FinishReason, Generation, Request
+from outrider.environments.base import (
+    CopyableEnvironment,
+    Environment,
+    StepResult,
+    TaskSet,
+    episode_result,
+    start_episode,
+    take_step,
+    turn_message,
+)
+from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
+from outrider.metrics import UndeclaredMetric, declare, declared_metric
+from outrider.rollout.hooks import Hook, Portable
+from outrider.tokens.call_formats import find_call_error
+from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
+from outrider.tools.base import SchemaTool, Tool, ToolOutput, trial_arguments
+from outrider.trace import Leaf, Trace
+from outrider.types import Json, Message, Origin, Outcome, Task, ToolCall, ToolSchema
+
+# What small models write, and what nobody expects: nothing, half a tag, control characters, bytes that were
+# no text, far too much.
+GARBAGE: Final = (
+    "", " \n", "<", "</", "<answer>", "</answer>", "<action></action>", "\x00\x1b[2J", "\ud800", "%s {} \\",
+    "ß𝔘\u202e", "1" * 5000, "<action>" * 300, '{"a": [1, 2',
+)  # fmt: skip
+
+
+def require(condition: object, message: str) -> None:
+    """Raises AssertionError, whatever the interpreter is told about assertions."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def require_finite(values: Mapping[str, Any] | Iterable[tuple[str, Any]], subject: str) -> None:
+    """Every value is a finite number."""
+    for name, value in dict(values).items():
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        require(is_number, f"{subject}: {name} is {value!r}, which is no finite number")
+
+
+def require_picklable(label: str, value: Any) -> None:
+    """Other processes get a copy of it."""
+    try:
+        same = pickle.loads(pickle.dumps(value))
+    except Exception as error:
+        raise AssertionError(f"{label} cannot go to another process: {error}") from error
+    require(same == value, f"{label} is another one after pickle")
+
+
+def find_settings(plugin: Any) -> Settings | None:
+    """The settings that it was made with, where it keeps them as ``settings`` or ``config``."""
+    candidates = (getattr(plugin, name, None) for name in ("settings", "config"))
+    return next((candidate for candidate in candidates if isinstance(candidate, Settings)), None)
+
+
+# The contract of an environment (:mod:`outrider.environments.base`).
+
+
+def check_environment(
+    task_set: TaskSet,
+    *,
+    split: str = "train",
+    num_tasks: int = 2,
+    texts: Sequence[str] = (),
+    max_turns: int = 12,
+) -> None:
+    """Play the first tasks of a split with garbage, with ``texts`` and with the expert's steps; the family is
+    closed in the end.
+
+    Checked: equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
+    for what a policy may write; a copy that is independent; everything closes twice; tasks and settings go to
+    other processes.
+    """
+    _check_task_set(task_set, split)
+    tasks = list(islice(task_set.tasks(split), num_tasks))
+    factory = task_set.make()
+    try:
+        for task in tasks:
+            for script in _scripts(task_set, task, texts):
+                _check_episode(factory, task, script[:max_turns])
+    finally:
+        factory.close()
+        factory.close()
+        task_set.close()
+        task_set.close()
+
+
+def _check_task_set(task_set: TaskSet, split: str) -> None:
+    require(isinstance(task_set.name, str) and task_set.name, "name is no text")
+    require(
+        all(isinstance(stop, str) and stop for stop in task_set.stop),
+        f"stop holds what is no text: {task_set.stop!r}",
+    )
+    require(isinstance(task_set.stateful, bool), f"stateful is {task_set.stateful!r}, not True or False")
+    tasks = task_set.tasks(split)
+    require(len(tasks) > 0, f"the split {split!r} has no task")
+    require(
+        list(tasks) == list(task_set.tasks(split)),
+        f"the split {split!r} is another list when it is asked for again",
+    )
+    keys = [task.key for task in tasks]
+    require(len(set(keys)) == len(keys), "a task's key occurs twice")
+    others = {"train", "test"} - {split}
+    for other in others:
+        with suppress(DataError):  # not every family has both
+            shared = set(keys) & {task.key for task in task_set.tasks(other)}
+            require(not shared, f"the task {min(shared, default='')!r} is in {split!r} and in {other!r}")
+    for task in tasks[:2]:
+        require_picklable(f"the task {task.key!r}", task)
+    if (settings := find_settings(task_set)) is not None:
+        require_picklable("the settings", settings)
+
+
+def _scripts(task_set: TaskSet, task: Task, texts: Sequence[str]) -> list[list[str]]:
+    """Scripts to play: garbage, garbage inside what ends a turn, what was asked for, and the expert's way."""
+    endings = [f"{text}{stop}" for stop in task_set.stop for text in ("", "x", "<x>")]
+    closing = [stop for stop in task_set.stop if stop.startswith("</")]
+    tags = [f"<{stop[2:]}{word}{stop}" for stop in closing for word in ("?", "go", "1")]
+    scripts = [list(GARBAGE), endings, tags, list(texts)]
+    expert = task_set.expert(task, 0)
+    return [script for script in (*scripts, [step.text for step in expert or ()]) if script]
+
+
+@dataclass(slots=True)
+class _EpisodeRecord:
+    """Record of an episode: of equal seeds and texts it must be equal."""
+
+    prompt: Sequence[Message]
+    results: list[StepResult]
+    record: object
+
+
+def _check_episode(factory: Callable[[Task], Environment], task: Task, script: Sequence[str]) -> None:
+    first = _play(factory(task), script, seed=3)
+    again = _play(factory(task), script, seed=3)
+    require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
+    for i, (result, other) in enumerate(zip(first.results, again.results, strict=False)):
+        require(
+            result == other,
+            f"{task.key}: step {i} ({script[i][:40]!r}) gives {result!r}, and {other!r} with the same seed",
+        )
+    require(
+        len(first.results) == len(again.results),
+        f"{task.key}: an episode of another length with the same seed",
+    )
+    require(first.record == again.record, f"{task.key}: another record with the same seed")
+    _check_copy(factory(task), task, script, first)
+
+
+def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
+    try:
+        try:
+            prompt = start_episode(environment, seed)
+        except InvalidResult as error:
+            raise AssertionError(str(error)) from error
+        _require_record(environment, "before the first step")
+        results: list[StepResult] = []
+        for text in script:
+            results.append(_step(environment, text))
+            if results[-1].done:
+                break
+        return _EpisodeRecord(prompt, results, episode_result(environment))
+    finally:
+        environment.close()
+        environment.close()
+
+
+def _step(environment: Environment, text: str) -> StepResult:
+    try:
+        result = take_step(environment, turn_message(environment, text))
+    except (InvalidResult, NonFiniteResult) as error:
+        raise AssertionError(f"step after {text[:40]!r}: {error}") from error
+    except Exception as error:
+        raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
+    require(
+        result.observations or result.done,
+        f"no message after {text[:40]!r}, and the episode goes on",
+    )
+    require(result.done or not result.truncated, "truncated without done")
+    _require_record(environment, f"after {text[:40]!r}")
+    return result
+
+
+def _require_record(environment: Environment, when: str) -> None:
+    try:
+        record = episode_result(environment)
+    except (InvalidResult, NonFiniteResult) as error:
+        raise AssertionError(f"result {when}: {error}") from error
+    except Exception as error:
+        raise AssertionError(f"result raises {when}: {type(error).__name__}: {error}") from error
+    require(record == episode_result(environment), f"result {when} is another one when it is asked for again")
+
+
+def _check_copy(environment: Environment, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
+    """A copy in the middle goes its own way, and the original ends as if there had been none."""
+    try:
+        if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
+            return
+        environment.reset(3)
+        middle = len(whole.results) // 2
+        for text in script[:middle]:
+            _step(environment, text)
+        record, twin = episode_result(environment), environment.copy()
+        require(episode_result(twin) == record, f"{task.key}: a copy has another record")
+        _step(twin, "something else")
+        require(
+            episode_result(environment) == record,
+            f"{task.key}: what a copy does changes the record of the original",
+        )
+        twin.close()
+        twin.close()
+        results = [_step(environment, text) for text in script[middle : len(whole.results)]]
+        require(
+            results == whole.results[middle:],
+            f"{task.key}: the original goes another way after it was copied",
+        )
+        require(
+            episode_result(environment) == whole.record, f"{task.key}: another record after a copy was made"
+        )
+    finally:
+        environment.close()
+
+
+# The contract of a tool (:mod:`outrider.tools.base`).
+
+
+_Input: TypeAlias = str | Mapping[str, Json]
+"""Of a call by tag, or of a native one."""
+
+
+def check_tool(
+    tool: Tool,
+    *,
+    texts: Sequence[str] = (),
+    num_threads: int = 4,
+    is_deterministic: bool = True,
+) -> None:
+    """Call a tool with garbage, with ``texts`` and, where it has a schema, with arguments drawn from that:
+    one call after the other, and from several threads. It is closed in the end.
+
+    Checked: a tag name that a policy can write, text for whatever it is given, a call that succeeds of a tool
+    with a schema, equal text for equal input, it closes twice, and its settings go to other processes.
+    """
+    is_tag = isinstance(tool.name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", tool.name)
+    require(is_tag, f"the name {tool.name!r} is no tag: lower-case letters, digits and _")
+    usage = getattr(type(tool), "usage", "")
+    require(not usage or f"<{tool.name}>" in usage, f"usage does not show <{tool.name}>: {usage!r}")
+    if (settings := find_settings(tool)) is not None:
+        require_picklable("the settings", settings)
+    # an empty call never reaches a tool
+    inputs: list[_Input] = [text for text in (*GARBAGE, *texts) if text.strip()]
+    inputs += trial_arguments(tool.schema) if isinstance(tool, SchemaTool) else []
+    try:
+        alone = [_call_tool(tool, item) for item in inputs]
+        succeeds = not isinstance(tool, SchemaTool) or not all(item.failed for item in alone)
+        require(succeeds, f"no call succeeds (texts= may bring one): {inputs[-1]!r} gives {alone[-1].text!r}")
+        if not is_deterministic:
+            return
+        with ThreadPoolExecutor(num_threads) as pool:
+            together = list(pool.map(lambda item: _call_tool(tool, item), inputs))
+        for call_input, item, other in zip(inputs, alone, together, strict=True):
+            require(item == other, f"{_shorten(call_input)} gives {item!r}, and {other!r} beside other calls")
+    finally:
+        tool.close()
+        tool.close()
+
+
+def _call_tool(tool: Tool, call_input: _Input) -> ToolOutput:
+    method = "run_text" if isinstance(call_input, str) else "run_call"
+    try:
+        if isinstance(call_input, str):
+            output = tool.run_text(call_input)
+        else:
+            assert isinstance(tool, SchemaTool)  # arguments are drawn for no other
+            output = tool.run_call(call_input)
+    except Exception as error:
+        raise AssertionError(
+            f"{method} raises for {_shorten(call_input)}: {type(error).__name__}: {error}"
+        ) from error
+    is_text = isinstance(output, ToolOutput) and isinstance(output.text, str)
+    require(is_text, f"{method} gives {output!r} for {_shorten(call_input)}, no ToolOutput with text")
+    return output
+
+
+def _shorten(call_input: _Input) -> str:
+    return repr(call_input[:40] if isinstance(call_input, str) else call_input)
+
+
+# The contract of an engine (:mod:`outrider.engines.base`).
+
+
+def check_engine(
+    engine: Engine,
+    *,
+    text: str = "Once upon a time",
+    max_tokens: int = 6,
+    is_deterministic: bool = True,
+) -> None:
+    """Sample a few continuations of ``text``.
+
+    Checked: one result per request, in order; one finite log-prob and entropy per token; limits; equal tokens
+    for equal seeds, also after caches were dropped; a weight version that rises; a context that is too long
+    is an EngineFault and nothing else; what is released may be unknown.
+    """
+    ids = tuple(engine.tokenizer.encode(text, add_special_tokens=False))
+    require(ids, f"the tokenizer has no token for {text!r}")
+    requests = [
+        Request(
+            request_id=f"check-{i}",
+            token_ids=ids,
+            max_tokens=max_tokens,
+            seed=i // 2,
+            cache_key=f"key-{i}",
+        )
+        for i in range(4)
+    ]
+    requests.append(Request(request_id="greedy", token_ids=ids, max_tokens=1, seed=9, temperature=0.0))
+    first = _generate(engine, requests)
+    engine.release([request.cache_key for request in requests if request.cache_key is not None])
+    engine.release(["nobody"])
+    engine.free_cache()
+    engine.free_cache()
+    again = _generate(engine, requests)
+    if is_deterministic:
+        _require_same(first, again, "after the caches were dropped")
+    version = engine.weight_version
+    engine.load(engine.weight_version + 1)
+    require(engine.weight_version == version + 1, "load does not take the version that it is given")
+    later = _generate(engine, requests)
+    if is_deterministic:
+        _require_same(first, later, "with weights that did not move")
+    _check_garbage(engine, requests[0])
+
+
+def _generate(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
+    generations = engine.generate(requests)
+    names = [item.request_id for item in generations]
+    require(
+        names == [item.request_id for item in requests],
+        f"results {names} are not in the order of the requests",
+    )
+    for request, item in zip(requests, generations, strict=True):
+        num = len(item.token_ids)
+        require(
+            0 < num <= request.max_tokens,
+            f"{item.request_id}: {num} tokens, asked for 1 to {request.max_tokens}",
+        )
+        require(
+            len(item.logprobs) == len(item.entropies) == num,
+            f"{item.request_id}: not one log-prob and entropy per token",
+        )
+        require_finite({f"log-prob {i}": value for i, value in enumerate(item.logprobs)}, item.request_id)
+        require_finite({f"entropy {i}": value for i, value in enumerate(item.entropies)}, item.request_id)
+        require(max(item.logprobs) <= 1e-6, f"{item.request_id}: a log-prob above 0")
+        require(min(item.entropies) >= -1e-6, f"{item.request_id}: an entropy below 0")
+        require(
+            isinstance(item.finish_reason, FinishReason),
+            f"{item.request_id}: finish_reason {item.finish_reason!r}",
+        )
+        require(
+            item.weight_version == engine.weight_version,
+            f"{item.request_id}: another weight version than the engine's",
+        )
+    require(engine.generate([]) == [], "no request, and yet a result")
+    return generations
+
+
+def _require_same(expected: Sequence[Generation], actual: Sequence[Generation], when: str) -> None:
+    for first, second in zip(expected, actual, strict=True):
+        same = first.token_ids == second.token_ids and first.logprobs == second.logprobs
+        require(same, f"{first.request_id}: other tokens or log-probs for the same seed {when}")
+
+
+def _check_garbage(engine: Engine, request: Request) -> None:
+    """An answer or a typed fault."""
+    longest = replace(
+        request,
+        token_ids=request.token_ids * (engine.context_length // len(request.token_ids) + 1),
+    )
+    try:
+        engine.generate([longest])
+    except EngineFault:
+        pass
+    except Exception as error:
+        raise AssertionError(
+            f"a context that is too long raises {type(error).__name__}, no EngineFault: {error}",
+        ) from error
+    _generate(engine, [request])
+
+
+# The contract of hooks that have copies in other processes (:class:`outrider.rollout.hooks.Portable`).
+
+
+def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable[Trace]) -> None:
+    """Show ``groups`` to ``hooks``, and let ``copies``, made of the same settings, become what they are then.
+
+    Checked of every hook that is portable: what is taken, and what is handed back, goes through pickle; a
+    copy that was restored is what was taken, twice too; to absorb changes no memory, which ``after_group``
+    alone does.
+    """
+    require(len(hooks) == len(copies), "other hooks for the same settings")
+    for trace in groups:
+        for leaf in trace.leaves.values():
+            leaf.reflection = f"tip {leaf.rollout} of {trace.task.key}"
+        for hook in hooks:
+            hook.after_group(trace)
+    for hook, hook_copy in zip(hooks, copies, strict=True):
+        if isinstance(hook, Portable):
+            require(isinstance(hook_copy, Portable), f"{type(hook).__name__} is portable, its copy is not")
+            _check(hook, hook_copy)  # type: ignore[arg-type]
+
+
+def _check(hook: Portable, copy: Portable) -> None:
+    name = type(hook).__name__
+    snapshot = _pickled_copy(hook.snapshot(), f"{name}.snapshot()")
+    for _ in range(2):
+        copy.restore(_pickled_copy(snapshot, f"{name}.snapshot()"))
+        require(equal(copy.snapshot(), snapshot), f"{name}: a restored copy is not what was taken")
+    before = _pickled_copy(hook.gathered(), f"{name}.gathered()")
+    hook.absorb(_pickled_copy(copy.gathered(), f"{name}.gathered()"))
+    require(
+        equal(hook.snapshot(), snapshot), f"{name}.absorb changes what a copy needs: after_group does that"
+    )
+    require(equal(hook.gathered(), before), f"{name}: a copy that did nothing has gathered something")
+
+
+def _pickled_copy(value: Any, label: str) -> Any:
+    """As another process gets it."""
+    try:
+        return pickle.loads(pickle.dumps(value))
+    except Exception as error:
+        raise AssertionError(f"{label} cannot go to another process: {error}") from error
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether plain data with arrays in it is the same, bit by bit."""
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return np.asarray(left).dtype == np.asarray(right).dtype and np.array_equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return list(left) == list(right) and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right)
+
+
+# The contract of a form of native tool calls (:mod:`outrider.tokens.calls`).
+
+
+_TYPES: Final = ("string", "integer", "number", "boolean", "array", "object")
+_TOOL: Final[ToolSchema] = {
+    "name": "look_up",
+    "description": "Look something up.",
+    "parameters": {
+        "type": "object",
+        "properties": {f"a_{kind}": {"type": kind} for kind in _TYPES},
+        "required": [],
+    },
+}
+_PLAIN: Final[ToolSchema] = {
+    "name": "clock", "description": "Tell the time.", "parameters": {"type": "object", "properties": {}}
+}  # fmt: skip
+_ARGUMENTS: Final[Sequence[Mapping[str, Any]]] = (
+    {},
+    {"a_string": "Rome"},
+    {"a_string": 'two\nlines, "quoted" and \\ ß 𝔘 {"a": [1]}'},
+    {"a_string": "1"},
+    {"a_integer": -3, "a_number": 0.5, "a_boolean": True},
+    {"a_array": [1, "b", None, [2]], "a_object": {"key": {"inner": "ü"}}},
+)
+
+
+def check_call_format(form: CallFormat) -> None:
+    """Let a form write calls and read them again, one and several, and read garbage and what is cut off.
+
+    Checked: markers that are texts; nothing that was written raises; what it writes it reads, of every type
+    that the tool's schema names; what is cut off is no call of other arguments; a description that names the
+    tools.
+    """
+    require(all(isinstance(marker, str) and marker for marker in form.markers), f"markers: {form.markers!r}")
+    tools = (_TOOL, _PLAIN)
+    for text in GARBAGE:
+        parsed = _read(form, text, tools)
+        require(not parsed.calls, f"{text[:40]!r} is read as calls: {parsed.calls!r}")
+    single = [[_call(0, "look_up", arguments)] for arguments in _ARGUMENTS]
+    several = [_call(0, "look_up", _ARGUMENTS[1]), _call(1, "clock", {}), _call(2, "look_up", _ARGUMENTS[5])]
+    for calls in (*single, several):
+        _require_read_back(form, calls, tools)
+    description = form.describe(tools)
+    for tool in tools:
+        require(
+            str(tool["name"]) in description, f"describe does not name {tool['name']}: {description[:200]!r}"
+        )
+
+
+def _call(number: int, name: str, arguments: Mapping[str, Any]) -> ToolCall:
+    return ToolCall(name=name, arguments=dict(arguments), call_id=call_id(number))
+
+
+def _read(form: CallFormat, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
+    try:
+        return form.read(text, tools)
+    except Exception as error:
+        raise AssertionError(f"read raises for {text[:60]!r}: {type(error).__name__}: {error}") from error
+
+
+def _require_read_back(form: CallFormat, calls: Sequence[ToolCall], tools: Sequence[ToolSchema]) -> None:
+    text = form.write(calls)
+    parsed = _read(form, text, tools)
+    require(
+        parsed.calls == tuple(calls) and not parsed.problems and not parsed.content.strip(),
+        f"{text[:200]!r} is read as {parsed!r}",
+    )
+    for end in range(0, len(text), 7):
+        whole = _read(form, text[:end], tools).calls
+        good = [call for call in whole if not find_call_error(call, tools)]
+        require(
+            good == list(calls[: len(good)]), f"{text[:end][-80:]!r}, which is cut off, is read as {good!r}"
+        )
+
+
+# The contract of an algorithm (:mod:`outrider.algorithms.base`).
+
+
+# One group each: spread, none, faults among them, only faults, one that is left.
+_RETURNS: tuple[tuple[float | None, ...], ...] = (
+    (0.0, 1.0),
+    (1.0, 1.0),
+    (None, 0.5, 1.0),
+    (None,),
+    (2.0, None, None),
+)
+
+
+def check_algorithm(
+    algorithm: Algorithm | Callable[[], Algorithm],
+    *,
+    num_steps: int = 2,
+    without_effect: Sequence[str] = (),
+) -> None:
+    """Give an algorithm the groups of a few steps, made up, with faults and without spread.
+
+    ``algorithm`` is one that has seen nothing, or what makes one. Checked: modes that depend on step and
+    group alone; credit that is finite, the same every time, and only on what an update may train on; a flag
+    of signal that agrees with the advantages; nothing for a rollout that a fault ended; numbers among its own
+    settings that change some advantage, if it changes nothing but advantages (``without_effect`` names those
+    that may have none); measurements under declared names; a memory that is the same after a
+    checkpoint; hooks whose copies in other processes are what they are, where they can have any
+    (:class:`outrider.rollout.hooks.Portable`).
+    """
+    make = _maker(algorithm)
+    first, other = make(), make()
+    declare(getattr(first, "metrics", ()))
+    require(
+        isinstance(first, Algorithm),
+        f"{type(first).__name__} is no subclass of outrider.algorithms.base.Algorithm",
+    )
+    require(isinstance(first.objective, ObjectiveSettings), "objective is no ObjectiveSettings")
+    require(isinstance(first.hooks, tuple), "hooks is no tuple")
+    require_picklable("the settings", first.objective)
+    for step in range(num_steps):
+        groups, same = _build_step(first, step), _build_step(other, step)
+        results = _assign_advantages(first, groups)
+        _assign_advantages(other, same)
+        for trace, result in zip(groups, results, strict=True):
+            _check_advantages(trace, result)
+        require(
+            _assigned_values(groups) == _assigned_values(same),
+            f"step {step}: other credit for the same groups",
+        )
+    _check_effects(first, without_effect)
+    if first.remembers:
+        _check_memory(first, make(), num_steps)
+    check_copies(first.hooks, make().hooks, _build_step(first, num_steps))
+
+
+def _maker(algorithm: Any) -> Callable[[], Algorithm]:
+    if hasattr(algorithm, "assign_advantages") and not isinstance(algorithm, type):
+        return lambda: copy.deepcopy(algorithm)
+    return algorithm  # type: ignore[no-any-return]
+
+
+def _build_step(algorithm: Algorithm, step: int) -> list[Trace]:
+    groups = []
+    for group, returns in enumerate(_RETURNS):
+        modes = tuple(algorithm.modes_of(step, group))
+        require(
+            modes and all(isinstance(mode, str) for mode in modes),
+            f"modes_of({step}, {group}) gives {modes!r}",
+        )
+        require(
+            modes == tuple(algorithm.modes_of(step, group)),
+            f"modes_of({step}, {group}) gives others when asked again",
+        )
+        values = [returns[i % len(returns)] for i in range(len(modes))]
+        groups.append(build_group(values, key=f"task-{group}", modes=modes))
+    return groups
+
+
+def build_group(
+    returns: Sequence[float | None], *, key: str, modes: Sequence[str], num_turns: Sequence[int] = ()
+) -> Trace:
+    """A group of rollouts of two turns with these returns; None: a fault ended it. ``num_turns`` gives every
+    rollout its own number of turns.
+    """
+    trace = Trace(task=Task(key=key, question="?"), modes=modes)
+    root = trace.append(
+        parent=None,
+        origin=Origin.PROMPT,
+        token_ids=(1, 2),
+        message=Message(role="user", content=f"question {key}"),
+    )
+    for rollout, value in enumerate(returns):
+        last = root
+        for turn in range(num_turns[rollout] if num_turns else 2):
+            ids = tuple(5 + (rollout + turn + i) % 4 for i in range(2 + rollout % 3))
+            message = Message(role="assistant", content=f"turn {turn} of {rollout}")
+            logprobs = tuple(-0.5 - 0.1 * i for i in range(len(ids)))
+            last = trace.append(
+                parent=last.node_id, origin=Origin.POLICY, token_ids=ids, message=message, logprobs=logprobs,
+                entropies=tuple(-2 * logprob for logprob in logprobs),
+            )  # fmt: skip
+            seen = Message(role="user", content=f"state {turn} of {key}")
+            last = trace.append(parent=last.node_id, origin=Origin.ENVIRONMENT, token_ids=(3,), message=seen)
+        trace.finish(
+            Leaf(
+                node_id=None if value is None else last.node_id,
+                rollout=rollout,
+                outcome=Outcome.TOOL_FAULT if value is None else Outcome.FINISHED,
+                episode_return=value,
+                success=value == 1.0,
+            )
+        )
+    return trace
+
+
+def _assign_advantages(algorithm: Algorithm, groups: Sequence[Trace]) -> list[GroupAdvantages]:
+    try:
+        results = algorithm.advantages(groups)
+    except Exception as error:
+        raise AssertionError(f"credit raises: {type(error).__name__}: {error}") from error
+    require(len(results) == len(groups), f"credit of {len(groups)} groups has {len(results)} entries")
+    return results
+
+
+def _check_advantages(trace: Trace, result: GroupAdvantages) -> None:
+    key = trace.task.key
+    values = np.asarray(result.advantages.values)
+    require(
+        len(values) == len(trace.leaves),
+        f"{key}: {len(values)} advantages for {len(trace.leaves)} rollouts",
+    )
+    require(bool(np.isfinite(values).all()), f"{key}: an advantage is not finite: {values.tolist()}")
+    _check_flag(trace, result)
+    for leaf, path in trace.rollouts():
+        if leaf.episode_return is None:
+            require(
+                leaf.advantage is None,
+                f"{key}: rollout {leaf.rollout}, which a fault ended, has an advantage",
+            )
+        for node in path:
+            written = node.credit is not None or node.shares is not None
+            require(
+                node.receives_advantages or not written,
+                f"{key}: credit on a node that the policy did not write",
+            )
+            if node.credit is not None:
+                require(len(node.credit) == len(node.token_ids), f"{key}: credit is not one value per token")
+                require_finite({str(i): value for i, value in enumerate(node.credit)}, f"{key}: credit")
+    for name, measured in result.measurements.items():
+        try:
+            declared_metric(name)
+        except UndeclaredMetric as error:
+            raise AssertionError(f"{error}: declare it in the class's metrics") from error
+        require_finite({f"{name}[{i}]": float(value) for i, value in enumerate(measured)}, key)
+
+
+def _check_flag(trace: Trace, result: GroupAdvantages) -> None:
+    """``has_signal`` says what the advantages say: metrics and dynamic sampling count groups by it."""
+    key, advantages = trace.task.key, result.advantages
+    values = np.asarray(advantages.values)
+    require(
+        advantages.has_signal or not values.any(),
+        f"{key}: advantages are {values.tolist()}, and has_signal is False (reason {advantages.reason!r}): "
+        "outrider.algorithms.base.with_values sets both",
+    )
+    has_advantages = any(
+        any(node.credit or ()) or any(any(share.credit) for share in (node.shares or {}).values())
+        for node in trace.nodes
+    )
+    require(
+        not advantages.has_signal or values.any() or has_advantages,
+        f"{key}: every advantage is 0, and has_signal is True",
+    )
+
+
+_OTHER_PARTS: Final = ("modes_of", "choose_tasks", "augment", "token_loss", "measure")
+_FACTORS: Final = (0.0, 0.5, 2.0, 10.0)
+
+
+def _check_effects(algorithm: Any, without_effect: Sequence[str]) -> None:
+    """A number among the settings that a class adds changes some advantage. Only for a class that has no
+    other place where it could have an effect, and that is made from its settings alone.
+    """
+    settings = getattr(algorithm, "settings", None)
+    if not isinstance(settings, ObjectiveSettings) or algorithm.hooks:
+        return
+    if any(getattr(type(algorithm), name) is not getattr(Algorithm, name) for name in _OTHER_PARTS):
+        return
+    if type(settings).token_loss is not ObjectiveSettings.token_loss:
+        return
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        is_own = name not in ObjectiveSettings.model_fields and name not in without_effect
+        if not is_own or isinstance(value, bool) or not isinstance(value, float):
+            continue
+        variants = _setting_variants(type(settings), settings, name, value)
+        try:
+            known, effects = (
+                _measure_effects(type(algorithm)(settings)),
+                [_measure_effects(type(algorithm)(other)) for other in variants],
+            )
+        except Exception:  # it is made of more than its settings
+            return
+        require(
+            not effects or any(other != known for other in effects),
+            f"the setting {name} changes no advantage, whatever its value is (check_algorithm(..., "
+            f"without_effect=[{name!r}]) if that is meant)",
+        )
+
+
+def _setting_variants(kind: type[Any], settings: Any, name: str, value: float) -> list[Any]:
+    """The settings with other values of one number, as far as they are valid."""
+    variants = []
+    for other in {*(value * factor for factor in _FACTORS), 0.0, 1.0, 0.1, 100.0} - {value}:
+        with suppress(ValueError):
+            variants.append(kind.model_validate({**settings.model_dump(), name: other}))
+    return variants
+
+
+def _measure_effects(algorithm: Any) -> list[Any]:
+    """What is written for groups whose returns, turns, tokens and step rewards differ, over some steps."""
+    effects: list[Any] = []
+    for step in range(4):
+        modes = tuple(algorithm.modes_of(step, 0))
+        returns = [((3 * rollout + 2 * step) % 5) / 4 - 0.25 * (step == 2) for rollout in range(len(modes))]
+        turns = [1 + (rollout + step) % 3 for rollout in range(len(modes))]
+        varied = build_group(returns, key="effects", modes=modes, num_turns=turns)
+        equal = build_group([step / 4] * len(modes), key="equal", modes=modes, num_turns=turns)
+        groups = [varied, equal]
+        for number, node in enumerate(node for trace in groups for node in trace.nodes if node.trainable):
+            node.reward = (number % 3) / 4
+            node.metadata |= {"invalid": number % 2 == 0, "num_tool_calls": number % 3, "tools": []}
+        _assign_advantages(algorithm, groups)
+        effects.append(_rounded(_assigned_values(groups)))
+    return effects
+
+
+def _rounded(value: Any) -> Any:
+    """With numbers to nine digits: what only rounds in another way is no effect."""
+    if isinstance(value, float):
+        return round(value, 9) + 0.0
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _assigned_values(groups: Sequence[Trace]) -> list[Any]:
+    return [
+        (leaf.advantage, [(node.credit, node.ratio_scale) for node in path])
+        for trace in groups
+        for leaf, path in trace.rollouts()
+    ]
+
+
+def _check_memory(algorithm: Any, fresh: Any, num_steps: int) -> None:
+    """Checks that JSON and arrays of a checkpoint are all that counts."""
+    state, arrays = algorithm.state()
+    require(
+        all(isinstance(value, np.ndarray) for value in arrays.values()),
+        "state: arrays holds what is no array",
+    )
+    try:
+        plain = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"state cannot be written as JSON: {error}") from error
+    fresh.restore(plain, {name: value.copy() for name, value in arrays.items()})
+    groups, same = _build_step(algorithm, num_steps), _build_step(fresh, num_steps)
+    _assign_advantages(algorithm, groups)
+    _assign_advantages(fresh, same)
+    require(_assigned_values(groups) == _assigned_values(same), "other credit after state and restore")

@@ -1,0 +1,381 @@
+"""The part of the weights that trains: adapters beside the model's own layers (LoRA, by peft), or the last
+layers; and the weights with adapters merged, for whoever loads them without peft.
+"""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
+
+from outrider.errors import ModelError
+from outrider.suggestions import did_you_mean
+from outrider.training.settings import ALL_LINEAR, LoraSettings
+
+_SETTING: Final = "model.lora.target_modules"
+_MAX_NAMES: Final = 8  # that a message lists
+_FUSED_MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+_LAYER: Final = re.compile(r".*?\.\d+\.")  # the first number of a name is that of its layer
+
+
+def choose_trained(
+    model: Any, *, lora: LoraSettings | None, trained_layers: int | None, seed: int = 0
+) -> None:
+    """Whatever is not chosen has no gradient. ``trained_layers``: the last so many layers and the norm behind
+    them. Raises ModelError where the model has fewer layers, or none of the layers that ``lora`` names.
+    """
+    if trained_layers is not None:
+        _freeze_below(model, trained_layers)
+    if lora is not None:
+        _inject(model, lora, seed)
+
+
+def _freeze_below(model: Any, trained_layers: int) -> None:
+    """Embeddings, vocabulary projection and all layers but the last ``trained_layers`` keep their weights."""
+    try:
+        layers, norm = model.base_model.layers, model.base_model.norm
+    except AttributeError as error:
+        raise ModelError(
+            f"model.trained_layers: {type(model).__name__} names its layers otherwise ({error}); train "
+            "all of them, or set model.lora"
+        ) from error
+    if trained_layers > len(layers):
+        raise ModelError(f"model.trained_layers = {trained_layers}, but the model has {len(layers)} layers")
+    model.requires_grad_(False)
+    for trained in (*layers[len(layers) - trained_layers :], norm):
+        trained.requires_grad_(True)
+
+
+def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
+    """Add adapters in place; only they train. Seeded, because peft draws A from the global generator."""
+    from peft import inject_adapter_in_model
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    unfit = _unfit(model)
+    targets = {
+        name
+        for name, _ in _linear_layers(model)
+        if settings.is_all_linear or any(_matches(name, target) for target in settings.target_modules)
+    }
+    if settings.is_all_linear:
+        targets -= unfit
+    elif refused := sorted(targets & unfit):
+        raise ModelError(
+            f"{_SETTING}: {_join_names(_short_names(refused))} cannot have adapters, because the model does more with "
+            "its weights than one product: leave it out"
+        )
+    try:
+        config = _config(model, settings)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # peft warns of tied weights, which `broken_ties` reports, and of what it changes itself
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, model)
+            # For a mixture of experts, peft takes "gate_proj" for a name of the experts only, and leaves out
+            # dense layers and shared experts that have this name too.
+            if left := sorted(targets & {name for name, _ in _linear_layers(model)}):
+                holder = nn.ModuleDict({"model": model})  # without a configuration that peft would follow
+                config = _lora_config(settings, [f"model.{name}" for name in left])
+                inject_adapter_in_model(config, holder)
+    except ModelError:
+        raise
+    except Exception as error:  # peft raises many types, for layers and shapes that it cannot adapt
+        reason = " ".join((str(error).strip() or type(error).__name__).split())
+        raise ModelError(f"{_SETTING}: {reason}"[:500]) from error
+
+
+def _lora_config(settings: LoraSettings, targets: Sequence[str] | str, **options: Any) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_dropout=0.0,
+        **options,
+    )
+
+
+def _config(model: nn.Module, settings: LoraSettings) -> Any:
+    """peft's configuration: layers by their names, and parameters that are in no linear layer, such as those
+    of fused experts, by theirs. Raises ModelError for names that fit nothing; the default names may fit only
+    in part (:func:`coverage` reports that).
+    """
+    if settings.is_all_linear:
+        unfit = sorted(_unfit(model))
+        return _lora_config(settings, ALL_LINEAR, **({"exclude_modules": unfit} if unfit else {}))
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters()]
+    targets = settings.target_modules
+    layer_targets = [target for target in targets if any(_matches(name, target) for name in modules)]
+    parameter_targets = [
+        target
+        for target in targets
+        if target not in layer_targets and any(_matches(name, target) for name in parameters)
+    ]
+    rest = [target for target in targets if target not in (*layer_targets, *parameter_targets)]
+    options = {"target_parameters": parameter_targets} if parameter_targets else {}
+    config = _lora_config(settings, [*layer_targets, *rest], **options)
+    old = _fused_names(config, model, parameters)
+    unknown = [target for target in rest if target not in old]
+    if unknown and (not settings.has_default_targets or len(unknown) == len(targets)):
+        layers = _short_names(name for name, _ in chain(_linear_layers(model), _fused_parameters(model)))
+        suggestion = did_you_mean(unknown[0], {name.rpartition(".")[2] for name in layers})
+        raise ModelError(
+            f"{_SETTING}: the model has no {_join_names(unknown)}{suggestion}; "
+            f'it has {_join_names(layers)}: name some of these, or set it to "{ALL_LINEAR}"'
+        )
+    return config
+
+
+def _fused_names(config: Any, model: nn.Module, parameters: Sequence[str]) -> set[str]:
+    """Names that peft takes for a part of a fused parameter: experts had layers of their own once."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a version of peft without it
+        return set()
+    converted = copy.deepcopy(config)
+    convert_peft_config_for_transformers(converted, model=model, conversions=None)
+    parameter_targets = getattr(converted, "target_parameters", None) or ()
+    if not any(_matches(name, target) for target in parameter_targets for name in parameters):
+        return set()
+    return set(config.target_modules) - set(converted.target_modules)
+
+
+def _matches(name: str, target: str) -> bool:
+    """peft's rule: the whole name, or its last parts."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Projections without an adapter, by name; not the one onto the vocabulary."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    inside = tuple(f"{path}." for path in _adapted_layers(model))
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not name.startswith(inside)
+    ]
+
+
+def _unfit(model: nn.Module) -> set[str]:
+    """Linear layers that do not only multiply: routers that choose, and those whose weights a fused kernel
+    of the Mamba families reads, as peft knows them.
+    """
+    has_kernels = getattr(getattr(model, "config", None), "model_type", None) in _FUSED_MAMBA
+    return {
+        name
+        for name, module in _linear_layers(model)
+        if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
+        or (has_kernels and _matches(name, "out_proj"))
+    }
+
+
+def _fused_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Projections of several experts in one parameter, without an adapter, by name."""
+    wrapped = {
+        f"{path}.{inner.parameter_name}"
+        for path, layer in _adapted_layers(model).items()
+        for inner in layer.modules()
+        if hasattr(inner, "parameter_name")
+    }
+    projections = []
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.modules.conv._ConvNd, nn.Embedding)):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            plain = _plain_name(f"{path}.{name}")
+            if parameter.dim() == 3 and ".lora_" not in plain and plain not in wrapped:
+                projections.append((plain, parameter))
+    return projections
+
+
+def coverage(model: nn.Module, settings: LoraSettings) -> str:
+    """Which projections got adapters and which got none, in one line; empty where nothing is left out, or
+    where the names of the layers were chosen in the settings.
+    """
+    if not (settings.has_default_targets or settings.is_all_linear):
+        return ""
+    left = _short_names(name for name, _ in chain(_linear_layers(model), _fused_parameters(model)))
+    if not left:
+        return ""
+    reached = _short_names(
+        f"{path}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else path
+        for path, outer in _adapted_layers(model).items()
+        for layer in outer.modules()
+        if _is_adapter(layer)
+    )
+    advice = "" if settings.is_all_linear else f'; name them in {_SETTING}, or set it to "{ALL_LINEAR}"'
+    return f"model.lora: adapters on {_join_names(reached)}; none on {_join_names(left)}{advice}"
+
+
+def _short_names(names: Iterable[str]) -> list[str]:
+    """Names without their layer's number and what is in front of it, each once."""
+    return list(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))
+
+
+def _join_names(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def merge_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """All weights under the names that they have without adapters. Tensors without an adapter are the model's
+    own.
+    """
+    return {name: tensor.detach() for name, tensor in iter_merged(model, whole=lambda tensor: tensor)}
+
+
+def plain_names(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that a model without adapters has, by the names that they have there: parameters, and the
+    buffers that a checkpoint has. Tied weights are there once.
+    """
+    return {_plain_name(name): tensor for name, tensor in _weights(model) if ".lora_" not in name}
+
+
+def _plain_name(name: str) -> str:
+    """A name without the layers that peft puts around, of which several may be one inside the other."""
+    return re.sub(r"(\.base_layer)+\.", ".", name)
+
+
+def _weights(model: nn.Module, *, keep_ties: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; ``keep_ties``: a shared one by each of its names."""
+    yield from model.named_parameters(remove_duplicate=not keep_ties)
+    for path, module in model.named_modules(remove_duplicate=not keep_ties):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+@torch.no_grad()
+def iter_merged(model: nn.Module, *, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights with adapters merged by peft, added up in float32 and rounded once. ``whole`` puts a tensor
+    in shards together. Tied weights come once, and by each of their names where an adapter changes one of
+    them (:func:`broken_ties`). Raises ModelError, naming it, for an adapter that is not merged.
+    """
+    layers = _adapted_layers(model)
+    pending, seen = dict(layers), set[int]()
+    for name, tensor in _weights(model, keep_ties=True):
+        if (path := _owner(name, layers)) is not None:
+            if (layer := pending.pop(path, None)) is not None:
+                yield from _merged_layer(path, layer, whole)
+        elif ".lora_" in name:
+            raise ModelError(f"the adapter {name} is in no layer of peft, so it cannot be merged")
+        elif id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, whole(tensor)
+
+
+def merged_names(model: nn.Module) -> dict[str, Tensor]:
+    """The names that :func:`iter_merged` gives, in its order, each with the tensor whose shape and type
+    it has; nothing is computed.
+    """
+    layers = _adapted_layers(model)
+    pending, seen = dict(layers), set[int]()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _weights(model, keep_ties=True):
+        if (path := _owner(name, layers)) is not None:
+            if (layer := pending.pop(path, None)) is not None:
+                tensors |= {f"{path}.{inner}": inner_tensor for inner, inner_tensor in _weights(_base(layer))}
+        elif id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor
+    return tensors
+
+
+def broken_ties(model: nn.Module) -> list[str]:
+    """Names of tied weights that adapters part: the vocabulary projection is no longer the embedding where
+    one of them has an adapter.
+    """
+    layers = _adapted_layers(model)
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    return [
+        _plain_name(name)
+        for shared in names.values()
+        if len(shared) > 1 and any(_owner(name, layers) is not None for name in shared)
+        for name in shared
+    ]
+
+
+def to_folder_format(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights by the names and in the shapes of the files of a model's folder, which are those that vLLM
+    reads: transformers holds some in one tensor that are several in the files, such as a layer's experts. A
+    layer at a time, since none of them reaches over layers.
+    """
+    for _, group in groupby(weights, key=lambda pair: layer_prefix(pair[0])):
+        yield from revert_weight_conversion(cast(PreTrainedModel, model), dict(group)).items()
+
+
+def layer_prefix(name: str) -> str:
+    """The beginning of a weight's name, up to the number of its layer; empty outside of the layers."""
+    match = _LAYER.match(name)
+    return match.group() if match else ""
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that peft put in the place of the model's, by their names; the outermost of several."""
+    layers: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(getattr(module, "base_layer", None), nn.Module) and _owner(path, layers) is None:
+            layers[path] = module
+    return layers
+
+
+def _owner(name: str, layers: Mapping[str, Any]) -> str | None:
+    """The path of the layer that a module, a parameter or a buffer is in."""
+    ends = (match.start() for match in re.finditer(r"\.|$", name))
+    return next((name[:end] for end in ends if name[:end] in layers), None)
+
+
+def _base(layer: Any) -> nn.Module:
+    base: nn.Module = layer.get_base_layer()
+    return base
+
+
+def _merged_layer(path: str, layer: Any, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """peft's own merge, whatever the kind of the layer, of a copy: the layer itself does not change."""
+    memo: dict[int, Any] = {}
+    for tensor in chain(layer.parameters(), layer.buffers()):
+        exact = whole(tensor.detach())
+        if exact.is_floating_point():
+            exact = exact.to(torch.promote_types(exact.dtype, torch.float32), copy=True)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(exact, requires_grad=False) if is_parameter else exact
+    copied = copy.deepcopy(layer, memo)
+    tuners = [(name, module) for name, module in copied.named_modules() if _is_adapter(module)]
+    if hasattr(copied, "unload_and_optionally_merge_module"):
+        plain = copied.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    else:
+        copied.merge()
+        plain = copied.get_base_layer()
+    for name, tuner in tuners:
+        if left := _adapter_names(tuner) - set(tuner.merged_adapters):
+            layer_path = f"{path}.{name}" if name else path
+            raise ModelError(f"the adapter {sorted(left)[0]!r} of {_plain_name(layer_path)} was not merged")
+    types = {name: weight.dtype for name, weight in _weights(_base(layer))}
+    for name, tensor in _weights(plain):
+        yield f"{path}.{name}", tensor.detach().to(types[name])
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return hasattr(module, "merged_adapters") and hasattr(module, "adapter_layer_names")
+
+
+def _adapter_names(tuner: Any) -> set[str]:
+    containers = (getattr(tuner, name, None) for name in tuner.adapter_layer_names)
+    return {
+        name
+        for container in containers
+        if isinstance(container, (nn.ModuleDict, nn.ParameterDict))
+        for name in container
+    }

@@ -1,0 +1,510 @@
+"""``queue.jsonl`` of a checkpoint: the groups of the next step where they were played beside the update, so
+that a run that is continued trains on the very same ones.
+
+The first line holds what belongs to the whole step, every other one a group. Floats are written so that the
+same bits are read; nothing is pickled.
+"""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+from outrider.errors import ConfigError
+from outrider.files import parsed, whole_lines
+from outrider.rollout.batching import largest
+from outrider.rollout.branching import Brancher, Expansion
+from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.scheduler import RolloutReport
+from outrider.trace import Leaf, Node, Trace
+from outrider.training.components import Components
+from outrider.training.data import SampledStep, plan_step, play_step
+from outrider.types import Task
+
+QUEUE: Final = "queue.jsonl"
+_ValueT = TypeVar("_ValueT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedStep:
+    """A step that was played and not yet trained on. ``counts`` are the algorithm's from before, ``seconds``
+    what the rollouts took.
+    """
+
+    sampled: SampledStep
+    counts: Sequence[Mapping[str, int]]
+    seconds: float
+
+
+def write_queue(folder: Path, queued: QueuedStep) -> None:
+    """Into a checkpoint that is being written. Raises OSError."""
+    sampled = queued.sampled
+    trained = {id(trace) for trace in sampled.trained}
+    head = {
+        "is_filtered": sampled.is_filtered,
+        "faults": dict(sampled.faults),
+        "fault_reasons": list(sampled.fault_reasons),
+        "num_extra_batches": sampled.num_extra_batches,
+        "cursor": sampled.cursor,
+        "loop_lag_s": sampled.loop_lag_s,
+        "counts": [dict(entry) for entry in queued.counts],
+        "seconds": queued.seconds,
+    }
+    groups = [group_to_dict(trace) | {"is_trained": id(trace) in trained} for trace in sampled.traces]
+    # What a foreign environment put into a node's metadata may be any object: as the trace files have it.
+    lines = [json.dumps(entry, default=str) + "\n" for entry in (head, *groups)]
+    (folder / QUEUE).write_text("".join(lines), encoding="utf-8")
+
+
+def read_queue(folder: Path) -> QueuedStep | None:
+    """Of a checkpoint whose files are known to be whole; None where nothing was ahead. Raises OSError, and
+    ValueError, KeyError or TypeError for damage.
+    """
+    lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
+    if not lines:
+        return None
+    head, *groups = lines
+    traces = [read_group(group) for group in groups]
+    sampled = SampledStep(
+        is_filtered=bool(head["is_filtered"]),
+        traces=traces,
+        trained=[trace for trace, group in zip(traces, groups, strict=True) if group["is_trained"]],
+        faults=Counter(head["faults"]),
+        fault_reasons=tuple(head["fault_reasons"]),
+        num_extra_batches=int(head["num_extra_batches"]),
+        cursor=int(head["cursor"]),
+        loop_lag_s=head.get("loop_lag_s"),
+    )
+    return QueuedStep(sampled=sampled, counts=head["counts"], seconds=float(head["seconds"]))
+
+
+def group_to_dict(trace: Trace) -> dict[str, Any]:
+    """A group as plain values."""
+    return {
+        "task": asdict(trace.task),
+        "modes": list(trace.modes),
+        "without_memory": trace.without_memory,
+        "is_replayed": trace.is_replayed,
+        "pruned": sorted(trace.pruned),
+        "nodes": [_dump(Node, node) for node in trace.nodes],
+        # in the order in which they ended: nothing reads it, and nothing has to be told apart
+        "leaves": [_dump(Leaf, leaf) for leaf in trace.leaves.values()],
+    }
+
+
+def read_group(group: Mapping[str, Any]) -> Trace:
+    """The group of these values. Raises ValueError, KeyError or TypeError for damage."""
+    trace = Trace(task=read_task(group["task"]), modes=group["modes"])
+    trace.without_memory = bool(group["without_memory"])
+    trace.is_replayed = bool(group["is_replayed"])
+    trace.pruned = frozenset(group["pruned"])
+    trace.nodes = [_parse(Node, node) for node in group["nodes"]]
+    for leaf in group["leaves"]:
+        trace.finish(_parse(Leaf, leaf))
+    return trace
+
+
+def read_task(values: Mapping[str, Any]) -> Task:
+    """The task of these values. Raises KeyError or TypeError for damage."""
+    return Task(**{**values, "answers": tuple(values["answers"])})
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _dump(kind: type, value: object) -> Any:
+    return _adapter(kind).dump_python(value, mode="json", fallback=str)
+
+
+def _parse(kind: Callable[..., _ValueT], value: object) -> _ValueT:
+    result: _ValueT = _adapter(kind).validate_python(value)
+    return result
+
+
+# ``queue.jsonl`` of a checkpoint where groups of several steps were under way: those that had ended.
+#
+# The first line names the steps with their tasks, every other one is a group. Nothing is pickled.
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupResult:
+    """One group that has ended after ``seconds``; ``gathered`` is what the copies of the hooks bring, None
+    once the hooks have it.
+    """
+
+    report: RolloutReport
+    gathered: list[Any] | None
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingStep:
+    """A step that has begun: the task and the modes of every group, the ``cursor`` behind its tasks, and the
+    groups that have ended, by number.
+    """
+
+    step: int
+    tasks: Sequence[Task]
+    modes: Sequence[tuple[str, ...]]
+    cursor: int
+    results: dict[int, GroupResult] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSnapshot:
+    """Steps that have begun, in their order; ``counts`` are the algorithm's as the newest metrics have
+    them.
+    """
+
+    steps: Sequence[PendingStep]
+    counts: Sequence[Mapping[str, int]]
+
+
+def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
+    """Into a checkpoint that is being written. Raises OSError."""
+    head = {
+        "counts": [dict(entry) for entry in snapshot.counts],
+        "steps": [
+            {
+                "step": entry.step,
+                "tasks": [asdict(task) for task in entry.tasks],
+                "modes": [list(modes) for modes in entry.modes],
+                "cursor": entry.cursor,
+            }
+            for entry in snapshot.steps
+        ],
+    }
+    groups = [
+        {
+            "step": entry.step,
+            "group": number,
+            "seconds": group.seconds,
+            "num_batches": group.report.num_batches,
+            "num_retries": group.report.num_retries,
+            "faults": dict(group.report.faults),
+            "fault_reasons": list(group.report.fault_reasons),
+            "loop_lag_s": group.report.loop_lag_s,
+            "traces": [group_to_dict(trace) for trace in group.report.traces],
+        }
+        for entry in snapshot.steps
+        for number, group in sorted(entry.results.items())
+    ]
+    lines = [json.dumps(entry, default=str) + "\n" for entry in (head, *groups)]
+    (folder / QUEUE).write_text("".join(lines), encoding="utf-8")
+
+
+def read_snapshot(folder: Path) -> QueueSnapshot | None:
+    """Of a checkpoint whose files are known to be whole; None where nothing was under way. Raises OSError,
+    and ValueError, KeyError or TypeError for damage.
+    """
+    lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
+    if not lines:
+        return None
+    head, *groups = lines
+    steps = {int(entry["step"]): _parse_step(entry) for entry in head["steps"]}
+    for group in groups:
+        report = RolloutReport(
+            traces=[read_group(trace) for trace in group["traces"]],
+            num_batches=int(group["num_batches"]),
+            num_retries=int(group["num_retries"]),
+            faults=Counter(group["faults"]),
+            fault_reasons=tuple(group["fault_reasons"]),
+            loop_lag_s=group["loop_lag_s"],
+        )
+        result = GroupResult(report=report, gathered=None, seconds=float(group["seconds"]))
+        steps[int(group["step"])].results[int(group["group"])] = result
+    return QueueSnapshot(steps=list(steps.values()), counts=head["counts"])
+
+
+def _parse_step(values: Mapping[str, Any]) -> PendingStep:
+    return PendingStep(
+        step=int(values["step"]),
+        tasks=[read_task(task) for task in values["tasks"]],
+        modes=[tuple(modes) for modes in values["modes"]],
+        cursor=int(values["cursor"]),
+    )
+
+
+# Rollouts of the next step beside the update of this one (``cluster.max_staleness`` 1).
+#
+# A thread waits for the processes that play; what they gather is taken in only when the step before is on
+# record. So no line of this process runs beside another one that reads what it changes, and the order of
+# everything is that of a run that plays and trains in turn: the same bits, however fast either is.
+
+
+_TICK_S: Final = 0.5  # how long the person who watches may have to wait
+_LEAVE_S: Final = 10.0  # a thread that replaces a process may take longer to end
+
+
+class _Cancelled(Exception):
+    """Ends the thread: nobody wants these rollouts any more."""
+
+
+class RolloutPrefetch:
+    """One step's rollouts, under way. The methods of the first part are called by the thread that plays.
+
+    ``play`` gets this object, and returns the step; :meth:`sent` and :meth:`ended` have to be called in it.
+    """
+
+    def __init__(
+        self, play: Callable[["RolloutPrefetch"], SampledStep], *, counts: list[dict[str, int]]
+    ) -> None:
+        self._counts = counts
+        self._sent, self._done, self._released = (threading.Event() for _ in range(3))
+        self._is_cancelled = False
+        self._sampled: SampledStep | None = None
+        self._error: BaseException | None = None
+        self._began = time.perf_counter()
+        self._seconds = 0.0
+        self.progress = ""
+        self._thread = threading.Thread(
+            target=self._run, args=(play,), name="rollouts of the next step", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, play: Callable[["RolloutPrefetch"], SampledStep]) -> None:
+        try:
+            self._sampled = play(self)
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error
+        finally:
+            self._sent.set()
+            self._done.set()
+
+    def mark_sent(self) -> None:
+        """Those who play have all that they need of this process."""
+        self._sent.set()
+        self.raise_if_cancelled()
+
+    def mark_done(self) -> None:
+        """The rollouts are there; waits until this process may take in what came of them."""
+        if not self._done.is_set():  # else further ones for groups that a filter left out
+            self._seconds = time.perf_counter() - self._began
+        self._done.set()
+        self._released.wait()
+        self.raise_if_cancelled()
+
+    def on_finished(self, num_done: int, num_total: int) -> None:
+        """Progress of the rollouts, kept for :meth:`wait`."""
+        self.progress = f"{num_done}/{num_total}"
+        self.raise_if_cancelled()
+
+    def raise_if_cancelled(self) -> None:
+        """To be called again and again while the rollouts are waited for: ends the thread once nobody wants
+        them.
+        """
+        if self._is_cancelled:
+            raise _Cancelled
+
+    def wait_until_sent(self) -> None:
+        """From here on this process may change what rollouts begin with. Raises what the thread raised."""
+        self._sent.wait()
+        self._raise()
+
+    def wait(self, *, on_tick: Callable[[str], None]) -> None:
+        """Until the rollouts have ended: engines are idle now, and may get new weights. Raises what the
+        thread raised.
+        """
+        while not self._done.wait(_TICK_S):
+            on_tick(self.progress)
+        self._raise()
+
+    def collect(self) -> QueuedStep:
+        """Take in what came of them. Raises what the thread raised."""
+        self._released.set()
+        self._thread.join()
+        self._raise()
+        assert self._sampled is not None
+        return QueuedStep(sampled=self._sampled, counts=self._counts, seconds=self._seconds)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Nothing of these rollouts is taken in, and their thread ends: it must not see the processes end
+        that it waits for, which it would replace.
+        """
+        self._is_cancelled = True
+        self._released.set()
+        self._thread.join(_LEAVE_S)
+
+
+@contextmanager
+def prefetch_rollouts(
+    parts: Components, report: SampledStep, *, step: int, is_last: bool
+) -> Iterator[RolloutPrefetch | None]:
+    """Around the update of ``report``: the rollouts of the next ``step`` under way; None where the run plays
+    and trains in turn, or ends. They are given up where the update breaks.
+    """
+    remote, cluster = parts.remote, parts.settings.cluster
+    if remote is None or not cluster.max_staleness or cluster.in_flight or is_last:
+        yield None
+        return
+
+    def play(prefetch: RolloutPrefetch) -> SampledStep:
+        rollouts = remote.rollouts(parts, training=True, on_finished=prefetch.on_finished, prefetch=prefetch)
+        return play_step(parts, rollouts, step=step, cursor=report.cursor)
+
+    prefetch = RolloutPrefetch(play, counts=parts.algorithm.counts())
+    try:
+        prefetch.wait_until_sent()
+        yield prefetch
+    except BaseException:
+        prefetch.cancel()
+        raise
+
+
+# Groups of several steps under way at once (``cluster.in_flight``), taken in the order of their tasks.
+#
+# Update u begins with weights of version u. A group of update u is begun once version u - k is out (k =
+# ``cluster.max_staleness``), and the engines never go back, so none of its tokens is older than k versions when
+# it is trained on; nothing is thrown away for its age. Which version a turn meets depends on who is fast:
+# the same seed does not give the same bits.
+
+
+GroupName = tuple[int, int]  # step, and number in it
+
+
+class GroupPlayer(Protocol):
+    """Whoever plays the groups that are begun, several at a time."""
+
+    def begin(self, step: PendingStep, groups: Sequence[int], *, is_again: bool) -> None:
+        """Begin these groups of a step, from what hooks know now; returns at once. ``is_again``: they had
+        begun, and are lost.
+        """
+        ...
+
+    def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
+        """What has come to an end since the last call; ``waits``: for a moment, where that is nothing. Raises
+        ClusterFault.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Nobody wants what is under way: it ends soon, and nothing of it comes back."""
+        ...
+
+
+class AsyncRolloutQueue:
+    """The steps that have begun and are not trained on. Its methods are called by the thread that trains."""
+
+    def __init__(
+        self,
+        parts: Components,
+        player: GroupPlayer,
+        *,
+        step: int,
+        cursor: int,
+        snapshot: QueueSnapshot | None,
+    ) -> None:
+        """``step`` is the next one to train on, ``cursor`` where its tasks begin; ``snapshot`` comes of a
+        checkpoint: of its steps, groups that had not ended begin anew. Raises ConfigError for hooks that
+        branch.
+        """
+        hooks = parts.algorithm.hooks
+        if any(isinstance(hook, Brancher | Expansion) for hook in hooks):
+            raise ConfigError("cluster.in_flight goes without rollouts that branch")
+        self._parts, self._player = parts, player
+        self._counts = parts.algorithm.counts() if snapshot is None else snapshot.counts
+        self._steps = {} if snapshot is None else {pending.step: pending for pending in snapshot.steps}
+        self._next = max(self._steps, default=step - 1) + 1
+        self._cursor = self._steps[self._next - 1].cursor if self._steps else cursor
+        self.num_restarted_groups = 0
+        for pending in self._steps.values():
+            missing = [group for group in range(len(pending.tasks)) if group not in pending.results]
+            self.num_restarted_groups += len(missing)
+            player.begin(pending, missing, is_again=True)
+
+    def begin(self, last: int) -> None:
+        """Begin the groups of all steps up to ``last``; those that have begun go on."""
+        while self._next <= last:
+            pending = self._steps[self._next] = self._plan(self._next)
+            self._next, self._cursor = self._next + 1, pending.cursor
+            self._player.begin(pending, range(len(pending.tasks)), is_again=False)
+
+    def _plan(self, step: int) -> PendingStep:
+        order, cursor, choice = plan_step(self._parts, step=step, cursor=self._cursor)
+        if choice.groups is not None:
+            raise ConfigError("cluster.in_flight goes without an algorithm that leaves groups out of a step")
+        if choice.tasks is not None:
+            tasks = list(choice.tasks)
+        else:
+            tasks, cursor = order.draw(choice.num_groups, cursor=cursor)
+        modes = [tuple(self._parts.algorithm.modes_of(step, group)) for group in range(len(tasks))]
+        return PendingStep(step=step, tasks=tasks, modes=modes, cursor=cursor)
+
+    def collect(self, step: int, *, on_tick: Callable[[str], None]) -> QueuedStep:
+        """Wait for all groups of a step that has begun, and take in what came of them, group by group.
+        ``on_tick`` is told how many have ended, again and again. Raises what the player raises.
+        """
+        pending = self._steps[step]
+        while len(pending.results) < len(pending.tasks):
+            on_tick(f"{len(pending.results)}/{len(pending.tasks)} groups")
+            self._poll(waits=True)
+        self._absorb(pending)
+        del self._steps[step]
+        groups = [pending.results[number] for number in range(len(pending.tasks))]
+        traces = [trace for group in groups for trace in group.report.traces]
+        sampled = SampledStep(
+            is_filtered=False,
+            traces=traces,
+            trained=traces,
+            faults=sum((group.report.faults for group in groups), Counter()),
+            fault_reasons=tuple(reason for group in groups for reason in group.report.fault_reasons),
+            num_extra_batches=0,
+            cursor=pending.cursor,
+            loop_lag_s=largest([group.report.loop_lag_s for group in groups]),
+        )
+        seconds = max((group.seconds for group in groups), default=0.0)
+        return QueuedStep(sampled=sampled, counts=self._counts, seconds=seconds)
+
+    def _poll(self, *, waits: bool) -> None:
+        for (step, group), result in self._player.poll(waits=waits).items():
+            results = self._steps[step].results
+            if group in results:
+                raise AssertionError(f"group {group} of step {step} has ended twice")
+            results[group] = result
+
+    def _absorb(self, pending: PendingStep) -> None:
+        """What came of the groups that have ended, in their order."""
+        hooks: Sequence[Hook] = self._parts.algorithm.hooks
+        portable_hooks = [hook for hook in hooks if isinstance(hook, Portable)]
+        for _, group in sorted(pending.results.items()):
+            if group.gathered is None:
+                continue
+            for copy, gathered in zip(portable_hooks, group.gathered, strict=True):
+                copy.absorb(gathered)
+            for hook in hooks:
+                for trace in group.report.traces:
+                    hook.after_group(trace)
+            group.gathered = None
+
+    def on_step_recorded(self) -> None:
+        """The metrics of a step are on record: what hooks count from here on is the next one's."""
+        self._counts = self._parts.algorithm.counts()
+
+    def cancel(self) -> None:
+        """Nobody wants the steps that have begun."""
+        if self._steps:
+            self._player.cancel()
+
+    def snapshot(self) -> QueueSnapshot:
+        """What a checkpoint holds: groups that have ended. They are taken in, so that the memories beside
+        them in the checkpoint know of them.
+        """
+        self._poll(waits=False)
+        steps = [self._steps[number] for number in sorted(self._steps)]
+        for pending in steps:
+            self._absorb(pending)
+        return QueueSnapshot(steps=steps, counts=self._counts)

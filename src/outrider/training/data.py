@@ -1,0 +1,471 @@
+"""Stages of training: which of the training tasks a step can play (``train.stages``).
+
+A function of the step alone: there is no state to save, so a run that goes on from any checkpoint is in the
+stage that it was in.
+"""
+
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import accumulate
+from typing import Final
+
+from outrider.algorithms.base import ExpertPaths, TaskChoice
+from outrider.config import Settings
+from outrider.environments.base import TaskSet
+from outrider.environments.task_sets import split_tasks
+from outrider.environments.tool_qa.datasets import hash_tasks
+from outrider.errors import DataError, OutriderError
+from outrider.rollout.batching import largest
+from outrider.rollout.evaluate import EvaluationSettings
+from outrider.rollout.faults import count_cut, cut_line, fault_line
+from outrider.rollout.scheduler import RolloutReport, Rollouts
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.training.cold_start import expert_rollouts
+from outrider.training.components import Components
+from outrider.training.experts import request_expert_paths
+from outrider.training.settings import RunSettings, StageSettings, TrainSettings
+from outrider.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """``number`` counts from 0, ``begin`` is its first training step."""
+
+    number: int
+    begin: int
+    tasks: Sequence[Task]
+
+
+def find_stage(step: int, *, settings: TrainSettings, tasks: Sequence[Task]) -> Stage | None:
+    """The stage of a training step, with its part of the training ``tasks``; None where a run has none."""
+    if not settings.stages:
+        return None
+    number = _stage_number(step, settings.stages)
+    begin = _stage_starts(settings.stages)[number]
+    return Stage(number=number, begin=begin, tasks=stage_tasks(settings.stages[number], tasks))
+
+
+def stage_tasks(stage: StageSettings, tasks: Sequence[Task]) -> list[Task]:
+    """Those whose keys fit, in their order."""
+    return [task for task in tasks if any(fnmatchcase(task.key, pattern) for pattern in stage.tasks)]
+
+
+def require_tasks(settings: TrainSettings, tasks: Sequence[Task]) -> None:
+    """Raises DataError where a pattern of a stage fits no training task."""
+    for number, stage in enumerate(settings.stages, start=1):
+        for pattern in stage.tasks:
+            if not any(fnmatchcase(task.key, pattern) for task in tasks):
+                raise DataError(
+                    f"train.stages: {pattern!r} of stage {number} fits no training task; "
+                    f"the first one is {tasks[0].key!r}"
+                )
+
+
+def count_groups(settings: TrainSettings, tasks: Sequence[Task]) -> list[tuple[int, int]]:
+    """Groups that a whole run plays and the tasks that they are drawn from: of all, or of the stages, where
+    those of the same patterns count as one.
+    """
+    size = settings.tasks_per_step
+    if not settings.stages:
+        return [(settings.num_steps * size, len(tasks))]
+    begins = [*_stage_starts(settings.stages), settings.num_steps]
+    counts: dict[tuple[str, ...], tuple[int, int]] = {}
+    for stage, begin, end in zip(settings.stages, begins[:-1], begins[1:], strict=True):
+        num_tasks = len(stage_tasks(stage, tasks))
+        before, _ = counts.get(stage.tasks, (0, num_tasks))
+        counts[stage.tasks] = before + max(0, end - begin) * min(size, num_tasks), num_tasks
+    return list(counts.values())
+
+
+def stage_metrics(settings: TrainSettings, *, step: int) -> dict[str, float]:
+    """The number of a training step's stage, from 1, under its declared name; empty where there is none."""
+    return {"stage/number": 1.0 + _stage_number(step, settings.stages)} if settings.stages else {}
+
+
+def stage_lines(settings: TrainSettings, tasks: Sequence[Task]) -> list[str]:
+    """For the person who watches: what each stage plays, and which have too few tasks for a whole step.
+
+    Nothing where no step is taken, as in an evaluation of the recipe.
+    """
+    if not settings.num_steps:
+        return []
+    size, lines = settings.tasks_per_step, list[str]()
+    begins = [*_stage_starts(settings.stages), settings.num_steps]
+    for number, stage in enumerate(settings.stages):
+        num = len(stage_tasks(stage, tasks))
+        few = f"; a step has {num} groups there, not {size}: no task comes twice" if num < size else ""
+        lines.append(
+            f"stage {number + 1} of {len(settings.stages)}: steps {begins[number] + 1} to "
+            f"{begins[number + 1]} on {num} tasks ({', '.join(stage.tasks)}){few}"
+        )
+    return lines
+
+
+def _stage_number(step: int, stages: Sequence[StageSettings]) -> int:
+    return max(number for number, begin in enumerate(_stage_starts(stages)) if begin <= step)
+
+
+def _stage_starts(stages: Sequence[StageSettings]) -> list[int]:
+    return [0, *accumulate(stage.num_steps or 0 for stage in stages[:-1])]
+
+
+# The tasks of a run, and what may be wrong with them although they can be played: evaluation tasks that are
+# training tasks, questions that occur twice, and questions with different answers.
+#
+# Tasks with answers are compared by their questions (and metadata), others by their keys too: what a simulator
+# says first may be the same for many tasks.
+
+
+_LONGEST: Final = 60  # characters of a question in a message
+
+
+def num_training_tasks(train: Sequence[Task], evaluation: Sequence[Task]) -> int:
+    """How many of the evaluation tasks are training tasks."""
+    known = {_identity(task) for task in train}
+    return sum(_identity(task) in known for task in evaluation)
+
+
+def kind_of_tasks(num_tasks: int, num_training: int) -> str:
+    """What evaluation tasks are called: ``held-out tasks`` if none of them is a training task."""
+    if not num_training:
+        return "held-out tasks"
+    if num_training >= num_tasks:
+        return "training tasks"
+    return f"tasks, {num_training} of them training tasks"
+
+
+def train_overlap_lines(num_training: int, num_tasks: int, split: str) -> list[str]:
+    """One line if evaluation tasks are training tasks, else none."""
+    if not num_training:
+        return []
+    which = "all" if num_training == num_tasks else f"{num_training} of the"
+    return [
+        f"EVALUATION ON TRAINING TASKS: {which} {num_tasks} evaluation tasks (split {split}) are training "
+        "tasks; a score on them does not measure generalization"
+    ]
+
+
+def repetition_lines(tasks: Sequence[Task], split: str) -> list[str]:
+    """One line for questions that occur more than once, and one for those of them with different answers."""
+    groups: dict[tuple[str, ...], list[Task]] = {}
+    for task in tasks:
+        if task.answers:
+            groups.setdefault(_identity(task), []).append(task)
+    repeated = [group for group in groups.values() if len(group) > 1]
+    several = [group for group in repeated if len({frozenset(_answers(task)) for task in group}) > 1]
+    equal = [group for group in repeated if group not in several]
+    lines = []
+    if equal:
+        count = sum(map(len, equal))
+        lines.append(
+            f"{split}: {len(equal)} question(s) occur more than once ({count} of {len(tasks)} tasks), "
+            f"for example {_cut(equal[0][0].question)!r}"
+        )
+    if several:
+        answers = " and ".join(repr(task.answers[0]) for task in several[0][:2])
+        lines.append(
+            f"{split}: {len(several)} question(s) occur with different answers, "
+            f"for example {_cut(several[0][0].question)!r} with {answers}"
+        )
+    return lines
+
+
+def task_notes(
+    family: TaskSet, settings: RunSettings, train: Sequence[Task], evaluation: Sequence[Task]
+) -> tuple[int, list[str]]:
+    """How many of the evaluation tasks are training tasks, and lines about that and about questions that
+    occur twice.
+    """
+    split = settings.evaluation.split
+    known = tasks_to_compare(family, settings, train, settings.evaluation)
+    num_training = num_training_tasks(known, evaluation)
+    lines = train_overlap_lines(num_training, len(evaluation), split) + repetition_lines(train, "train")
+    return num_training, lines + (repetition_lines(evaluation, split) if split != "train" else [])
+
+
+def training_tasks(task_set: TaskSet, settings: RunSettings) -> Sequence[Task]:
+    """None if nothing is trained. Raises DataError if they do not fill a step."""
+    num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
+    tasks = split_tasks(task_set, "train") if num_steps or settings.cold_start.num_examples else ()
+    if num_steps and len(tasks) < size:
+        raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
+    if num_steps:
+        require_tasks(settings.train, tasks)
+    return tasks
+
+
+def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings) -> Sequence[Task]:
+    """The first ``num_tasks`` of the split. Raises DataError if they are not the panel that the recipe
+    names.
+    """
+    tasks = split_tasks(task_set, settings.split)[: settings.num_tasks]
+    tasks_hash = hash_tasks(tasks)
+    if settings.panel is not None and tasks_hash != settings.panel:
+        raise DataError(
+            f"the {len(tasks)} tasks of the split {settings.split!r} are not the panel of the recipe: "
+            f"evaluation.panel is {settings.panel}, theirs is {tasks_hash} (evaluation.panel=none takes any)"
+        )
+    return tasks
+
+
+def tasks_to_compare(
+    task_set: TaskSet, settings: RunSettings, train: Sequence[Task], evaluation: EvaluationSettings
+) -> Sequence[Task]:
+    """The training tasks that evaluation tasks are compared with: those of the run, and in an evaluation
+    without training those of the recipe, if it has a file of them.
+    """
+    if train or evaluation.split == "train":
+        return train or split_tasks(task_set, "train")
+    dataset = getattr(settings.environment, "train", None)
+    path = getattr(dataset, "path", None)
+    if not isinstance(dataset, Settings) or path is None or not path.is_file():
+        return ()
+    try:
+        return split_tasks(task_set, "train")
+    except OutriderError:  # an evaluation does not need them
+        return ()
+
+
+def _identity(task: Task) -> tuple[str, ...]:
+    metadata = json.dumps(dict(task.metadata), sort_keys=True, default=str)
+    return (_normal(task.question), metadata) if task.answers else (task.key, task.question, metadata)
+
+
+def _answers(task: Task) -> Sequence[str]:
+    return [_normal(answer) for answer in task.answers]
+
+
+def _normal(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?.!")
+
+
+def _cut(text: str) -> str:
+    plain = " ".join(text.split())
+    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 1]}…"
+
+
+# Which tasks a step plays, and which of the groups it trains on (DAPO's dynamic sampling).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOrder:
+    """An endless order of the training tasks: a fresh permutation every epoch, keyed by the seed and, where
+    there is one, the number of the ``stage``. A cursor counts what was taken.
+    """
+
+    tasks: Sequence[Task]
+    tasks_per_step: int
+    seed: int
+    stage: int | None = None
+
+    def draw(self, num: int, *, cursor: int, seen: Set[str] = frozenset()) -> tuple[list[Task], int]:
+        """Up to ``num`` tasks from ``cursor`` on whose keys are not in ``seen``, and the cursor behind the
+        last one.
+
+        A step plays no task twice, because both plays would draw the same random numbers: fewer come where
+        none is left. An epoch leaves out the tasks that would not fill a step, unless they are all that
+        there is.
+        """
+        size = max(1, min(self.tasks_per_step, len(self.tasks)))
+        per_epoch = len(self.tasks) // size * size
+        names = ("task order",) if self.stage is None else ("task order", "stage", self.stage)
+        num_tasks = min(num, len({task.key for task in self.tasks} - seen))
+        selected: dict[str, Task] = {}
+        while len(selected) < num_tasks:
+            epoch, start = divmod(cursor, per_epoch)
+            order = stream(self.seed, *names, epoch).permutation(len(self.tasks))
+            for index in order[start:per_epoch]:
+                task = self.tasks[index]
+                cursor += 1
+                if task.key not in seen:
+                    selected.setdefault(task.key, task)
+                if len(selected) == num_tasks:
+                    break
+        return list(selected.values()), cursor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledStep:
+    """``traces`` are all groups that were played, ``trained`` those that the update gets: all, or where the
+    step ``is_filtered`` those that the algorithm's filter kept.
+
+    ``faults`` and ``fault_reasons`` are those of all rounds
+    (:class:`~outrider.rollout.scheduler.RolloutReport`), and so is ``loop_lag_s``.
+    """
+
+    is_filtered: bool
+    traces: list[Trace]
+    trained: list[Trace]
+    faults: Counter[str]
+    fault_reasons: tuple[str, ...]
+    num_extra_batches: int
+    cursor: int
+    loop_lag_s: float | None = None
+
+    def metrics(self, num_groups: int) -> dict[str, float]:
+        """Metrics of dynamic sampling; ``num_groups`` groups make a step."""
+        return {
+            "group/num_dropped": float(len(self.traces) - len(self.trained)),
+            "group/num_missing": float(num_groups - len(self.trained)),
+            "group/num_extra_batches": float(self.num_extra_batches),
+        }
+
+
+def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) -> SampledStep:
+    """The groups of a training step, by the run's settings; ``cursor`` is where the step before left the
+    order of tasks.
+    """
+    order, cursor, choice = plan_step(parts, step=step, cursor=cursor)
+    modes = partial(parts.algorithm.modes_of, step)
+    return sample_step(rollouts, order, cursor=cursor, choice=choice, modes=modes, step=step)
+
+
+def plan_step(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
+    """The order of a step's tasks, where in it the step begins, and what the algorithm chooses; ``cursor`` is
+    where the step before left.
+    """
+    settings, tasks = parts.settings, parts.train_tasks
+    size = settings.train.tasks_per_step
+    stage = find_stage(step, settings=settings.train, tasks=tasks)
+    if stage is not None:
+        tasks = stage.tasks
+        # An order of its own, from its beginning on.
+        cursor = 0 if step == stage.begin else cursor
+    number = None if stage is None else stage.number
+    order = TaskOrder(tasks=tasks, tasks_per_step=size, seed=settings.seed, stage=number)
+    return order, cursor, parts.algorithm.choose_tasks(tasks, step=step, num_groups=size)
+
+
+def sample_step(
+    rollouts: Rollouts,
+    order: TaskOrder,
+    *,
+    cursor: int,
+    choice: TaskChoice,
+    modes: Callable[[int], Sequence[str]],
+    step: int,
+) -> SampledStep:
+    """Play what was chosen; with a filter, as many further tasks as groups were left out, until none is
+    missing or its bound.
+    """
+    if choice.tasks is not None:
+        report = rollouts.run(choice.tasks, modes=modes, training_step=step)
+        return _unfiltered_step(report, cursor=cursor)
+    traces: list[Trace] = []
+    trained: list[Trace] = []
+    faults: Counter[str] = Counter()
+    reasons: list[str] = []
+    lags: list[float | None] = []
+    num_batches = 0
+    filtered, num_groups = choice.groups, choice.num_groups
+    while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
+        tasks, cursor = order.draw(
+            # Only what is missing, and no task twice: groups of one key would share their random streams.
+            num_groups - len(trained),
+            cursor=cursor,
+            seen={trace.task.key for trace in traces},
+        )
+        if not tasks:
+            break
+        numbered = partial(_offset_modes, modes, len(traces))
+        report = rollouts.run(tasks, modes=numbered, training_step=step, continued=num_batches > 0)
+        traces += report.traces
+        trained += report.traces if filtered is None else filtered.select(report.traces)
+        faults += report.faults
+        reasons += report.fault_reasons
+        lags.append(report.loop_lag_s)
+        num_batches += 1
+    return SampledStep(
+        is_filtered=filtered is not None,
+        traces=traces,
+        trained=trained,
+        faults=faults,
+        fault_reasons=tuple(reasons),
+        num_extra_batches=max(0, num_batches - 1),
+        cursor=cursor,
+        loop_lag_s=largest(lags),
+    )
+
+
+def _unfiltered_step(report: RolloutReport, *, cursor: int) -> SampledStep:
+    """A step whose tasks the algorithm named: all of its groups are trained, and the order of tasks stands
+    still.
+    """
+    return SampledStep(
+        is_filtered=False,
+        traces=report.traces,
+        trained=report.traces,
+        faults=report.faults,
+        fault_reasons=report.fault_reasons,
+        num_extra_batches=0,
+        cursor=cursor,
+        loop_lag_s=report.loop_lag_s,
+    )
+
+
+def _offset_modes(modes: Callable[[int], Sequence[str]], num_before: int, group: int) -> Sequence[str]:
+    """Groups are numbered on through a step's rounds."""
+    return modes(num_before + group)
+
+
+# Off-policy data that joins a step before the update: rollouts that the algorithm adds or plays beside the
+# policy's.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExperts:
+    """The experts of a training step, for an algorithm that plays them
+    (:class:`~outrider.algorithms.base.StepPlay`).
+    """
+
+    parts: Components
+    step: int
+    rollouts: list[Trace] = field(default_factory=list)
+
+    def request_expert_paths(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
+        """Steps by task key, and why experts could not be asked."""
+        return request_expert_paths(self.parts.task_set, tasks, self.parts.settings, training_step=self.step)
+
+    def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
+        """One rollout per task, in the state that its group began in."""
+        traces = expert_rollouts(self.parts, tasks, lambda task: paths[task.key], training_step=self.step)
+        self.rollouts.extend(traces)
+        return traces
+
+
+def add_off_policy_groups(
+    parts: Components, traces: Sequence[Trace], *, step: int, note: Callable[[str], None]
+) -> tuple[list[Trace], dict[str, float]]:
+    """Groups with credit to train on beside ``traces``, and the metrics of what was mixed in.
+
+    What joins ``traces`` themselves gets its credit later. ``note`` is told why rollouts were lost.
+    """
+    experts = StepExperts(parts=parts, step=step)
+    added = parts.algorithm.augment(traces, step=step, play=experts)
+    if added.lost:
+        note(
+            f"step {step + 1}: {len(added.lost)} demonstrations were lost to faults: {fault_line(added.lost)}"
+        )
+    cut = count_cut(experts.rollouts, parts.settings.limits, context_length=parts.engine.context_length)
+    if not cut:
+        return added.groups, added.metrics
+    note(
+        f"step {step + 1}: limits cut {cut.total()} of {len(experts.rollouts)} demonstrations: {cut_line(cut)}"
+    )
+    return added.groups, added.metrics | {"rollout/num_demonstrations_cut": float(cut.total())}
+
+
+def interleave(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace]:
+    """Both in their own order and evenly spread, so that every mini-batch holds its share of either."""
+    placed = [
+        ((i + 0.5) / len(source), number, trace)
+        for number, source in enumerate((fresh, replayed))
+        for i, trace in enumerate(source)
+    ]
+    return [trace for _, _, trace in sorted(placed, key=lambda entry: entry[:2])]

@@ -1,0 +1,359 @@
+"""Questions of one's own have no expert: what needs one is refused at once, with the ways out."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskSet
+from outrider.errors import ConfigError, DataError, EnvironmentFault, OutriderError, ToolFault
+from outrider.files import append, readable
+from outrider.memory.chat_files import import_trajectories, question_key
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.memory.step_store import BuildReport, TokenCounter
+from outrider.rollout.endpoint import Collected
+from outrider.rollout.episode import play_texts
+from outrider.rollout.faults import fault_line, run_timed
+from outrider.seeding import reset_seed
+from outrider.tokens.call_formats import CALL_FORMATS
+from outrider.tokens.tool_calls import split_thinking
+from outrider.training.settings import RunSettings
+from outrider.types import Step, Task, Trajectory
+
+_FILE = "a file of trajectories (docs/formats.md)"
+
+
+def require_experts(settings: RunSettings) -> None:
+    """Raises ConfigError for a cold start, or a buffer to be filled, without the experts that it needs."""
+    if settings.environment.has_experts:
+        return
+    kind = settings.environment.type
+    why = (
+        f"{'questions of your own' if kind == 'tools' else 'its tasks'} "
+        f"(environment.type = {kind}) have no expert"
+    )
+    if settings.cold_start.num_examples and settings.cold_start.demonstrations is None:
+        raise ConfigError(
+            f"cold_start.num_examples = {settings.cold_start.num_examples}, and {why}: name {_FILE} with "
+            "cold_start.demonstrations, or begin without a cold start (cold_start.num_examples=0)"
+        )
+    if settings.algorithm.retrieves and settings.train.num_steps > 0 and settings.buffer.path is None:
+        raise ConfigError(
+            f"algorithm.type = {settings.algorithm.type} retrieves from a buffer, and {why} to fill one: "
+            f"make it from {_FILE} with `outrider buffer "
+            "import FILE --out steps.sqlite`, or from an agent with `outrider buffer build RECIPE --endpoint "
+            "URL --out steps.sqlite`, and set buffer.path=steps.sqlite; "
+            "or train without retrieval (algorithm.num_hybrid=0)"
+        )
+
+
+# Which rollouts a buffer build has paid for already: the buffer keeps only the best of them, so it cannot
+# tell.
+
+
+class CollectionLog:
+    """One JSON line per rollout that ended without a fault, beside the buffer file.
+
+    A torn line is passed over: its rollout is played again and found in the buffer.
+    """
+
+    def __init__(self, buffer: Path) -> None:
+        self.path = buffer.with_name(f"{buffer.name}.collected.jsonl")
+        if not buffer.exists():  # a log without its buffer speaks of another one
+            self.path.unlink(missing_ok=True)
+
+    def done(self) -> frozenset[str]:
+        """Trajectory ids of finished rollouts."""
+        if not self.path.exists():
+            return frozenset()
+        names = (entry.get("trajectory_id") for _, entry in readable(self.path) if entry is not None)
+        return frozenset(name for name in names if isinstance(name, str))
+
+    def add(self, collected: Sequence[Collected]) -> None:
+        """Record what has reached the buffer, and force it to disk."""
+        lines = [
+            json.dumps(
+                {
+                    "trajectory_id": rollout.trajectory_id,
+                    "outcome": rollout.outcome.value,
+                    "reward": rollout.trajectory.reward,
+                }
+            )
+            for rollout in collected
+            if rollout.trajectory is not None
+        ]
+        # on a line of its own whatever a kill left behind
+        append(self.path, "".join(f"\n{line}\n" for line in lines).encode())
+
+
+# Experts' trajectories for the step-trace buffer, with the returns that the environment itself gave them.
+
+
+_PORTION = 32
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlay:
+    """An expert's steps as the environment answered them. ``success`` is the environment's own verdict."""
+
+    trajectory: Trajectory
+    success: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class FillReport:
+    """Counts of asking the experts: ``present`` tasks had theirs in the buffer, ``without_expert`` have none,
+    ``fault`` ones broke, ``unsolved`` ones were offered with the return that they got. ``builds`` holds one
+    report per portion.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    builds: list[BuildReport] = field(default_factory=list)
+
+    def outcomes(self) -> str:
+        """The counts in words, for the person who has to find out why a buffer is empty."""
+        num_low = sum(build.num_below_min_reward for build in self.builds)
+        num_empty = sum(build.num_empty for build in self.builds)
+        counts = {
+            "have no expert": self.counts["without_expert"],
+            "have an expert who did not solve the task": self.counts["unsolved"],
+            "have a trajectory below buffer.min_reward": num_low,
+            "have a trajectory without a step": num_empty,
+            "were lost to faults": self.counts["fault"],
+        }
+        text = (
+            ", ".join(f"{num} {outcome}" for outcome, num in counts.items() if num) or "nothing was counted"
+        )
+        return text + (f"; {fault_line(self.faults)}" if self.faults else "")
+
+
+def request_expert_path(
+    task_set: TaskSet, task: Task, settings: RunSettings, *, seed: int
+) -> Sequence[Step] | None:
+    """The expert's path through the episode that ``reset(seed)`` starts. Blocks, so it is for code outside of
+    an event loop.
+
+    Raises ToolFault or EnvironmentFault when infrastructure broke or ``train.expert_timeout_s`` is over. A
+    mistake in the settings that only shows here (ConfigError, ToolUnavailable) stays what it is.
+    """
+    try:
+        return run_timed(task_set.expert, task, seed, timeout_s=settings.train.expert_timeout_s)
+    except (ToolFault, EnvironmentFault) as fault:
+        task_set.close()  # the call may go on in its thread, and hold what the next one needs
+        if isinstance(fault.__cause__, OutriderError):
+            raise fault.__cause__ from fault
+        raise
+
+
+def request_expert_paths(
+    task_set: TaskSet,
+    tasks: Sequence[Task],
+    settings: RunSettings,
+    *,
+    training_step: int,
+    on_task_done: Callable[[int], None] = lambda num_done: None,
+) -> tuple[dict[str, Sequence[Step] | None], list[str]]:
+    """Task key -> steps (None: there is no expert) of every task, and why the others could not be asked, one
+    reason per task.
+
+    Each is asked for the episode that the task's rollouts play in ``training_step``: their reset has the same
+    seed. A fault is tried again ``train.max_retries`` times. What the family started for its experts is
+    closed in the end.
+    """
+    paths: dict[str, Sequence[Step] | None] = {}
+    reasons: dict[str, str] = {}
+    for number, task in enumerate(tasks, start=1):
+        for _ in range(settings.train.max_retries + 1):
+            try:
+                seed = reset_seed(settings.seed, training_step, task.key)
+                paths[task.key] = request_expert_path(task_set, task, settings, seed=seed)
+                break
+            except (ToolFault, EnvironmentFault) as fault:
+                reasons[task.key] = f"the expert of {task.key}: {fault}"
+        on_task_done(number)
+    if tasks:
+        task_set.close()
+    return paths, [reason for key, reason in reasons.items() if key not in paths]
+
+
+def play_expert(
+    task_set: TaskSet, factory: EnvironmentFactory, task: Task, settings: RunSettings
+) -> ExpertPlay | None:
+    """Play the expert's path in a fresh environment, both with the run's seed: the buffer is of no training
+    step.
+
+    None where there is no expert.
+
+    Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
+    """
+    steps = request_expert_path(task_set, task, settings, seed=settings.seed)
+    if not steps:
+        return None
+    texts = [step.text for step in steps]
+    episode = play_texts(factory, task, texts, seed=settings.seed, timeout_s=settings.limits.step_timeout_s)
+    trajectory = Trajectory(
+        trajectory_id=_trajectory_id(task),
+        task_key=task.key,
+        agent="expert",
+        prompt=episode.prompt,
+        steps=episode.steps(texts),
+        reward=episode.record.episode_return,
+    )
+    return ExpertPlay(trajectory=trajectory, success=episode.record.success)
+
+
+def fill_buffer(
+    buffer: StepTraceBuffer,
+    task_set: TaskSet,
+    factory: EnvironmentFactory,
+    tasks: Sequence[Task],
+    settings: RunSettings,
+    note: Callable[[str], None],
+    *,
+    count_tokens: TokenCounter | None = None,
+) -> FillReport:
+    """Add the expert's trajectory of every task that lacks it, a portion of tasks at a time.
+
+    Without ``count_tokens`` their lengths stay unknown. A fault is tried again ``train.max_retries`` times,
+    then counted and left out.
+    """
+    report = FillReport()
+    questions = {task.key: task.question for task in tasks}
+    for start in range(0, len(tasks), _PORTION):
+        portion = tasks[start : start + _PORTION]
+        missing = [task for task in portion if not buffer.trajectory(_trajectory_id(task))]
+        report.counts["present"] += len(portion) - len(missing)
+        plays = [_play_with_retries(task_set, factory, task, settings, report) for task in missing]
+        trajectories = [play.trajectory for play in plays if play is not None]
+        report.counts["unsolved"] += sum(not play.success for play in plays if play is not None)
+        if trajectories:
+            report.builds.append(
+                buffer.add_trajectories(
+                    trajectories,
+                    keep_best=settings.buffer.keep_best,
+                    min_reward=settings.buffer.min_reward,
+                    questions=questions,
+                    count_tokens=count_tokens,
+                )
+            )
+        note(f"buffer: experts of {start + len(portion)} of {len(tasks)} tasks asked, {len(buffer)} steps")
+    outcomes = {name: count for name, count in report.counts.items() if count and name != "present"}
+    if outcomes:
+        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in outcomes.items())
+        note(f"buffer: {counts}{'; ' if report.faults else ''}{fault_line(report.faults)}")
+    return report
+
+
+def read_demonstrations(
+    file: str, tasks: Sequence[Task], environment: EnvironmentSettings | None = None
+) -> dict[str, Sequence[Step] | None]:
+    """Task key -> steps of its trajectory with the highest reward in a file, the first of equals.
+
+    A record belongs to the task of its ``task_key``; one without a key, to the task with its question. Raises
+    DataError for a file that cannot be used, or holds nothing for any of ``tasks``, and for demonstrations
+    whose calls ``environment`` cannot read. Logs what was left out of the file's chats.
+    """
+    imported = import_trajectories(file)
+    keys = {task.key for task in tasks}
+    keys_by_question: dict[str, list[str]] = {}  # several tasks may ask the same
+    for task in tasks:
+        keys_by_question.setdefault(question_key(task.question), []).append(task.key)
+    best: dict[str, Trajectory] = {}
+    for trajectory in imported.trajectories:
+        for key in (
+            [trajectory.task_key]
+            if trajectory.task_key in keys
+            else keys_by_question.get(trajectory.task_key, [trajectory.task_key])
+        ):
+            if key not in best or trajectory.reward > best[key].reward:
+                best[key] = trajectory
+    if not keys & best.keys():
+        raise DataError(
+            f"{file} holds no demonstration of a training task: the task keys "
+            "and questions of its records are others"
+        )
+    if imported.dropped:
+        dropped = ", ".join(f"{name} ({count})" for name, count in imported.dropped.items())
+        _LOG.warning("%s: left out of the chats: %s", file, dropped)
+    if environment is not None:
+        _check_calls(file, [best[key] for key in sorted(keys & best.keys())], environment)
+    return {key: trajectory.steps for key, trajectory in best.items()}
+
+
+def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: EnvironmentSettings) -> None:
+    """Whether the environment reads the calls of demonstrations. Raises DataError if it reads none of them,
+    and logs which of them it cannot read.
+    """
+    names = environment.tool_names()
+    native_names = [
+        {name for step in item.steps for name in _native_call_names(step.text)} for item in demonstrations
+    ]
+    if environment.call_format is None:
+        if num := sum(map(bool, native_names)):
+            message = f"{file}: {num} of {len(demonstrations)} demonstrations call tools natively, and {_describe_action_format(environment)}"
+            if num == len(demonstrations) and not environment.keeps_conversations:
+                raise DataError(message)
+            _LOG.warning(message)
+        return
+    tagged = [
+        item
+        for item in demonstrations
+        if any(f"</{name}>" in step.text for step in item.steps for name in names)
+    ]
+    if tagged and not any(native_names):
+        raise DataError(
+            f"{file}: {len(tagged)} of {len(demonstrations)} demonstrations call tools between tags, and "
+            f"environment.protocol = {environment.call_format} reads native calls: set "
+            "environment.protocol=tags"
+        )
+    unknown = Counter(name for item in native_names for name in item if names and name not in names)
+    if unknown:
+        message = ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items()))
+        _LOG.warning(
+            "%s: demonstrations call tools that the environment lacks: %s; it has %s",
+            file, message, ", ".join(names),
+        )  # fmt: skip
+
+
+def _describe_action_format(environment: EnvironmentSettings) -> str:
+    """What an environment without native calls reads, and what to do."""
+    forms = ", ".join(CALL_FORMATS)
+    if environment.keeps_conversations:
+        return f"environment.tool_calls names no form of calls: set it to one of {forms}"
+    if names := environment.tool_names():
+        return (
+            f"environment.protocol = tags reads calls such as <{names[0]}>...</{names[0]}>: set "
+            f"environment.protocol to one of {forms}, or write calls and answers as tags"
+        )
+    return f"environment.type = {environment.type} reads actions in text"
+
+
+def _native_call_names(text: str) -> list[str]:
+    """Names of the tools that a recorded turn calls natively."""
+    _, rest, _ = split_thinking(text, CALL_FORMATS["hermes"])
+    return [call.name for call in CALL_FORMATS["hermes"].read(rest, ()).calls]
+
+
+def _trajectory_id(task: Task) -> str:
+    return f"expert/{task.key}"
+
+
+def _play_with_retries(
+    task_set: TaskSet, factory: EnvironmentFactory, task: Task, settings: RunSettings, report: FillReport
+) -> ExpertPlay | None:
+    for attempt in range(settings.train.max_retries + 1):
+        try:
+            play = play_expert(task_set, factory, task, settings)
+        except (ToolFault, EnvironmentFault) as fault:
+            report.counts["retries"] += attempt < settings.train.max_retries
+            last = fault
+        else:
+            report.counts["without_expert"] += play is None
+            return play
+    report.counts["fault"] += 1
+    report.faults.append(f"{task.key}: {last}")
+    return None

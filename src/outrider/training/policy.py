@@ -1,0 +1,501 @@
+"""The global gradient norm in float64, from sums of squares that ranks can add, and clipping by it.
+
+In float32 the norm of an embedding is off by 1e-5, and by another amount where the gradient is in shards;
+clipping would carry that into the weights.
+"""
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from outrider.engines.local.attention import FlexPlan, Segment, TreePlan
+from outrider.engines.local.model import LanguageModel, read_weights
+from outrider.engines.local.unpacked import EAGER, compute_logits, split_into_sequences
+from outrider.errors import CheckpointError, ModelError
+from outrider.files import follow_umask
+from outrider.training.adapters import broken_ties, choose_trained, merge_adapters
+from outrider.training.logprobs import Scoring, UnpackedScoring
+from outrider.training.packing import PackedBatch, RolloutPath, pack
+from outrider.training.settings import LoraSettings, OptimizerSettings
+
+
+def sum_of_squares(gradients: Iterable[Tensor]) -> float:
+    """Over all entries of all tensors, squared and summed in float64; NaN and infinity come through."""
+    norms = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
+    return math.fsum(norm * norm for norm in norms) if all(map(math.isfinite, norms)) else math.nan
+
+
+@torch.no_grad()
+def clip(gradients: Iterable[Tensor], *, norm: float, max_norm: float) -> None:
+    """Scale all of them so that their global norm, which is ``norm`` now, is at most ``max_norm``."""
+    scale = max_norm / (norm + 1e-6)
+    if scale < 1.0:  # not where the norm is NaN: nothing is stepped on then
+        for gradient in gradients:
+            gradient.mul_(scale)
+
+
+# The processes that compute one update together, as the update sees them; here there is one.
+#
+# Every rank has all rollouts of a step and computes some. What one of them decides, all decide, because a rank
+# that goes on alone waits for the others for ever: decisions are made of what :meth:`Ranks.gather` gives.
+
+
+ValueT = TypeVar("ValueT")
+
+
+class Ranks(Protocol):
+    """``rank`` 0 of ``size`` is the one that counts what all of them know."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: ValueT) -> list[ValueT]:
+        """The value of every rank, in the order of the ranks: the same list on all of them."""
+        ...
+
+    def share(self, paths: Sequence[RolloutPath]) -> list[RolloutPath]:
+        """Those of ``paths``, which are the same on all ranks, that this one computes; each is somewhere."""
+        ...
+
+
+class SingleRank:
+    """One process, which computes everything."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: ValueT) -> list[ValueT]:
+        """See :class:`Ranks`."""
+        return [value]
+
+    def share(self, paths: Sequence[RolloutPath]) -> list[RolloutPath]:
+        """See :class:`Ranks`."""
+        return list(paths)
+
+
+def pack_for_rank(paths: Sequence[RolloutPath], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
+    """The micro-batches of this rank's rollouts. Beside others the largest come first, so that passes of like
+    size meet.
+    """
+    batches = list(pack(paths, max_tokens=max_tokens))
+    return batches if ranks.size == 1 else sorted(batches, key=lambda batch: -batch.num_tokens)
+
+
+def padded_micro_batches(batches: Sequence[PackedBatch], ranks: Ranks) -> Iterator[PackedBatch | None]:
+    """The micro-batches, and None as often as another rank has more: a forward needs every rank.
+
+    For None a rank calls :meth:`outrider.training.policy.Scorer.dummy_forward` where the others score.
+    """
+    max_batches = max(
+        ranks.gather(len(batches))
+    )  # before the first: the ranks are at one place now, and not later
+    yield from batches
+    yield from [None] * (max_batches - len(batches))
+
+
+# Weights and optimiser on disk: safetensors by names that do not say how many processes wrote them.
+#
+# One process writes ``masters.safetensors`` and ``optimizer.safetensors``, many the shards in ``weights/``.
+# Masters have the parameters' names, moments ``exp_avg/NAME`` and so on. Any number of processes reads both.
+
+
+SHARDS: Final = "weights"
+MASTERS: Final = "masters.safetensors"
+OPTIMIZER: Final = "optimizer.safetensors"
+
+
+def tensor_files(folder: Path) -> list[str]:
+    """Files of weights that a checkpoint has to have, relative to it."""
+    if (folder / SHARDS).is_dir():
+        return sorted(f"{SHARDS}/{path.name}" for path in (folder / SHARDS).glob("*.safetensors"))
+    return [MASTERS, OPTIMIZER]
+
+
+def tensor_folder(folder: Path) -> Path:
+    """Where a reader of many files finds them."""
+    return folder / SHARDS if (folder / SHARDS).is_dir() else folder
+
+
+def read_tensors(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
+    """All of them in memory, by name. Raises OSError, SafetensorError and ValueError for what is damaged."""
+    if not (folder / SHARDS).is_dir():
+        names = (MASTERS, OPTIMIZER) if with_optimizer else (MASTERS,)
+        return {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
+    return _read_shards(folder / SHARDS, with_optimizer=with_optimizer)
+
+
+def _read_shards(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
+    """The whole tensors from the shards of all ranks."""
+    import torch
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(folder))
+    known = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in known.items()
+        if isinstance(metadata, TensorStorageMetadata) and (with_optimizer or "/" not in name)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def require_shapes(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises CheckpointError where the masters on disk (``stored``) are not those of the model."""
+    if dict(stored) != dict(shapes):
+        raise CheckpointError(
+            f"checkpoint {folder} belongs to another model or adapter: set model.name, model.lora and "
+            "model.trained_layers as they were"
+        )
+
+
+# Whether the folder that was exported computes what the policy computes.
+
+
+_NUM_TOKENS: Final = 12
+_STARTS: Final = (1, 101, 1009)  # first ids of the sequences that are tried
+_LIMITS: Final = {torch.bfloat16: 0.2, torch.float32: 0.001}
+"""Share of what a context changes in the logits. Merged weights are rounded once more than adapters beside
+them, and attention is computed by another implementation.
+"""
+
+
+@torch.no_grad()
+def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
+    """Load the folder as everybody does, and compare. Raises ModelError where a weight is missing or has
+    another name or shape, or where the logits of all of a few sequences differ by more than rounding. One
+    that agrees is enough: in another one a router may choose another expert because of rounding.
+    """
+    model = language_model.model
+    loaded, _ = read_weights(str(folder), "as exported", dtype=model.dtype, attention=EAGER)
+    loaded.eval()
+    differences = []
+    for start in _STARTS:
+        ids, half = _ids(language_model, start), _NUM_TOKENS // 2
+        ours, theirs = _logits(language_model, ids), _theirs(loaded, ids)
+        # what the first half changes in the predictions of the second
+        context = (theirs[half:] - _theirs(loaded, ids[half:])).norm()
+        difference = (ours - theirs).norm()
+        if bool(difference <= _LIMITS.get(model.dtype, 0.2) * context):
+            return
+        differences.append(float((ours - theirs).abs().max()))
+    raise ModelError(
+        "the exported model does not compute what the policy computes: the logits of a few tokens differ by "
+        f"up to {min(differences):.3g}; nothing was written. Please report this with the model's "
+        "architecture and model.lora"
+    )
+
+
+def _ids(language_model: LanguageModel, start: int) -> Tensor:
+    size = int(language_model.model.config.get_text_config().vocab_size)
+    return torch.arange(start, start + _NUM_TOKENS) % size
+
+
+def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
+    """[N, V], as the policy is computed in training."""
+    device = language_model.device
+    every = torch.arange(len(ids_N), device=device)
+    if language_model.unpacked is not None:
+        return compute_logits(language_model.model, ids_N.to(device), every).float().cpu()
+    plan = TreePlan(segments=(Segment(length=len(ids_N)),))
+    options: dict[str, Any] = {"position_ids": every[None], "use_cache": False, "plan": plan}
+    run: Any = language_model.model
+    logits: Tensor = run(input_ids=ids_N[None].to(device), **options).logits
+    return logits[0].float().cpu()
+
+
+def _theirs(model: PreTrainedModel, ids_N: Tensor) -> Tensor:
+    return compute_logits(model, ids_N, torch.arange(len(ids_N))).float()
+
+
+# The policy in training: float32 master weights behind a working copy in the model's own precision.
+#
+# Small RL updates vanish in bfloat16, so gradients are accumulated and applied in float32; the working copy
+# (which the local engine shares) is rounded from the masters after every step. Shape letters: N packed tokens,
+# U scored tokens, T entries of :class:`~outrider.training.packing.PackedBatch`, V vocabulary.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenScores:
+    """``logprobs_T`` carry gradient; ``entropies_T`` (nats, whole vocabulary) do not."""
+
+    logprobs_T: Tensor
+    entropies_T: Tensor
+
+
+class Scorer:
+    """A language model that scores packed tokens; alone it is a frozen reference (KL term). ``uses_flex``: a
+    micro-batch is one call of flex attention (:mod:`outrider.engines.local.attention`).
+    """
+
+    def __init__(
+        self, language_model: LanguageModel, *, ranks: Ranks | None = None, uses_flex: bool = False
+    ) -> None:
+        self.language_model = language_model
+        self.uses_flex = uses_flex and language_model.unpacked is None
+        self.model = language_model.model
+        self.ranks: Ranks = ranks or SingleRank()
+        unpacked, model = language_model.unpacked, language_model.model
+        self.scoring: nn.Module = Scoring(model) if unpacked is None else UnpackedScoring(model, unpacked)
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
+        device = self.language_model.device
+        ids_N, positions_N = batch.ids_N.to(device), batch.positions_N.to(device)
+        predictors_U, targets_U = batch.predictors_U.to(device), batch.targets_U.to(device)
+        plan = FlexPlan.from_plan(batch.plan, device=device) if self.uses_flex else batch.plan
+        logprobs_U, entropies_U = self.scoring(ids_N, positions_N, plan, predictors_U, targets_U)
+        if len(batch.token_T) == len(logprobs_U):  # nothing is shared
+            return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
+        # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
+        entries = batch.token_T.to(device)
+        return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
+
+    def num_computed_tokens(self, batch: PackedBatch) -> int:
+        """Tokens that :meth:`score` computes; on the unpacked path a shared one once for every sequence."""
+        unpacked = self.language_model.unpacked
+        if unpacked is None:
+            return batch.num_tokens
+        return sum(
+            len(sequence.tokens)
+            for sequence in split_into_sequences(batch.plan, batch.predictors_U.tolist(), unpacked)
+        )
+
+    def dummy_forward(self) -> Tensor:
+        """A pass for the sake of other ranks, over two tokens; a loss of 0, which has a gradient of zeros."""
+        device = self.language_model.device
+        ids_N, index_U = torch.zeros(2, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
+        plan = TreePlan(segments=(Segment(length=2),))
+        positions_N = torch.arange(2, device=device)
+        logprobs_U, _ = self.scoring(ids_N, positions_N, plan, index_U.to(device), index_U.to(device))
+        loss: Tensor = 0.0 * logprobs_U.sum()
+        return loss
+
+
+class Policy(Scorer):
+    """A language model with its optimiser. ``checkpoint_activations``: layers are computed again in the
+    backward pass.
+
+    ``trained_layers``: only the last so many layers (and the norm behind them) train. Nothing below has a
+    gradient, and no backward pass runs through it. Raises ModelError where the model has fewer layers.
+    """
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        settings: OptimizerSettings,
+        *,
+        lora: LoraSettings | None = None,
+        trained_layers: int | None = None,
+        seed: int = 0,
+        checkpoint_activations: bool = False,
+        uses_flex: bool = False,
+    ) -> None:
+        super().__init__(language_model, uses_flex=uses_flex)
+        self.settings = settings
+        choose_trained(self.model, lora=lora, trained_layers=trained_layers, seed=seed)
+        if checkpoint_activations:
+            checkpoint_layers(self.model)
+        # Tied embeddings have one name here, hence one master and one optimiser state.
+        self.working: dict[str, nn.Parameter] = {
+            name: p for name, p in self.model.named_parameters() if p.requires_grad
+        }
+        self.masters: dict[str, Tensor] = {
+            name: _master(parameter) for name, parameter in self.working.items()
+        }
+        for name, parameter in self.working.items():
+            # In the backward pass: micro-batches add up in float32, one working gradient alive at a time.
+            parameter.register_post_accumulate_grad_hook(self._collect(name))
+        self.num_steps = 0
+        self.optimizer = torch.optim.AdamW(
+            list(self.masters.values()),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def _collect(self, name: str) -> Callable[[Tensor], None]:
+        def move(parameter: Tensor) -> None:
+            master, gradient = self.masters[name], parameter.grad
+            assert gradient is not None
+            master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+        return move
+
+    @property
+    def learning_rate(self) -> float:
+        """The settings' rate at the step that ``num_steps`` counts last, 0 before the first step of a
+        warm-up.
+        """
+        warm = min(1.0, self.num_steps / self.settings.warmup_steps) if self.settings.warmup_steps else 1.0
+        return self.settings.learning_rate * warm
+
+    def step(self, *, learning_rate: float | None = None) -> float:
+        """Clip, apply, round into the working copy; the gradient norm before clipping.
+
+        A gradient of zero is no step: the moments alone would move the weights. A norm that is not finite
+        skips the step (the caller counts it): one bad batch must not destroy the weights. A skipped step
+        does not advance the warm-up.
+        """
+        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+        norm = self._norm(gradients)
+        clip(gradients, norm=norm, max_norm=self.settings.max_grad_norm)
+        is_applied = math.isfinite(norm) and norm != 0.0
+        if is_applied:
+            self.num_steps += 1
+        # Every time, because the rate of a warm-up depends on num_steps.
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate if learning_rate is None else learning_rate
+        if is_applied:
+            self.optimizer.step()
+            self.round_masters()
+        self.drop_gradients()
+        return norm
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        return math.sqrt(sum_of_squares(gradients))
+
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Copy the master weights into the working copy."""
+        for name, parameter in self.working.items():
+            if parameter.dtype != self.masters[name].dtype:  # else they are one memory
+                parameter.copy_(self.masters[name])
+
+    def export(self, folder: Path) -> None:
+        """Write the model, its tokenizer and its configuration into ``folder``."""
+        export(self.language_model, folder)
+
+    def save(self, folder: Path) -> None:
+        """Masters and moments into an existing folder. Raises OSError and SafetensorError."""
+        # safetensors takes no views with strides.
+        save_file({name: tensor.contiguous() for name, tensor in self.masters.items()}, folder / MASTERS)
+        moments = {
+            f"{key}/{name}": torch.as_tensor(value).contiguous()
+            for name, master in self.masters.items()
+            for key, value in self.optimizer.state.get(master, {}).items()
+        }
+        save_file(moments, folder / OPTIMIZER)
+
+    @torch.no_grad()
+    def load(self, folder: Path, *, num_steps: int) -> None:
+        """Masters, working copy and moments of a checkpoint. Raises CheckpointError for one of another model,
+        OSError, ValueError and SafetensorError for one that is damaged.
+        """
+        tensors = read_tensors(folder, with_optimizer=True)
+        masters = {name: tensor for name, tensor in tensors.items() if "/" not in name}
+        require_shapes(folder, _shapes(self.masters), _shapes(masters))
+        self.optimizer.state.clear()
+        for name, master in self.masters.items():
+            # In place: the optimiser refers to these very tensors.
+            master.copy_(masters[name])
+            moments = {
+                key.split("/", 1)[0]: value.to(master.device)
+                for key, value in tensors.items()
+                if "/" in key and key.split("/", 1)[1] == name
+            }
+            if moments:
+                self.optimizer.state[master] = moments
+        self.num_steps = num_steps
+        # The working copy is in no checkpoint: it follows from the masters.
+        self.round_masters()
+
+    def fresh_optimizer(self) -> None:
+        """Forget the moments: the cold start's do not belong to reinforcement learning."""
+        self.optimizer.state.clear()
+        self.num_steps = 0
+
+    def frozen_copy(self) -> Scorer:
+        """The policy as it is now, in its own memory and never trained."""
+        model = copy.deepcopy(self.model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return Scorer(replace(self.language_model, model=model), uses_flex=self.uses_flex)
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Its layers keep their inputs only, and are computed again in the backward pass."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.forward = MethodType(_checkpointed, module)
+
+
+def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """A layer that keeps its inputs only. transformers' own switch works in training mode, which would turn
+    dropout on.
+    """
+    # The class's method: the instance's own `forward` is this function.
+    forward = partial(type(self).forward, self)
+    return (
+        # Reentrant checkpointing has no gradient where only weights inside, not the inputs, ask for one.
+        checkpoint(forward, *arguments, use_reentrant=False, **options)
+        if torch.is_grad_enabled()
+        else forward(*arguments, **options)
+    )
+
+
+def export(language_model: LanguageModel, folder: Path, *, check: bool = True) -> None:
+    """Write model and tokenizer as a Hugging Face folder, adapters merged; the model itself does not change.
+
+    ``check``: load the folder again, and compare its logits with the policy's. Where an adapter parts the
+    vocabulary projection from the embedding that it is tied to, the folder has both. Raises ModelError where
+    an adapter is not merged, or the folder does not compute what the policy computes.
+    """
+    model = language_model.model
+    model.save_pretrained(folder, state_dict=merge_adapters(model))
+    if broken_ties(model):
+        config = copy.deepcopy(model.config)
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        config.save_pretrained(folder)
+    language_model.tokenizer.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        follow_umask(file)
+    if check:
+        require_same_logits(language_model, folder)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    """The weights in float32 or better: the parameter's own memory where it is that precise, else a copy."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def set_threads(num_threads: int, *, device: str = "cpu") -> None:
+    """The one place where torch's thread count is set, and its deterministic mode switched on.
+
+    Same bits are promised on CPU; on a GPU an operation without a deterministic form warns. It has to be
+    called before the first product on a GPU: cuBLAS reads then how much memory its products may use, and
+    with a fixed amount their order of sums is fixed too.
+    """
+    if device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
+    # a debugging aid that writes every new tensor twice
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,293 @@
+"""``outrider replay``: play a recorded step's rollouts again, without a model, and compare with the record.
+
+The recorded texts of the policy go straight to the configured environment, so nothing is tokenised a second
+time. What is compared: prompt, observations, how the episode ended and its return, all exactly.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from outrider.environments.base import EnvironmentFactory, StepResult
+from outrider.environments.task_sets import make_task_set, split_tasks
+from outrider.errors import DataError, EnvironmentFault, ToolFault
+from outrider.printing import Terminal, print_lines
+from outrider.rollout.episode import DirectEpisode, episode_outcome, play_texts
+from outrider.seeding import reset_seed
+from outrider.training.run_dir import recorded_settings
+from outrider.training.settings import RunSettings
+from outrider.types import Origin, Outcome, Task
+from outrider.viewer.records import TraceReader, TraceRow
+
+_COLUMNS = ("task", "rollout", "turn", "what", "recorded", "replayed")
+_ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)  # whose text is an action
+_MAX_ROWS = 20
+_MAX_CELL = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first place where a rollout's replay leaves its record. ``turn`` is None for the prompt and the
+    end.
+    """
+
+    kind: str
+    turn: int | None
+    recorded: str
+    replayed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """One rollout on file: the rows from root to leaf."""
+
+    task_key: str
+    path: tuple[TraceRow, ...]
+
+    @property
+    def leaf(self) -> TraceRow:
+        return self.path[-1]
+
+
+def replay_step(run: Path, step: int) -> int:
+    """Replay ``traces`` of a training step and print what differs; 0 when nothing does, 1 otherwise.
+
+    Rollouts that ended in a fault are not on file, so they are counted but not played.
+    Raises DataError when the run, the step or a task of it is missing.
+    """
+    if not (run / "config.toml").exists():
+        raise DataError(f"{run} is no run directory: it has no config.toml")
+    settings = recorded_settings(run / "config.toml")
+    if getattr(settings.environment, "max_batch_calls", None) is not None:
+        raise DataError(
+            "environment.max_batch_calls: whose calls were refused follows "
+            "from the whole batch, not from one rollout"
+        )
+    rollouts = list(recorded_rollouts(TraceReader(run / "traces").read(step)))
+    if not rollouts:
+        raise DataError(f"step {step} of {run} holds no finished rollout")
+    task_set = make_task_set(settings.environment)
+    tasks = {task.key: task for task in split_tasks(task_set, "train")}
+    lost = sorted({rollout.task_key for rollout in rollouts} - tasks.keys())
+    if lost:
+        raise DataError(
+            f"task {lost[0]} of the record is not in the training split any more ({len(lost)} such tasks)"
+        )
+    factory = task_set.make()
+    try:
+        results = [
+            (rollout, _replay(rollout, tasks[rollout.task_key], factory, settings, step))
+            for rollout in rollouts
+        ]
+    finally:
+        factory.close()
+    num_expected = len({rollout.leaf.trace_id for rollout in rollouts}) * settings.algorithm.group_size
+    _print_differences(step, results, num_unrecorded=max(0, num_expected - len(rollouts)))
+    return int(any(difference is not None for _, difference in results))
+
+
+def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[_Recorded]:
+    """The rollouts of a trace file, in its order."""
+    nodes = {(row.trace_id, row.node_id): row for row in rows}
+    for row in rows:
+        if row.outcome is None:
+            continue
+        path = [row]
+        while path[-1].parent_id != -1:
+            parent = nodes.get((row.trace_id, path[-1].parent_id))
+            if parent is None:
+                raise DataError(f"trace {row.trace_id}: node {path[-1].parent_id} is missing from the record")
+            path.append(parent)
+        yield _Recorded(task_key=row.task_key, path=tuple(reversed(path)))
+
+
+def compare(
+    recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: RunSettings
+) -> Difference | None:
+    """The first difference between the rows of a rollout and its replay."""
+    prompt = "\n".join(message.content for message in episode.prompt)
+    if _escape_surrogates(prompt) != recorded[0].text:
+        return Difference(kind="prompt", turn=None, recorded=recorded[0].text, replayed=prompt)
+    results = iter(episode.results)
+    last: StepResult | None = None
+    turn = 0
+    for row, after in zip(recorded, [*recorded[1:], None], strict=True):
+        if _is_action(row, settings):
+            last = next(results, None)
+            if last is None:
+                return Difference(
+                    kind="end", turn=turn, recorded="the episode went on", replayed="the episode had ended"
+                )
+            difference = _compare_observation(row, after, last, turn)
+            if difference is not None:
+                return difference
+            turn += 1
+        for _ in _attempted_actions(row):
+            last = next(results, last)
+    return _compare_end(recorded, last, episode, settings)
+
+
+def _replay(
+    rollout: _Recorded, task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int
+) -> Difference | None:
+    texts = [
+        text
+        for row in rollout.path
+        for text in (*([_action_text(row)] if _is_action(row, settings) else []), *_attempted_actions(row))
+    ]
+    # the file of step n holds the rollouts before update n
+    seed = reset_seed(settings.seed, step - 1, task.key)
+    try:
+        episode = play_texts(factory, task, texts, seed=seed, timeout_s=settings.limits.step_timeout_s)
+    except (ToolFault, EnvironmentFault) as fault:
+        return Difference(kind="fault", turn=None, recorded="none", replayed=str(fault))
+    return compare(rollout.path, episode, settings=settings)
+
+
+def _is_action(row: TraceRow, settings: RunSettings) -> bool:
+    """Whether the environment saw the node as an action: policy turns, and retrieved steps that were
+    executed.
+    """
+    return row.origin in _ACTION_ORIGINS or (
+        row.origin is Origin.BUFFER and settings.algorithm.executes_retrieved
+    )
+
+
+def _action_text(row: TraceRow) -> str:
+    """Text that the environment read. Earlier records of executed actions have no action apart from what was
+    shown.
+    """
+    return row.text if row.origin in _ACTION_ORIGINS else str(_metadata(row).get("action", _inner_text(row)))
+
+
+def _attempted_actions(row: TraceRow) -> Sequence[str]:
+    """Retrieved actions behind a node of which no text tells: they were refused, or found no room."""
+    actions = _metadata(row).get("attempted", [])
+    return [str(action) for action in actions] if isinstance(actions, list) else []
+
+
+def _inner_text(row: TraceRow) -> str:
+    return row.text.strip().removeprefix("<retrieve>").removesuffix("</retrieve>")
+
+
+def _compare_observation(
+    row: TraceRow, after: TraceRow | None, result: StepResult, turn: int
+) -> Difference | None:
+    text = _escape_surrogates(result.text)
+    if row.origin is Origin.BUFFER:
+        same = _inner_text(row).strip().endswith(text.strip())
+        return (
+            None
+            if same
+            else Difference(kind="executed step", turn=turn, recorded=_inner_text(row), replayed=text)
+        )
+    if after is None or after.origin is not Origin.ENVIRONMENT:
+        return None
+    if result.done:
+        return Difference(kind="end", turn=turn, recorded="the episode went on", replayed="the episode ended")
+    return (
+        None
+        if after.text == text
+        else Difference(kind="observation", turn=turn, recorded=after.text, replayed=text)
+    )
+
+
+def _compare_end(
+    recorded: Sequence[TraceRow], last: StepResult | None, episode: DirectEpisode, settings: RunSettings
+) -> Difference | None:
+    leaf = recorded[-1]
+    outcome = (
+        _declared_outcome(leaf, last, episode)
+        if last is not None and last.done
+        else _limit_outcome(recorded, last, settings)
+    )
+    assert leaf.outcome is not None  # what makes it a leaf
+    if outcome is not leaf.outcome:
+        return Difference(kind="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
+    if episode.record.episode_return != leaf.episode_return:
+        replayed = f"{episode.record.episode_return!r}"
+        return Difference(kind="return", turn=None, recorded=f"{leaf.episode_return!r}", replayed=replayed)
+    return None
+
+
+def _declared_outcome(leaf: TraceRow, last: StepResult, episode: DirectEpisode) -> Outcome:
+    """How the rollout loop names an end that the environment declared."""
+    cut = leaf.origin in _ACTION_ORIGINS and _metadata(leaf).get("finish") == "length"
+    return episode_outcome(last, is_cut=cut, is_answer=episode.ends_with_answer)
+
+
+def _limit_outcome(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
+    """How the rollout loop ends an episode that the environment did not end; token counts follow from where
+    it stopped.
+    """
+    leaf = recorded[-1]
+    finish = _metadata(leaf).get("finish") if leaf.origin in _ACTION_ORIGINS else None
+    if finish == "eos" and last is not None and _is_inline(last):
+        return Outcome.INVALID
+    num_turns = sum(row.origin in _ACTION_ORIGINS for row in recorded)
+    is_between_turns = leaf.origin in (Origin.ENVIRONMENT, Origin.PROMPT)
+    if is_between_turns and num_turns >= settings.rollout.max_turns:
+        return Outcome.TRUNCATED_TURNS
+    return Outcome.TRUNCATED_TOKENS
+
+
+def _is_inline(result: StepResult) -> bool:
+    return any(message.role == "inline" for message in result.observations)
+
+
+def _metadata(row: TraceRow) -> Mapping[str, object]:
+    try:
+        value = json.loads(row.metadata)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"trace {row.trace_id}: metadata of node {row.node_id} is no JSON") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _escape_surrogates(text: str) -> str:
+    """The text as a trace file keeps it: lone surrogates spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _print_differences(
+    step: int, results: Sequence[tuple[_Recorded, Difference | None]], *, num_unrecorded: int
+) -> None:
+    differing = [(rollout, difference) for rollout, difference in results if difference is not None]
+    if differing:
+        table = Table(
+            *(Column(name, overflow="fold") for name in _COLUMNS), title=f"step {step}: first differences"
+        )
+        for rollout, difference in differing[:_MAX_ROWS]:
+            turn = "" if difference.turn is None else str(difference.turn)
+            recorded, replayed = _excerpts(difference.recorded, difference.replayed)
+            cells = (rollout.task_key, str(rollout.leaf.rollout), turn, difference.kind, recorded, replayed)
+            table.add_row(*(Text(cell) for cell in cells))
+        Terminal().print(table)
+        if len(differing) > _MAX_ROWS:
+            print_lines(f"... and {len(differing) - _MAX_ROWS} more rollouts that differ")
+    summary = Table("rollouts", "count", title=f"step {step}")
+    counts = {
+        "replayed": len(results),
+        "same": len(results) - len(differing),
+        "different": len(differing),
+        "not on file (faults)": num_unrecorded,
+    }
+    for name, count in counts.items():
+        summary.add_row(name, str(count))
+    Terminal().print(summary)
+
+
+def _excerpts(recorded: str, replayed: str) -> tuple[str, str]:
+    """Both texts on one line, cut to where they part, so that a long observation shows its difference."""
+    recorded, replayed = (text.replace("\n", "\\n") for text in (recorded, replayed))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(recorded, replayed, strict=False)) if a != b),
+        min(len(recorded), len(replayed)),
+    )
+    start = max(0, same - 40)
+    mark = "..." if start else ""
+    end = start + _MAX_CELL
+    return f"{mark}{recorded[start:end]}", f"{mark}{replayed[start:end]}"

@@ -1,0 +1,566 @@
+"""Digests of what decides a run's bits beside its settings and tasks: tokenizer, template, files, buffer."""
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+import transformers
+
+import outrider
+from outrider.config import Settings
+from outrider.engines.local.processor import read_processor
+from outrider.environments.tool_qa.datasets import hash_tasks
+from outrider.errors import CheckpointError
+from outrider.files import readable
+from outrider.metrics.writer import MetricsWriter
+from outrider.plugins.listing import PREFIX, plugin_digests
+from outrider.training.async_rollouts import (
+    QueuedStep,
+    QueueSnapshot,
+    read_queue,
+    read_snapshot,
+    write_queue,
+    write_snapshot,
+)
+from outrider.training.checkpoint import (
+    STATE,
+    Records,
+    checkpoints_newest_first,
+    damaged,
+    file_checksum,
+    has_checksum,
+    load_checkpoint,
+    load_memory,
+    prune_checkpoints,
+    read_state,
+    save_checkpoint,
+)
+from outrider.training.components import Components
+from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
+from outrider.training.settings import RunSettings
+from outrider.training.step_records import RecordFiles
+from outrider.viewer.records import TraceReader
+
+if TYPE_CHECKING:
+    from outrider.training.learner import Learner
+
+
+BUFFER: Final = "step-trace buffer"
+_HEX: Final = re.compile(r"[0-9a-f]*")
+# another version of transformers may write them in another way
+_VERSIONED_INPUTS: Final = {"tokenizer", "model configuration"}
+
+
+def input_digests(parts: Components) -> dict[str, str]:
+    """Hex digests by name. Files are those that the settings of environment, engine and algorithm name; what
+    tasks are made of is left out, because tasks are compared themselves, and a buffer, because its revision
+    changes.
+    """
+    tokenizer = parts.learner.language_model.tokenizer
+    digests = {
+        "chat template": _text_digest(json.dumps(tokenizer.chat_template, sort_keys=True)),
+        "tokenizer": _text_digest(_tokenizer(tokenizer)),
+        "model configuration": _text_digest(_configuration(parts.learner)),
+    }
+    if (frozen := _frozen_weights(parts.learner)) is not None:
+        digests["frozen weights"] = frozen
+    files = {f"environment.{key}": path for key, path in settings_files(parts.settings.environment)}
+    files |= {f"engine.{key}": path for key, path in settings_files(parts.settings.engine)}
+    if demonstrations := parts.settings.algorithm.model_dump().get("demonstrations"):
+        files["algorithm.demonstrations"] = Path(demonstrations)
+    if demonstrations := parts.settings.cold_start.demonstrations:
+        files["cold_start.demonstrations"] = Path(demonstrations)
+    digests |= plugin_digests(parts.settings)
+    return digests | {key: _file_digest(path) for key, path in sorted(files.items()) if path.is_file()}
+
+
+def check_inputs(
+    recorded: Mapping[str, str],
+    now: Mapping[str, str | None],
+    *,
+    other_versions: bool,
+    allow_changed_plugins: bool = False,
+) -> list[str]:
+    """A line where the difference may come from other versions, which have been told, or is in a plug-in's
+    code and wanted (``allow_changed_plugins``). Raises CheckpointError for any other one; what an earlier Outrider
+    did not record is not compared.
+    """
+    changed = [name for name, digest in now.items() if recorded.get(name, digest) != digest]
+    version_changes = [name for name in changed if other_versions and name in _VERSIONED_INPUTS]
+    plugin_changes = [name for name in changed if name.startswith(PREFIX)]
+    accepted = [*version_changes, *(plugin_changes if allow_changed_plugins else ())]
+    if refused := [name for name in changed if name not in accepted]:
+        advice = (
+            "put the data back"
+            if set(refused) - set(plugin_changes)
+            else "put its code back, go on with --changed-plugins"
+        )
+        raise CheckpointError(
+            f"not what this run began with: {', '.join(_describe_change(name, recorded, now) for name in refused)}; "
+            f"{advice}, "
+            "or begin a new run with model.initial_checkpoint"
+        )
+    lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in version_changes]
+    return lines + [
+        f"OTHER CODE of the {name}; the run goes on, but not to the same bits for sure"
+        for name in plugin_changes
+    ]
+
+
+def _describe_change(name: str, recorded: Mapping[str, str], now: Mapping[str, str | None]) -> str:
+    """The name, and what was and is where that is in words (a server's version, its list of tools)."""
+    before, after = recorded.get(name, ""), now[name] or ""
+    if _HEX.fullmatch(before) or _HEX.fullmatch(after):
+        return name
+    return f"{name} (was: {before}; is: {after})"
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    """All that maps text to ids; padding and truncation are set anew by every call."""
+    # Sorted: the order of a vocabulary's dict says nothing.
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    if not tokenizer.is_fast:
+        return json.dumps(vocabulary)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return json.dumps(
+        {**content, "padding": None, "truncation": None, "vocabulary": vocabulary}, sort_keys=True
+    )
+
+
+def _configuration(learner: "Learner") -> str:
+    """Without where the model lies, and in which precision it is kept."""
+    content = learner.language_model.model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        content.pop(name, None)
+    return json.dumps(content, sort_keys=True, default=str)
+
+
+def _frozen_weights(learner: "Learner") -> str | None:
+    """CRC-32 of the weights that no checkpoint holds, because they do not train; None where all train."""
+    value = None
+    for name, parameter in learner.language_model.model.named_parameters():
+        if name not in learner.trained:
+            content = parameter.detach().contiguous().cpu().view(torch.uint8).numpy()
+            # The name too: weights that changed places are others.
+            value = zlib.crc32(content.reshape(-1).data, zlib.crc32(name.encode(), value or 0))
+    return None if value is None else f"{value:08x}"
+
+
+def settings_files(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """Paths that settings name, by dotted key, in every section but those of tasks; of a list's tables
+    too.
+    """
+    for name, value in settings:
+        yield from _value_files(name, value)
+
+
+def _value_files(name: str, value: Any) -> Iterator[tuple[str, Path]]:
+    if isinstance(value, Path):
+        yield name, value
+    elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
+        yield from ((f"{name}.{key}", path) for key, path in settings_files(value))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _value_files(f"{name}.{number}", item)
+
+
+# Packages, libraries, the processor and its use: they decide a run's bits beside its seed and settings.
+#
+# Every checkpoint holds it; a run that goes on under another one says so. Which variables act where is in
+# docs/portability.md.
+
+
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "OPENBLAS_CORETYPE",
+    "NPY_DISABLE_CPU_FEATURES",
+)  # fmt: skip
+_LIBRARIES = {
+    "BLAS": r"(Math Kernel Library Version .+?) for|BLAS_INFO=(\w+)",
+    "oneDNN": r"(?:MKL-DNN|oneDNN) (v[\d.]+)",
+}
+_SETS = "instruction sets"
+
+
+def versions() -> dict[str, str]:
+    """Both kinds together, as a checkpoint holds them."""
+    return {**_software(), **_machine()}
+
+
+def differences(recorded: Mapping[str, str]) -> list[str]:
+    """A line for each kind that differs; what an earlier Outrider did not record is not compared."""
+    lines = []
+    for kind, current in {"VERSIONS": _software(), "PROCESSOR": _machine()}.items():
+        changed = {name: now for name, now in current.items() if recorded.get(name, now) != now}
+        if changed:
+            descriptions = [_describe_difference(name, recorded[name], now) for name, now in changed.items()]
+            lines.append(
+                f"OTHER {kind}: the checkpoint was written with {', '.join(descriptions)}; "
+                "the run goes on, but not to the same bits for sure"
+            )
+    return lines
+
+
+def chosen_instructions() -> list[str]:
+    """NAME=VALUE of the variables set that choose other kernels of torch, oneDNN, BLAS or numpy."""
+    return [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+
+
+def _software() -> dict[str, str]:
+    built = torch.__config__.show()
+    packages = {
+        "outrider": outrider.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+    }
+    return packages | {name: _search_version(pattern, built) for name, pattern in _LIBRARIES.items()}
+
+
+def _machine() -> dict[str, str]:
+    processor = read_processor()
+    return {
+        "processor": processor.model,
+        _SETS: " ".join(sorted(processor.instruction_sets)) or "unknown",
+        "torch's kernels": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "variables": " ".join(chosen_instructions()) or "none",
+    }
+
+
+def _search_version(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return next(group for group in match.groups() if group) if match else "none"
+
+
+def _describe_difference(name: str, was: str, now: str) -> str:
+    """Of two long lists only what one has and the other has not."""
+    if name != _SETS:
+        return f"{name} {was} (now {now})"
+    removed, added = set(was.split()) - set(now.split()), set(now.split()) - set(was.split())
+    return (
+        f"{name} {' '.join(sorted(removed)) or 'as now'} (now {' '.join(sorted(added)) or 'without these'})"
+    )
+
+
+# Whether a run folder can be gone on with, asked before a model is loaded and before anything is written.
+
+
+def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
+    """Differences from the settings that the run began with, as far as they are allowed.
+
+    Raises CheckpointError where other settings decide the results, and for a run that has trained and has no
+    checkpoint left: it would begin again, over its own records.
+    """
+    checkpoints = checkpoints_newest_first(run.checkpoints)
+    if not checkpoints and (done := _done_without_checkpoint(run, settings)):
+        raise CheckpointError(
+            f"{run.path} has {done} and no checkpoint: put its folder checkpoints back, "
+            "or begin a new run elsewhere; nothing was changed"
+        )
+    for checkpoint in checkpoints:
+        try:
+            state = read_state(checkpoint)
+        except CheckpointError:
+            continue  # which is told where the checkpoint is loaded
+        check_inputs(  # again where it is loaded, which takes longer
+            state.get("inputs", {}),
+            plugin_digests(settings),
+            other_versions=False,
+            allow_changed_plugins=run.allow_changed_plugins,
+        )
+        return check_settings(state.get("settings", {}), settings)
+    return []
+
+
+def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
+    """Evidence that a run had written a checkpoint: the first one comes behind the cold start and the first
+    evaluation.
+    """
+    if steps := TraceReader(run.path / "traces").steps():
+        return f"traces of {len(steps)} training step(s)"
+    metrics = run.path / "metrics.jsonl"
+    # damaged lines count too
+    if metrics.is_file() and (num := metrics.read_bytes().count(b'"kind": "train"')):
+        return f"metrics of {num} training step(s)"
+    num = sum(entry is not None for _, entry in readable(run.evaluations)) if run.evaluations.is_file() else 0
+    return f"{num} evaluation(s)" if num > settings.evaluation.at_start else ""
+
+
+# Where a run is and what is on disk of it: checkpoints are written here, and a run that was killed goes back
+# to one.
+
+
+_COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations")
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """Progress of a run. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the first
+    checkpoint.
+
+    All that decides how the run goes on is here, in ``parts`` or in a random stream keyed by the step.
+    """
+
+    run: RunDirectory
+    parts: Components
+    note: Callable[[str], None]
+    step: int = 0
+    num_policy_tokens: int = 0
+    task_cursor: int = 0
+    saved_step: int = -1
+    queued: QueuedStep | None = (
+        None  # the next step's rollouts, where they were played beside this one's update
+    )
+    # of steps under way: what a checkpoint had, and what asks for it now
+    queue_snapshot: QueueSnapshot | None = None
+    snapshot_queue: Callable[[], QueueSnapshot] | None = None
+    metrics: MetricsWriter = field(init=False)
+    files: RecordFiles = field(init=False)
+    records: Records = field(init=False)
+    _reference_checksum: int | None = None
+    _tasks: dict[str, str] = field(init=False)
+    _inputs: dict[str, str] = field(init=False)
+    _buffer_seen: tuple[int, str] | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
+        self.files = RecordFiles.from_run(self.run.path)
+        self.records = Records(self.run.path)
+        self._tasks = {
+            "train": hash_tasks(self.parts.train_tasks),
+            "held-out": hash_tasks(self.parts.test_tasks),
+        }
+        self._inputs = input_digests(self.parts)
+
+    @property
+    def _reference_path(self) -> Path:
+        return self.run.path / "reference.safetensors"
+
+    def close(self) -> None:
+        """Release the metrics file; may be called twice."""
+        self.metrics.close()
+
+    def begin(self) -> None:
+        """Forget what a run left that was killed before its first checkpoint."""
+        self.run.cut_evaluations(0)
+        self.metrics.cut(0)
+        self.files.resume(-1)
+
+    def freeze_reference(self) -> None:
+        """The KL term holds the policy to what it was when reinforcement learning began."""
+        if self.parts.learner.has_reference:
+            self._reference_checksum = self.parts.learner.freeze_reference(self._reference_path)
+
+    def save(self) -> None:
+        """Write the checkpoint of this step. Raises CheckpointError, which leaves the earlier ones as they
+        were.
+        """
+        buffer = self.parts.buffer
+        write = self._queue_writer()  # first: what it takes in, the memories below have to know
+        # Before the revision is written down: a power failure may take commits that were not flushed.
+        if buffer is not None and self.parts.settings.buffer.evolve:
+            buffer.flush()
+        state: dict[str, Any] = {
+            "step": self.step,
+            "num_policy_tokens": self.num_policy_tokens,
+            "task_cursor": self.task_cursor,
+            "num_metric_records": self.metrics.num_records,
+            "weight_version": self.parts.engine.weight_version,
+            "num_evaluations": len(self.run.finished_evaluations()),
+            "buffer_revision": buffer.revision if buffer is not None else None,
+            "hook_counts": self.parts.algorithm.counts(),
+            "reference_checksum": self._reference_checksum,
+            "tasks": self._tasks,
+            "versions": versions(),
+            "settings": flat_settings(self.parts.settings),
+            "inputs": self._inputs,
+            "buffer_digest": self._buffer_digest(),
+        }
+        arrays = None
+        if self.parts.algorithm.remembers:
+            state["memory"], arrays = self.parts.algorithm.state()
+        folder = self.run.checkpoints / f"step-{self.step:06d}"
+        save_checkpoint(
+            folder,
+            self.parts.learner,
+            state,
+            arrays,
+            records=self.records.checksums(),
+            write_queue=write,
+        )
+        self.saved_step = self.step
+        # Only once the new one is on disk.
+        prune_checkpoints(
+            self.run.checkpoints, max_checkpoints=self.parts.settings.train.keep_checkpoints, newest=self.step
+        )
+
+    def _queue_writer(self) -> Callable[[Path], None] | None:
+        if self.snapshot_queue is not None:
+            snapshot = self.snapshot_queue()
+            return partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
+        return None if self.queued is None else partial(write_queue, queued=self.queued)
+
+    def save_if_new(self) -> None:
+        """The same, where a training step has been done since the last one."""
+        if self.step and self.saved_step != self.step:
+            self.save()
+
+    def check_records(self, state: dict[str, Any] | None = None) -> bool:
+        """Tell what is gone of metrics, evaluations and traces, or is not what was written; whether nothing
+        is.
+
+        With the ``state`` of a finished run, which loads no reference weights, also of those.
+        """
+        problems = self.records.problems(self._checkpoint)
+        if state is not None and (written := state.get("reference_checksum")) is not None:
+            checksum = file_checksum(self._reference_path) if self._reference_path.is_file() else None
+            if checksum != written:
+                reason = "is missing" if checksum is None else "is not what was written"
+                problems.append(f"{self._reference_path.name} {reason}")
+        for problem in problems:
+            self.note(f"DAMAGED RECORDS, of which weights and training know nothing: {problem}")
+        return not problems
+
+    def write_record_checksums(self) -> None:
+        """At the end of a run: its last evaluation comes behind its last checkpoint."""
+        self.records.write_checksums(self._checkpoint)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.run.checkpoints / f"step-{self.saved_step:06d}"
+
+    def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
+        """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError
+        if none can.
+        """
+        for checkpoint in checkpoints:
+            try:
+                return self._load(checkpoint)
+            except CheckpointError as error:
+                if checkpoint == checkpoints[-1]:
+                    raise
+                self.note(f"DAMAGED CHECKPOINT, going back to an older one: {error}")
+        raise CheckpointError(f"{self.run.path} has no checkpoint")
+
+    def _load(self, checkpoint: Path) -> dict[str, Any]:
+        state = load_checkpoint(checkpoint, self.parts.learner)
+        try:
+            for name in _COUNTS:
+                int(state[name])
+            self.step = self.saved_step = int(state["step"])
+            self.num_policy_tokens = int(state["num_policy_tokens"])
+            self.task_cursor = int(
+                state.get("task_cursor", self.step * self.parts.settings.train.tasks_per_step)
+            )
+            if state["buffer_revision"] is not None:
+                int(state["buffer_revision"])
+            self.parts.algorithm.restore_counts(state["hook_counts"])
+            if self.parts.algorithm.remembers:
+                self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
+            if self.parts.settings.cluster.in_flight:
+                self.queue_snapshot = read_snapshot(checkpoint)
+            else:
+                self.queued = read_queue(checkpoint)
+            is_checksummed = has_checksum(checkpoint / STATE)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise damaged(checkpoint, error) from error
+        if not is_checksummed:
+            self.note(
+                f"NO CHECKSUM in {STATE} of {checkpoint.name} (an earlier Outrider wrote "
+                "none): damage to it goes unnoticed"
+            )
+        return state
+
+    def rewind(self, state: dict[str, Any], *, last_label: str) -> None:
+        """Take back what was written after the checkpoint: it is computed again, to the same bits.
+
+        The evaluation at the end of a run that goes on (``last_label``) stays, as that of its step.
+
+        Raises CheckpointError where that cannot be: other tasks, buffer or reference, or records are gone.
+        """
+        self.records.require_lines(state)
+        for name, tasks_hash in state.get("tasks", {}).items():
+            if tasks_hash != self._tasks[name]:
+                raise CheckpointError(
+                    f"the {name} tasks are not those that this run began with: put the data back, "
+                    "or begin a new run with model.initial_checkpoint"
+                )
+        if "settings" not in state:
+            self.note(
+                f"NO SETTINGS in {STATE} of {self._checkpoint.name} (an earlier Outrider wrote none): "
+                "whether config.toml and "
+                "the files that it names are what the run began with is not checked"
+            )
+        other_versions = differences(state.get("versions", {}))
+        inputs = check_inputs(
+            state.get("inputs", {}),
+            self._inputs,
+            other_versions=bool(other_versions),
+            allow_changed_plugins=self.run.allow_changed_plugins,
+        )
+        for difference in [*other_versions, *inputs]:
+            self.note(difference)
+        are_whole = self.check_records()
+        self._reference_checksum = state.get("reference_checksum")
+        if self.parts.learner.has_reference:
+            self.parts.learner.load_reference(self._reference_path, checksum=self._reference_checksum)
+        if (buffer := self.parts.buffer) is not None and buffer.revision != state["buffer_revision"]:
+            if self.parts.settings.buffer.evolve:
+                buffer.rollback(int(state["buffer_revision"]))
+            else:
+                buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
+        if (began_with := state.get("buffer_digest")) is not None:
+            check_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
+        # From here on files are cut: whatever can refuse has spoken.
+        num_retained = self._retain_last_evaluation(state, last_label)
+        self.metrics.cut(int(state["num_metric_records"]) + num_retained)
+        self.run.cut_evaluations(int(state["num_evaluations"]) + num_retained)
+        self.files.resume(self.step)
+        if num_retained and are_whole:
+            self.write_record_checksums()  # else a kill before the next checkpoint would leave the new label as damage
+        # Its keys and values, if any, are of other weights.
+        self.parts.engine.load(int(state.get("weight_version", self.parts.engine.weight_version + 1)))
+        self.note(f"continuing from step {self.step}")
+
+    def _retain_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:
+        """1 where a shorter run ended at this checkpoint with an evaluation, which is named after its step
+        from now on.
+        """
+        number, label = int(state["num_evaluations"]), f"step {self.step}"
+        newer = self.run.finished_evaluations()[number:]
+        is_last = (
+            len(newer) == 1 and newer[0]["step"] == self.step and newer[0]["label"] in (last_label, label)
+        )
+        if not is_last or self.metrics.kinds[int(state["num_metric_records"]) :] != [(self.step, "eval")]:
+            return 0
+        if newer[0]["label"] != label:
+            self.run.name_evaluation(number, label)
+            self.note(f"the evaluation {last_label!r} of the shorter run is kept as {label!r}")
+        return 1
+
+    def _buffer_digest(self) -> str | None:
+        """Made once for a revision: most runs never change theirs."""
+        if (buffer := self.parts.buffer) is None:
+            return None
+        if self._buffer_seen is None or self._buffer_seen[0] != buffer.revision:
+            self._buffer_seen = buffer.revision, buffer.digest()
+        return self._buffer_seen[1]

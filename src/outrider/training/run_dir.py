@@ -1,0 +1,515 @@
+"""A run's own record of its settings, also where an earlier version wrote it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.algorithms.loss_settings import migrate_algorithm_keys, migrate_keys
+from outrider.config import load_settings, to_toml
+from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.files import (
+    TEMPORARY,
+    FileLock,
+    append,
+    parsed,
+    read_lines,
+    remove,
+    remove_leftovers,
+    replace_file,
+    replace_lines,
+)
+from outrider.plugins.imports import ORIGINS_FILE
+from outrider.plugins.listing import write_origins
+from outrider.rollout.evaluate import Evaluation
+from outrider.training.settings import RunSettings
+from outrider.viewer.run_reader import LIVE, NOTES
+
+RECORD: Final = "config.toml"
+"""Where a run directory, and a run in a pack, has its settings."""
+
+
+def recorded_settings(file: Path, overrides: Sequence[str] = ()) -> RunSettings:
+    """The settings in a run's ``config.toml``; ``overrides`` have today's keys.
+
+    Raises ConfigError as :func:`~outrider.config.load_settings` does.
+    """
+    return load_settings(RunSettings, file=file, overrides=overrides, respelled=migrate_keys)
+
+
+def migrate_flat_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for dotted keys, as checkpoints hold them."""
+    prefix = "algorithm."
+    rest = {key: value for key, value in flat.items() if not key.startswith(prefix)}
+    own = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
+    for name, value in migrate_algorithm_keys(own).items():
+        inner = value.items() if isinstance(value, Mapping) else ()
+        rest |= (
+            {f"{prefix}{name}.{key}": inner_value for key, inner_value in inner}
+            if inner
+            else {f"{prefix}{name}": value}
+        )
+    return rest
+
+
+# The settings that a run began with, as its checkpoints hold them, and what may differ when it goes on.
+#
+# Paths are not among them: data may move. What lies there is digested instead
+# (:mod:`outrider.training.resume`).
+
+
+_PATH_PLACEHOLDER: Final = "(a path)"
+# Of those that are plain text.
+_PATHS: Final = {
+    "buffer.path",
+    "model.initial_checkpoint",
+    "algorithm.demonstrations",
+    "cold_start.demonstrations",
+}
+# No number depends on them while nothing breaks: nobody writes them down.
+FREE: Final = {
+    "train.checkpoint_every", "train.keep_checkpoints", "train.watchdog_s", "train.expert_timeout_s",
+    "train.max_retries", "rollout.step_timeout_s", "train.group_timeout_s", "environment.heap",
+    "environment.start_limit_s", "environment.load_limit_s", "environment.step_limit_s",
+    "environment.borrow_limit_s", "environment.server_url",
+    "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
+    "environment.python.num_servers", "engine.memory", "trackers",
+    "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
+    "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
+    "cluster.placement",
+}  # fmt: skip
+# The same numbers in exact arithmetic: what is added in which order, and on what.
+ROUNDING: Final = {
+    "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
+    "environment.num_workers", "environment.num_sessions",
+    "update.max_tokens", "update.checkpoint_activations", "update.attention",
+    "cluster.num_trainers", "cluster.num_engines", "cluster.tensor_parallel",
+}  # fmt: skip
+UNSEEN: Final = {
+    **dict.fromkeys(FREE, "moves no number"),
+    **dict.fromkeys(ROUNDING, "moves speed and rounding alone"),
+    "model.forward": "a run's start says which path it means",
+}
+"""Why somebody who reads resolved settings need not see the default of a key."""
+# How far a run goes, and how often it is measured.
+_LENGTH: Final = {"train.num_steps", "train.max_policy_tokens", "evaluation.every"}
+
+
+def flat_settings(settings: RunSettings) -> dict[str, Any]:
+    """Plain values by dotted key, with ``auto`` resolved, without paths and what no number depends on."""
+    from outrider.engines.local.model import resolve_precision
+
+    resolved = resolve_precision(settings.model.precision, settings.model.device)
+    flat = dict(flatten(settings.model_dump(), ""))
+    if Path(settings.model.name).is_dir():
+        flat["model.name"] = _PATH_PLACEHOLDER
+    plain = {
+        key: _PATH_PLACEHOLDER if value is not None and key in _PATHS else _plain(value)
+        for key, value in flat.items()
+        if key not in FREE
+    }
+    return {**plain, "model.precision": resolved}
+
+
+def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[str]:
+    """A line for each kind of change that a run may go on with; keys that one of both does not know are not
+    compared.
+
+    Raises CheckpointError, naming them, for settings that decide the results.
+    """
+    now = flat_settings(settings)
+    recorded = migrate_flat_keys(recorded)
+    changed = {
+        key: (recorded.get(key), now.get(key))
+        for key in sorted(recorded.keys() | now)
+        if _differs(key, recorded, now)
+    }
+    allowed = ROUNDING | _LENGTH
+    if settings.algorithm.depends_on_num_steps:
+        allowed = allowed - {"train.num_steps"}
+    if refused := {key: values for key, values in changed.items() if key not in allowed}:
+        raise CheckpointError(
+            f"config.toml is not what this run began with: {_describe_changes(refused)}; "
+            "put it back, or begin a new run with model.initial_checkpoint"
+        )
+    lines = []
+    for kind, meaning in (
+        (_LENGTH, "to the same bits as far as it went"),
+        (ROUNDING, "but not to the same bits for sure"),
+    ):
+        if reported := {key: values for key, values in changed.items() if key in kind}:
+            lines.append(f"OTHER SETTINGS: {_describe_changes(reported)}; the run goes on, {meaning}")
+    return lines
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a list is a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, Path):
+        return _PATH_PLACEHOLDER
+    if isinstance(value, list | tuple):
+        return [
+            {key: _plain(inner) for key, inner in flatten(item)} if isinstance(item, dict) else _plain(item)
+            for item in value
+        ]
+    return value
+
+
+def _differs(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """A key of a section that is ``none`` on one side differs; one of another version does not."""
+    if key in before and key in after:
+        return bool(before[key] != after[key])
+    lacking = after if key in before else before
+    return any(key[:end] in lacking for end, letter in enumerate(key) if letter == ".")
+
+
+def _describe_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """A type that was changed brings other keys with it: then it alone is named."""
+    types = [key for key in changed if key.endswith(".type") or key == "type"]
+    keys = types or list(changed)
+    more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+    return ", ".join(f"{key} is {changed[key][1]!r}, was {changed[key][0]!r}" for key in keys[:4]) + more
+
+
+# A run that is given more: which settings ``outrider train --resume RUN key=value`` may change, and why just
+# those.
+
+
+MAY_CHANGE: Final[Mapping[str, str]] = {
+    "train.num_steps": "may grow: no step looks at how many follow",
+    "train.max_policy_tokens": "may grow, or go (none): it is asked between steps and only ends the run",
+    "evaluation.every": "an evaluation draws from random streams of its own and changes no weight",
+    "train.checkpoint_every": "a checkpoint only writes down what is",
+    "train.keep_checkpoints": "older checkpoints are never read while the newest one is whole",
+    "train.watchdog_s": "the watchdog only reads",
+}
+"""The table of docs/resuming.md says the same (checked by a test)."""
+
+
+def extend_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
+    """The settings of a run with what the overrides change.
+
+    Raises ConfigError, one line with the reason, for a change that :data:`MAY_CHANGE` does not name, for one
+    that shrinks the run, for a schedule that follows from the number of steps, and for a run that never
+    trained.
+    """
+    original, extended = recorded_settings(config), recorded_settings(config, overrides)
+    before, after = (dict(flatten(settings.model_dump())) for settings in (original, extended))
+    changed = [key for key in sorted(before.keys() | after) if before.get(key) != after.get(key)]
+    if refused := [key for key in changed if key not in MAY_CHANGE]:
+        raise ConfigError(
+            f"{refused[0]} cannot change in a run that goes on: {_refusal_reason(refused[0])}. "
+            f"These may: {', '.join(MAY_CHANGE)}"
+        )
+    for key in {"train.num_steps", "train.max_policy_tokens"} & set(changed):
+        _require_growth(key, before[key], after[key])
+    if "train.num_steps" in changed:
+        _require_no_schedule(original)
+    return extended
+
+
+def _refusal_reason(key: str) -> str:
+    if key in FREE:
+        return "no number depends on it, so no command needs to; it may be changed in config.toml"
+    if key in ROUNDING:
+        return (
+            "it changes how numbers are rounded, so the run would not have the bits of one that began with it"
+        )
+    return (
+        "it decides the results. Begin a new run with it, and with model.initial_checkpoint for the weights"
+    )
+
+
+def _require_growth(key: str, before: Any, after: Any) -> None:
+    """None is a budget without an end."""
+    if before is None or (after is not None and after < before):
+        was = "without an end" if before is None else before
+        raise ConfigError(f"{key} may only grow: it is {was}, {after} would end the run earlier")
+
+
+def _require_no_schedule(original: RunSettings) -> None:
+    if not original.train.num_steps:
+        raise ConfigError(
+            "train.num_steps cannot grow from 0: this run has made nothing to train with. "
+            "Begin a new run, with model.initial_checkpoint for the weights"
+        )
+    if depends_on_num_steps(original):
+        raise ConfigError(
+            "train.num_steps cannot grow here: the probability of a retrieval runs to "
+            "algorithm.retrieval.final_probability at the last step, "
+            "so a longer run has other steps from the first on. Begin a new run"
+        )
+
+
+def depends_on_num_steps(settings: RunSettings) -> bool:
+    """Whether a step is another one in a longer run. The learning rate is not among it: it has a warm-up and
+    no decay.
+    """
+    return settings.algorithm.depends_on_num_steps
+
+
+# A run directory: never shared, never overwritten, readable at any instant.
+
+
+_SCORE = ("value", "ci_low", "ci_high")
+
+# Beside the configuration and the buffer: made while components and trackers are built.
+_SETUP_FILES: Final = {
+    "traces",
+    "checkpoints",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "metrics.jsonl",
+    NOTES,
+    ORIGINS_FILE,
+}
+
+
+class RunDirectory:
+    """Paths of a run, its lock, and its evaluations file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.evaluations = path / "evaluations.jsonl"
+        self._lock: FileLock | None = None
+        # by this process: the folder itself (True) or only what is in it (False)
+        self._created: bool | None = None
+        self._extended: RunSettings | None = None  # not yet on file
+        self.allow_changed_plugins = (
+            False  # whether the code of its plug-ins may be another one than it began with
+        )
+
+    @classmethod
+    def create(cls, path: Path, settings: RunSettings) -> "RunDirectory":
+        """A new folder with the resolved configuration.
+
+        Raises ConfigError when it exists and is not empty, and for a device that is not here. A failure
+        leaves no folder.
+        """
+        # torch: a folder that is taken shows without it
+        from outrider.engines.local.model import require_device, resolve_precision
+
+        require_free(path)
+        require_device(settings.model.device)
+        precision = resolve_precision(settings.model.precision, settings.model.device)
+        settings = settings.model_copy(
+            update={"model": settings.model.model_copy(update={"precision": precision})}
+        )
+        content = _as_toml(settings)
+        existed = path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        run.lock()
+        try:
+            require_free(path)  # another process may have been here since
+        except ConfigError:
+            run.release()
+            raise
+        run._created = not existed
+        try:
+            (path / ORIGINS_FILE).unlink(missing_ok=True)  # of a beginning that was killed
+            write_origins(settings, path)
+            replace_file(path / "config.toml", content)
+        except BaseException:
+            run.roll_back()
+            run.release()
+            raise
+        return run
+
+    def roll_back(self) -> None:
+        """Take back a new run whose set-up failed, so that the same command works once the cause is gone.
+
+        A run that was opened, not created, stays as it is, and so does one that :meth:`keep` was called for.
+        Only what a set-up writes is removed: a file that somebody else put there meanwhile stays, and the
+        folder with it. What cannot be removed stays too, because the failure of the set-up is what must be
+        told.
+        """
+        if self._created is None:
+            return
+        with contextlib.suppress(OSError):
+            for entry in sorted(self.path.iterdir(), key=lambda path: path.name == "lock"):  # the lock last
+                if _is_of_setup(entry):
+                    remove(entry)
+            if self._created:
+                self.path.rmdir()
+
+    def retain(self) -> None:
+        """The set-up is over: from here on what the run has done is kept, whatever happens."""
+        self._created = None
+
+    @classmethod
+    def open(
+        cls, path: Path, overrides: Sequence[str] = (), *, allow_changed_plugins: bool = False
+    ) -> "tuple[RunDirectory, RunSettings]":
+        """An existing run and its settings, with more of what may grow; ``allow_changed_plugins``: also with other
+        code of its plug-ins.
+
+        Raises CheckpointError when there is none, and ConfigError for overrides that a run cannot go on
+        with.
+        """
+        if not (path / "config.toml").exists():
+            raise CheckpointError(f"{path} is no run directory: it has no config.toml")
+        run = cls(path)
+        run.allow_changed_plugins = allow_changed_plugins
+        run.lock()
+        try:
+            if not overrides:
+                return run, recorded_settings(path / "config.toml")
+            run._extended = extend_settings(path / "config.toml", overrides)
+        except BaseException:
+            run.release()
+            raise
+        return run, run._extended
+
+    def commit(self) -> None:
+        """Write down what the run was given more of: only once its set-up has succeeded."""
+        if self._extended is not None:
+            replace_file(self.path / "config.toml", _as_toml(self._extended))
+
+    def lock(self) -> None:
+        """One process per run; the kernel frees the lock when the process dies, however it dies."""
+        try:
+            self._lock = FileLock(self.path / "lock")
+        except BlockingIOError as error:
+            raise ConfigError(f"{self.path} is in use by another process") from error
+        remove_leftovers(self.path)  # a reader may be writing a report
+        remove_leftovers(self.checkpoints, is_only_writer=True)
+        for checkpoint in self.checkpoints.glob("step-*"):  # whose records are written anew at a run's end
+            if checkpoint.is_dir() and not checkpoint.is_symlink():
+                remove_leftovers(checkpoint)
+
+    def release(self) -> None:
+        """Let the next process in; may be called twice."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def name_evaluation(self, number: int, label: str) -> None:
+        """Another label for the evaluation in line ``number`` (from 0)."""
+        finished = self.finished_evaluations()
+        finished[number]["label"] = label
+        self._replace(finished)
+
+    def finished_evaluations(self) -> list[dict[str, Any]]:
+        """Evaluations on file; a line torn by a kill is dropped from the file, and that evaluation runs
+        again.
+        """
+        if not self.evaluations.exists():
+            return []
+        lines, torn = read_lines(self.evaluations)
+        read = [self._evaluation(number, line) for number, line in enumerate(lines, start=1)]
+        if torn:
+            replace_lines(self.evaluations, lines)
+        return read
+
+    def _evaluation(self, number: int, line: bytes) -> dict[str, Any]:
+        """A line with what a run needs of it; it may hold more."""
+        try:
+            read = parsed(line)
+            score = read["metric"]["score"]
+            numbers = (
+                read["step"],
+                read["num_tasks"],
+                read["temperature"],
+                *(score[name] for name in _SCORE),
+            )
+            texts = (read["label"], read["split"], read["panel_hash"])
+            numbers = (*numbers, *read["task_scores"].values())
+            if not all(isinstance(text, str) for text in texts) or not all(
+                isinstance(value, int | float) for value in numbers
+            ):
+                raise ValueError("a value is of another kind than was written")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{self.evaluations.name} line {number} is damaged: {reason}") from error
+        return read
+
+    def cut_evaluations(self, num_retained: int) -> None:
+        """Forget evaluations made after the checkpoint that a resumed run starts from; they run again, to the
+        same bits.
+        """
+        finished = self.finished_evaluations()
+        if len(finished) > num_retained:
+            self._replace(finished[:num_retained])
+
+    def _replace(self, evaluations: Sequence[dict[str, Any]]) -> None:
+        replace_lines(self.evaluations, [json.dumps(evaluation).encode() for evaluation in evaluations])
+
+    def add_evaluation(
+        self,
+        evaluation: Evaluation,
+        *,
+        split: str,
+        temperature: float,
+        tasks_hash: str,
+        num_training_tasks: int = 0,
+        trial: Evaluation | None = None,
+    ) -> None:
+        """Append one line and force it to disk; of an adaptation also what the ``trial`` alone brought.
+        ``num_training_tasks`` of the panel are training tasks.
+        """
+        score = {"value": evaluation.score, "ci_low": evaluation.ci_low, "ci_high": evaluation.ci_high}
+        line = {
+            "label": evaluation.label,
+            "split": split,
+            "num_tasks": evaluation.num_tasks,
+            "step": evaluation.step,
+            "temperature": temperature,
+            "panel_hash": tasks_hash,
+            "num_faults": evaluation.num_faults,
+            "num_tool_calls": evaluation.num_tool_calls,
+            "num_policy_tokens": evaluation.num_policy_tokens,
+            "mean_return": evaluation.mean_return,
+            "metric": {"score": score},
+            "task_scores": dict(evaluation.task_scores),
+            "task_returns": dict(evaluation.task_returns),
+        }
+        if num_training_tasks:
+            line["num_training_tasks"] = num_training_tasks
+        if trial is not None:
+            line["trial"] = {
+                "task_scores": dict(trial.task_scores),
+                "task_returns": dict(trial.task_returns),
+            }
+        append(self.evaluations, (json.dumps(line) + "\n").encode())
+
+
+def _as_toml(settings: RunSettings) -> bytes:
+    return (to_toml(settings.model_dump(mode="json")) + "\n").encode()
+
+
+def _is_beginning(entry: Path) -> bool:
+    """Whether it is all that a process leaves which was killed before it wrote its configuration."""
+    if entry.name == "lock":
+        return entry.is_file() and not entry.stat().st_size
+    if entry.name == ORIGINS_FILE:  # else somebody's own
+        return entry.with_name("lock").exists()
+    return entry.name.startswith(("config.toml.", f"{ORIGINS_FILE}.")) and entry.match(TEMPORARY)
+
+
+def _is_of_setup(entry: Path) -> bool:
+    """Whether a run's set-up writes under this name."""
+    return (
+        _is_beginning(entry)
+        or entry.name.startswith(("config.toml", "buffer.sqlite", LIVE))
+        or entry.name in _SETUP_FILES
+    )
+
+
+def require_free(path: Path) -> None:
+    """Raises ConfigError where a new run may not be: a folder that is not empty, or no folder."""
+    if path.exists() and (not path.is_dir() or not all(map(_is_beginning, path.iterdir()))):
+        raise ConfigError(
+            f"{path} is not empty: a run directory is never overwritten (continue it with --resume)"
+        )

@@ -1,0 +1,576 @@
+"""Settings of what changes the weights. They need no torch: a recipe is read, and a mistake in it told, in a
+moment.
+"""
+
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+
+from pydantic import Field, field_validator, model_validator
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.config import Settings
+from outrider.engines.base import EngineSettings, LocalSettings
+from outrider.engines.names import PACKAGED
+from outrider.environments.task_sets import EnvironmentConfig, is_inline
+from outrider.plugins.registry import EmbedderName, Name, Section
+from outrider.rollout.base import Limits
+from outrider.rollout.evaluate import EvaluationSettings
+
+ALL_LINEAR: Final = "all-linear"
+"""peft's shorthand for every linear layer but the projection onto the vocabulary."""
+_DEFAULT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters through peft. ``target_modules``: names of the layers that get one, or of parameters
+    of fused experts; a name may have the names of modules above in front, such as ``self_attn.q_proj``.
+    ``"all-linear"``: every linear layer but the projection onto the vocabulary.
+    """
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = _DEFAULT_TARGETS
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("target_modules")
+    @classmethod
+    def _check_shorthand(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if ALL_LINEAR in names and len(names) > 1:
+            raise ValueError(f'"{ALL_LINEAR}" stands for all linear layers: no other name goes with it')
+        if any(not name.strip() for name in names):
+            raise ValueError("a name of a layer is empty")
+        return names
+
+    @property
+    def is_all_linear(self) -> bool:
+        """Whether every linear layer gets an adapter."""
+        return self.target_modules == (ALL_LINEAR,)
+
+    @property
+    def has_default_targets(self) -> bool:
+        """Whether the names are those of the Llama and Qwen families, which other families have in part."""
+        return self.target_modules == _DEFAULT_TARGETS
+
+
+class OptimizerSettings(Settings):
+    """AdamW. ``max_grad_norm`` clips the global norm; ``warmup_steps`` raises the rate linearly from its
+    first share.
+    """
+
+    details: ClassVar[frozenset[str]] = frozenset({"beta1", "beta2"})
+
+    learning_rate: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+
+
+class ColdStartSettings(Settings):
+    """``num_examples`` expert rollouts of the training split, ``num_epochs`` passes, ``batch_size`` an
+    optimiser step.
+
+    ``demonstrations`` names a file of trajectories (docs/formats.md) that stand for the experts: those of the
+    first ``num_examples`` training tasks that have one are played again, and
+    the solved ones are imitated. ``retrieve_share`` of the examples show one middle step inside
+    ``<retrieve>`` (done in the environment, not trained on), so that the policy has met the form before
+    hybrid rollouts use it. ``tip_share`` of the examples show tips of the memory that all experts' episodes
+    fill, so that the policy has learned to read them (EMPO² with ``memory.writer = "environment"``). 0
+    examples: no cold start.
+    """
+
+    details: ClassVar[frozenset[str]] = frozenset({"num_epochs", "warmup_steps"})
+    input_paths: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
+
+    num_examples: int = Field(0, ge=0)
+    demonstrations: str | None = None
+    num_epochs: int = Field(1, ge=1)
+    batch_size: int = Field(16, ge=1)
+    learning_rate: float = Field(1e-4, gt=0)
+    warmup_steps: int = Field(2, ge=0)
+    retrieve_share: float = Field(0.0, ge=0, le=1)
+    tip_share: float = Field(0.0, ge=0, le=1)
+
+    @property
+    def max_steps(self) -> int:
+        """Optimiser steps if every example is used."""
+        return self.num_epochs * -(-self.num_examples // self.batch_size)
+
+
+class UpdateSettings(Settings):
+    """How a batch becomes optimiser steps.
+
+    ``num_mini_batches`` splits the tasks of a step into that many optimiser steps; ``num_epochs`` repeats
+    them; ``max_tokens`` bounds the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before
+    its first update when trainer and engine disagree by more (mean absolute difference over a mini-batch,
+    nats): a template or weight fault, not noise. ``checkpoint_activations`` trades a second forward pass for
+    the memory of the layers' activations. ``attention``: segment by segment (``segments``), or one compiled
+    call of flex attention for a whole micro-batch (``flex``, on a GPU; ``auto`` there).
+    """
+
+    details: ClassVar[frozenset[str]] = frozenset({"max_logprob_gap"})
+
+    num_mini_batches: int = Field(1, ge=1)
+    num_epochs: int = Field(1, ge=1)
+    max_tokens: int = Field(4096, ge=1)
+    max_logprob_gap: float = Field(0.1, gt=0)
+    checkpoint_activations: bool = False
+    attention: Literal["auto", "segments", "flex"] = "auto"
+
+    def uses_flex(self, device: str) -> bool:
+        """Whether a micro-batch on this device is one call of flex attention."""
+        return self.attention == "flex" or (self.attention == "auto" and device.startswith("cuda"))
+
+
+class StageSettings(Settings):
+    """One stage of training: ``num_steps`` steps on the training tasks whose keys fit one of ``tasks``.
+
+    ``tasks`` are patterns as of a shell, such as ``scienceworld/find-animal/*``; keys are in traces and
+    evaluations. The last stage has no ``num_steps``: it lasts as long as the run.
+    """
+
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_steps: int | None = Field(None, ge=1)
+
+
+# Settings of a run on more than one process. They need neither torch nor ray.
+
+
+class ClusterSettings(Settings):
+    """More than one process (extra ``cluster``): ``num_trainers`` ranks hold the weights, their optimiser and
+    the reference in shards and share each update; ``num_engines`` and ``num_rollout_workers`` processes
+    generate and play.
+
+    One engine and one worker are in the process that trains, unless ``weights`` says how weights go to them:
+    through Ray's object store (``store``; ``auto`` where there are several), through files in the run
+    directory (``disk``), or from the trainers' GPUs to those of vLLM (``nccl``; ``ipc`` on the same one). An
+    engine has ``tensor_parallel`` GPUs; ``placement`` ``colocate`` puts one on each trainer's, which sleeps
+    while that works. The loss and the gradient are those of one process within 1e-6; the same number of
+    ranks gives the same bits. ``ray_address``: ``local`` starts a Ray of the run's own, ``auto`` or an
+    address joins one. ``placement_timeout_s`` bounds the wait for processors, ``update_timeout_s`` one call
+    of the ranks, a start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout
+    worker answers a heartbeat within ``heartbeat_s``. ``max_staleness`` 1 plays the rollouts of the
+    next step beside the update of this one: its tokens are one version old, which the sampler correction
+    weighs. ``in_flight`` lets engines take new weights between two turns of an episode, and groups of
+    ``max_staleness`` further steps play beside an update: no token is older than that, and the same seed does
+    not give the same bits. ``batching``: an engine gets a round of requests of
+    all rollouts of a worker (``rounds``), which come to the same bits again, or each as soon as it is there
+    (``stream``), and no turn waits for another one's. A process that dies or is silent is
+    replaced, or all begin anew from the newest checkpoint: ``max_restarts`` times within an hour, counted
+    together.
+    """
+
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"max_restarts", "placement_timeout_s", "update_timeout_s", "turn_timeout_s", "heartbeat_s"}
+    )
+
+    num_trainers: int = Field(1, ge=1)
+    num_engines: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1)
+    num_rollout_workers: int = Field(1, ge=1)
+    placement: Literal["disaggregate", "colocate"] = "disaggregate"
+    max_staleness: int = Field(0, ge=0)
+    in_flight: bool = False
+    weights: Literal["auto", "nccl", "ipc", "store", "disk"] = "auto"
+    batching: Literal["rounds", "stream"] = "rounds"
+    ray_address: str = "local"
+    placement_timeout_s: float = Field(120.0, gt=0)
+    update_timeout_s: float = Field(3600.0, gt=0)
+    turn_timeout_s: float = Field(600.0, gt=0)
+    heartbeat_s: float = Field(60.0, gt=0)
+    max_restarts: int = Field(3, ge=0)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether engines and rollout workers are processes of their own."""
+        several = self.num_engines > 1 or self.num_rollout_workers > 1
+        return several or self.weights != "auto" or self.placement == "colocate"
+
+    @property
+    def sends_directly(self) -> bool:
+        """Whether weights go from GPU to GPU."""
+        return self.weights in ("nccl", "ipc")
+
+    @property
+    def num_processes(self) -> int:
+        """Actors of the run."""
+        trainers = self.num_trainers if self.num_trainers > 1 else 0
+        return trainers + (self.num_engines + self.num_rollout_workers if self.is_remote else 0)
+
+    @model_validator(mode="after")
+    def _validate(self) -> "ClusterSettings":
+        if self.placement == "colocate" and self.max_staleness:
+            raise ValueError("placement = colocate has max_staleness = 0: engines sleep while trainers work")
+        if self.max_staleness > 1 and not self.in_flight:
+            raise ValueError("max_staleness above 1 needs in_flight = true")
+        if self.batching == "stream" and not self.is_remote:
+            raise ValueError("batching = stream needs engines in processes of their own: weights = store")
+        if self.in_flight and (not self.max_staleness or self.batching != "stream"):
+            raise ValueError(
+                "in_flight needs max_staleness of at least 1, and batching = stream: engines take weights "
+                "between two requests"
+            )
+        if self.max_staleness and not self.is_remote:
+            raise ValueError(
+                "max_staleness needs engines in processes of their own: weights = store, or several of them"
+            )
+        if self.placement == "colocate" and (self.tensor_parallel, self.num_engines) != (
+            1,
+            self.num_trainers,
+        ):
+            raise ValueError(
+                "placement = colocate puts an engine on the GPU of each trainer: tensor_parallel = 1 and "
+                "num_engines = num_trainers"
+            )
+        if self.weights == "ipc" and self.placement != "colocate":
+            raise ValueError("weights = ipc goes within a GPU: placement = colocate, or weights = nccl")
+        if self.weights == "nccl" and self.placement == "colocate":
+            raise ValueError("weights = nccl goes from one GPU to another: placement = disaggregate, or ipc")
+        if self.tensor_parallel > 1 and not self.is_remote:
+            raise ValueError(
+                "tensor_parallel needs engines in processes of their own: weights = store, or several of them"
+            )
+        return self
+
+
+# The whole configuration of a run: one tree, checked as one, before anything is written.
+
+
+# The sections whose class the recipe names (outrider.plugins).
+EngineConfig: TypeAlias = Annotated[EngineSettings, Section("engines")]
+AlgorithmSettings: TypeAlias = Annotated[ObjectiveSettings, Section("algorithms")]
+TrackerName: TypeAlias = Annotated[str, Name("trackers")]
+
+
+class ModelSettings(Settings):
+    """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a
+    run writes down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it.
+    ``trained_layers``: only the last so many layers train (None: all). ``forward``: the path that computes
+    the model (docs/models.md); ``auto`` is packed where that is exact, else unpacked. ``template_kwargs`` are
+    variables of the chat template, such as ``{enable_thinking = false}``. ``history_thinking``: whether the
+    policy sees the thinking of its earlier turns (``keep``: ids are appended only), or every turn sees the
+    conversation rendered again without it (``strip``: as servers do; one rollout may then be several
+    samples).
+    """
+
+    details: ClassVar[frozenset[str]] = frozenset({"template_kwargs", "history_thinking"})
+    input_paths: ClassVar[frozenset[str]] = frozenset({"initial_checkpoint"})
+
+    name: str = "smollm2-135m-instruct"
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: str = "cpu"
+    context_length: int | None = Field(None, ge=8)
+    forward: Literal["auto", "packed", "unpacked"] = "auto"
+    lora: LoraSettings | None = None
+    trained_layers: int | None = Field(None, ge=1)
+    initial_checkpoint: str | None = None
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    history_thinking: Literal["keep", "strip"] = "keep"
+
+    def names_path(self, key: str) -> bool:
+        """The checkpoint, and the name unless it is that of a packaged model."""
+        return super().names_path(key) or (key == "name" and self.name not in PACKAGED)
+
+
+class BufferSettings(Settings):
+    """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one inside the run
+    directory.
+
+    ``num_tasks`` limits the training tasks whose experts are asked (None: all that training can draw);
+    ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while
+    training, to a copy of the buffer in the run directory.
+    """
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"path"})
+
+    path: str | None = None
+    embedder: EmbedderName = "minilm"
+    num_tasks: int | None = Field(None, ge=1)
+    keep_best: int = Field(5, ge=1)
+    min_reward: float | None = None
+    evolve: bool = False
+
+
+class TrainSettings(Settings):
+    """``num_steps`` training steps of ``tasks_per_step`` groups, on all training tasks or in ``stages``, one
+    after the other on tasks of their own (none: all tasks, all the time). ``max_policy_tokens`` ends the run
+    earlier when the policy has written so many (for comparisons at equal tokens; those of tries that a fault
+    broke count too). A checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert
+    may take for its whole path (a simulator's planner, for a cold start, a buffer or demonstrations).
+    ``group_timeout_s``: a group that takes longer, from its first rollout's start, gives up the rollouts that
+    are still under way, each in front of its next turn; those are ``cancelled``, and masked (None: no group
+    is given up). What is given up depends on speed, so the same seed may give other bits. ``watchdog_s``:
+    after so many seconds without progress a line says where the run waits (0: never).
+    """
+
+    num_steps: int = Field(100, ge=0)
+    tasks_per_step: int = Field(8, ge=1)
+    stages: tuple[StageSettings, ...] = ()
+    max_policy_tokens: int | None = Field(None, ge=1)
+    checkpoint_every: int = Field(10, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    max_concurrent: int = Field(64, ge=1)
+    max_retries: int = Field(2, ge=0)
+    expert_timeout_s: float = Field(300.0, gt=0)
+    group_timeout_s: float | None = Field(None, gt=0)
+    watchdog_s: float = Field(300.0, ge=0)
+
+    @model_validator(mode="after")
+    def _validate_stages(self) -> "TrainSettings":
+        *before, last = (stage.num_steps for stage in self.stages) if self.stages else (None,)
+        if last is not None:
+            raise ValueError(
+                "the last of train.stages has no num_steps: it lasts until train.num_steps are done"
+            )
+        if None in before:
+            raise ValueError("every one of train.stages but the last needs num_steps")
+        if 0 < self.num_steps <= (last_start := sum(filter(None, before))):
+            raise ValueError(
+                f"the last of train.stages would begin at step {last_start}: "
+                f"train.num_steps = {self.num_steps} ends before it"
+            )
+        return self
+
+
+class RunSettings(Settings):
+    """Everything that decides what a run computes."""
+
+    seed: int = 0
+    num_threads: int = Field(2, ge=1)
+    model: ModelSettings = ModelSettings()
+    engine: EngineConfig = LocalSettings()
+    environment: EnvironmentConfig
+    algorithm: AlgorithmSettings
+    rollout: Limits = Limits()
+    buffer: BufferSettings = BufferSettings()
+    cold_start: ColdStartSettings = ColdStartSettings()
+    train: TrainSettings = TrainSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    update: UpdateSettings = UpdateSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    trackers: tuple[TrackerName, ...] = ()
+    cluster: ClusterSettings = ClusterSettings()
+
+    @property
+    def num_concurrent(self) -> int:
+        """Episodes at a time: never more than the environment has room for, because one that waits holds the
+        batch.
+        """
+        requested, room = self.train.max_concurrent, self.environment.max_concurrent
+        return requested if room is None else min(requested, room)
+
+    @property
+    def limits(self) -> Limits:
+        """The rollout's limits; a step that may wait for others' calls has that much longer before it is a
+        fault.
+        """
+        waiting = self.environment.waiting_s(self.num_concurrent)
+        if not waiting:
+            return self.rollout
+        return self.rollout.model_copy(update={"step_timeout_s": self.rollout.step_timeout_s + waiting})
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether trainers are processes of their own: several, or one beside engines on GPUs, because Ray
+        says which GPU is whose.
+        """
+        return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
+
+    def idle(self) -> frozenset[str]:
+        """Sections that nothing of this run reads."""
+        no_cold_start = not self.cold_start.num_examples
+        reads_buffer = self.algorithm.retrieves or self.cold_start.retrieve_share > 0
+        rules = {
+            "cluster": self.cluster.num_trainers == 1 and not self.cluster.is_remote,
+            "buffer": not reads_buffer,
+            "rollout.max_splice_tokens": not reads_buffer,
+            "cold_start": no_cold_start,
+            "cold_start.tip_share": self.algorithm.tip_memory is None,
+            "evaluation.memory": not self.evaluation.num_trials,
+            "optimizer": not self.train.num_steps,
+            "update": not self.train.num_steps,
+        }
+        return frozenset(name for name, rests in rules.items() if rests)
+
+    @model_validator(mode="after")
+    def _validate(self) -> "RunSettings":
+        if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
+            raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
+        if not (self.train.num_steps or self.cold_start.num_examples or self.evaluation.at_start):
+            raise ValueError(
+                "nothing to do: no training step, no cold start, and evaluation.at_start = false"
+            )
+        if self.update.num_mini_batches > self.train.tasks_per_step:
+            raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
+        self._validate_history()
+        self._validate_contexts()
+        self._validate_conversations()
+        self._validate_buffer()
+        self._validate_adapters()
+        if self.train.num_steps and (reason := self.engine.no_training()):
+            raise ValueError(reason)
+        if self.update.attention == "flex" and self.model.device == "cpu":
+            raise ValueError("update.attention = flex has no backward pass on a CPU: it needs a GPU")
+        self._validate_experts()
+        self._validate_cluster()
+        self.algorithm.validate_run(self)
+        return self
+
+    def _validate_history(self) -> None:
+        """Rendering again keeps what the messages hold, and no text between them."""
+        if self.model.history_thinking == "keep":
+            return
+        if is_inline(self.environment):
+            raise ValueError(
+                "model.history_thinking = strip needs turns that are messages of their own: "
+                "these episodes are one message (environment.protocol)"
+            )
+        if self.algorithm.retrieves or self.algorithm.tip_memory is not None:
+            raise ValueError(
+                f"model.history_thinking = strip leaves out what algorithm.type = {self.algorithm.type} "
+                "puts between messages: use keep"
+            )
+        if self.cold_start.num_examples and self.cold_start.retrieve_share:
+            raise ValueError(
+                "model.history_thinking = strip leaves out the steps that cold_start.retrieve_share shows "
+                "between messages: use 0, or keep"
+            )
+        if self.evaluation.num_trials:
+            raise ValueError(
+                "model.history_thinking = strip leaves out what evaluation.memory shows in a trial "
+                "(evaluation.num_trials): use keep"
+            )
+
+    def _validate_conversations(self) -> None:
+        """What a program keeps has no place for steps that it did not ask for."""
+        if not self.environment.keeps_conversations:
+            return
+        shows_steps = self.cold_start.num_examples and self.cold_start.retrieve_share
+        if self.algorithm.retrieves or shows_steps:
+            source = "cold_start.retrieve_share" if shows_steps else f"algorithm.type = {self.algorithm.type}"
+            raise ValueError(
+                f"{source} puts steps into the conversation, which environment.type = {self.environment.type} "
+                "leaves to a program: it cannot answer them"
+            )
+
+    def _validate_contexts(self) -> None:
+        if not self.engine.reads_contexts:
+            return
+        features = {
+            f"environment.type = {self.environment.type}": self.environment.keeps_conversations,
+            "model.history_thinking = strip": self.model.history_thinking == "strip",
+            "model.template_kwargs": bool(self.model.template_kwargs),
+            "native tool calls (environment.protocol)": self.environment.call_format is not None,
+        }
+        if refused := [name for name, is_used in features.items() if is_used]:
+            raise ValueError(
+                f"engine.type = {self.engine.type} reads plain messages out of contexts that only grow: "
+                f"it goes without {refused[0]}"
+            )
+
+    def _validate_buffer(self) -> None:
+        if self.buffer.evolve and not self.algorithm.retrieves:
+            raise ValueError(
+                "buffer.evolve needs algorithm.type = rapo with num_hybrid of at least 1: "
+                "nothing else opens the buffer"
+            )
+
+    def _validate_adapters(self) -> None:
+        if self.model.lora is None:
+            return
+        if self.model.trained_layers is not None:
+            raise ValueError(
+                "model.lora and model.trained_layers exclude each other: adapters have target_modules"
+            )
+        if not self.engine.takes_adapters:
+            raise ValueError(
+                f"engine.type = {self.engine.type} needs full fine-tuning: "
+                "it does not say that it takes adapters (model.lora)"
+            )
+
+    def _validate_experts(self) -> None:
+        memory = self.algorithm.tip_memory
+        writes_tips = memory is not None and memory.writer == "environment"
+        if self.cold_start.num_examples and self.cold_start.tip_share and not writes_tips:
+            raise ValueError(
+                'cold_start.tip_share needs algorithm.type = empo2 with memory.writer = "environment": '
+                "experts write no tips"
+            )
+        if self.algorithm.forks_by_replay and (refused := self.environment.replayed_differently()):
+            raise ValueError(
+                f"algorithm.type = {self.algorithm.type} forks by replay, "
+                f"and these tasks replay differently: {', '.join(refused)}"
+            )
+        if self.algorithm.needs_experts and not self.environment.has_experts:
+            raise ValueError("these tasks come without experts: name a file with algorithm.demonstrations")
+
+    def _validate_cluster(self) -> None:
+        cluster = self.cluster
+        if cluster.num_trainers > 1 and not self.train.num_steps and not self.cold_start.num_examples:
+            raise ValueError("cluster.num_trainers above 1 has nothing to train here")
+        if cluster.num_processes and self.model.device not in ("cpu", "cuda"):
+            raise ValueError("[cluster] takes model.device = cpu or cuda: Ray says which GPU is whose")
+        if self.has_ranks and not cluster.is_remote and self.model.device != "cpu":
+            raise ValueError(
+                f"cluster.num_trainers = {cluster.num_trainers} on GPUs needs engines of their own: the "
+                "process that was started has no GPU to generate with. Set engine.type=vllm and "
+                f"cluster.placement=colocate cluster.num_engines={cluster.num_trainers} (one on each "
+                "trainer's GPU), or cluster.weights=nccl with cluster.num_engines (on further GPUs)"
+            )
+        if cluster.is_remote:
+            self._validate_remote()
+            self._validate_gpus()
+        if cluster.max_staleness and self.algorithm.sampler_correction is None:
+            raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")
+        if cluster.in_flight:
+            self._validate_in_flight()
+
+    def _validate_in_flight(self) -> None:
+        """Groups that play while weights come and go, several steps of them at a time."""
+        refused = {
+            "rollouts that branch": self.algorithm.forks_by_replay,
+            "algorithm.dynamic_sampling": self.algorithm.drops_groups,
+            "buffer.evolve": self.buffer.evolve,
+        }
+        if conflicts := [name for name, is_there in refused.items() if is_there]:
+            raise ValueError(f"cluster.in_flight goes without {' and '.join(conflicts)}")
+
+    def _validate_gpus(self) -> None:
+        """What only vLLM does, and only on GPUs."""
+        cluster = self.cluster
+        has_vllm, has_gpus = self.engine.has_own_processes, self.model.device != "cpu"
+        if cluster.tensor_parallel > 1 and not has_vllm:
+            raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
+        if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):
+            setting = f"weights = {cluster.weights}" if cluster.sends_directly else "placement = colocate"
+            raise ValueError(f"cluster.{setting} needs engine.type = vllm and model.device = cuda")
+
+    def _validate_remote(self) -> None:
+        """Engines and rollout workers as processes of their own."""
+        names = "cluster.num_engines, num_rollout_workers and weights"
+        if not self.train.num_steps and not self.cold_start.num_examples:
+            raise ValueError(f"{names} have nothing to train here")
+        if (
+            self.cluster.batching == "stream"
+            and getattr(self.environment, "max_batch_calls", None) is not None
+        ):
+            raise ValueError(
+                "cluster.batching = stream has no rounds, which environment.max_batch_calls counts"
+            )
+        if self.evaluation.num_trials:
+            raise ValueError(f"{names} are for training: an adaptation plays in one process")
+        if self.cluster.num_rollout_workers > self.num_concurrent:
+            raise ValueError(
+                f"cluster.num_rollout_workers {self.cluster.num_rollout_workers} exceeds the "
+                f"{self.num_concurrent} episodes at a time (train.max_concurrent, or what the environment "
+                "has room for): each worker plays at least one"
+            )
+        if self.cluster.num_rollout_workers > self.train.tasks_per_step:
+            raise ValueError(
+                f"cluster.num_rollout_workers {self.cluster.num_rollout_workers} exceeds "
+                f"train.tasks_per_step {self.train.tasks_per_step}: a worker plays whole groups"
+            )

@@ -1,0 +1,667 @@
+"""How old the tokens of a step are: versions of the weights between those that sampled them and those that
+the update begins with.
+"""
+
+import math
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+from typing import Final, TypeAlias, get_args
+
+from outrider.algorithms.advantages import NoSignalReason
+from outrider.algorithms.base import GroupAdvantages
+from outrider.errors import EngineFault
+from outrider.memory.embedders import HashEmbedder
+from outrider.rollout.base import HYBRID, has_part
+from outrider.rollout.branching import Brancher
+from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
+from outrider.trace import Leaf, Node, Trace
+from outrider.training.components import Components, RemoteRollouts
+from outrider.training.data import SampledStep
+from outrider.training.settings import RunSettings
+from outrider.types import Origin, Outcome
+from outrider.viewer.progress import RemainingWork
+
+_MOST_TRUNCATED: Final = 0.05
+_LEAST_EFFECTIVE: Final = 0.5
+
+
+def staleness_metrics(traces: Sequence[Trace], *, version: int, limit: int) -> dict[str, float]:
+    """Of all tokens that the policy wrote in this step; ``version`` is that of the weights at the start of
+    the update. Raises EngineFault for a token that is older than ``limit`` versions, or newer than they are.
+    """
+    ages = [
+        (version - node.weight_version, len(node.token_ids))
+        for trace in traces
+        for node in trace.nodes
+        if node.trainable and node.weight_version is not None
+    ]
+    for age, _ in ages:
+        if not 0 <= age <= limit:
+            raise EngineFault(
+                f"a token of weights {version - age} came to an update of weights {version}, "
+                f"which takes none older than {limit} versions (cluster.max_staleness)"
+            )
+    num = sum(size for _, size in ages)
+    if not num:
+        return {}
+    return {
+        "staleness/mean": sum(age * size for age, size in ages) / num,
+        "staleness/max": float(max(age for age, _ in ages)),
+    }
+
+
+def staleness_alarms(step: int, values: Mapping[str, float]) -> list[str]:
+    """Where the policy moved further since the rollouts than the correction can make good."""
+    if not values.get("staleness/max"):
+        return []
+    truncated = values.get("staleness/truncated_fraction", 0.0)
+    effective = values.get("ratio/importance_ess_share", 1.0)
+    lines = []
+    if truncated > _MOST_TRUNCATED:
+        lines.append(
+            f"ALARM: {truncated:.0%} of the correction weights of step {step} were cut at their bound: the "
+            "policy moves too fast for rollouts that are a step old; lower the learning rate or max_staleness"
+        )
+    if effective < _LEAST_EFFECTIVE:
+        lines.append(
+            f"ALARM: the tokens of step {step}, some of them older, count as {effective:.0%} of their number "
+            "(ratio/importance_ess_share); lower the learning rate or max_staleness"
+        )
+    return lines
+
+
+# Where the seconds of a training step go.
+
+
+@dataclass(slots=True, kw_only=True)
+class StepClock:
+    """Marks are set as the step goes on, in the order of the methods; without ``remote`` there are no
+    processes that could be idle.
+    """
+
+    remote: RemoteRollouts | None
+    start: float = field(default_factory=time.perf_counter)
+    _busy_s: float = field(init=False)
+    _rollout_s: float = field(init=False)
+    _rollout_end: float = field(init=False)
+    _update_start: float = field(init=False)
+    _update_end: float = field(init=False)
+    _waited_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._busy_s = 0.0 if self.remote is None else self.remote.busy_s()
+
+    def mark_rollouts(self, *, prefetch_s: float | None) -> None:
+        """The rollouts are here; ``prefetch_s`` is what they took where the step before played them."""
+        self._rollout_end = time.perf_counter()
+        self._rollout_s = self._rollout_end - self.start if prefetch_s is None else prefetch_s
+
+    def mark_update_start(self) -> None:
+        """The update begins."""
+        self._update_start = time.perf_counter()
+
+    def mark_update_end(self) -> None:
+        """The update has ended; rollouts of the next step may be waited for now."""
+        self._update_end = time.perf_counter()
+
+    def mark_wait_end(self) -> None:
+        """Nothing is under way any more."""
+        self._waited_s = time.perf_counter() - self._update_end
+
+    def metrics(self, *, num_policy_tokens: float, num_computed_tokens: int) -> dict[str, float]:
+        """Seconds, shares in which processes stood idle, tokens per second, and the largest resident memory
+        so far; called once the engines have the new weights.
+        """
+        now = time.perf_counter()
+        step_s, update_s = now - self.start, now - self._rollout_end - self._waited_s
+        values = {
+            "time/rollout": self._rollout_s,
+            "time/update": update_s,
+            "time/step": step_s,
+            "speed/rollout_tokens": num_policy_tokens / self._rollout_s,
+            "speed/update_tokens": num_computed_tokens / update_s,
+            "memory/peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+        if self.remote is None:
+            return values
+        busy = {
+            "time/idle_trainers": (self._update_end - self._update_start) / step_s,
+            "time/idle_engines": (self.remote.busy_s() - self._busy_s) / step_s,
+        }
+        return values | {name: min(1.0, max(0.0, 1.0 - share)) for name, share in busy.items()}
+
+
+# Alarms, as lines for the person who watches: nothing of this may happen in silence.
+
+
+def step_alarms(
+    settings: RunSettings, *, step: int, values: Mapping[str, float], fault_reasons: Sequence[str]
+) -> list[str]:
+    """After a training step with the metrics ``values``; ``fault_reasons`` hold every fault of it, also those
+    made good.
+    """
+    lines = []
+    num, num_masked = values.get("rollout/num", 0.0), values.get("rollout/num_masked", 0.0)
+    if num and num_masked == num:
+        lines.append(
+            f"ALARM: every rollout of step {step} was lost to a fault; "
+            f"nothing was learned: {fault_line(fault_reasons)}"
+        )
+    elif fault_reasons:
+        lines.append(
+            f"step {step}: {num_masked:.0f} of {num:.0f} rollouts were lost to faults, "
+            f"{values.get('rollout/num_retries', 0.0):.0f} tries were repeated: {fault_line(fault_reasons)}"
+        )
+    if settings.environment.calls_tools and values.get("rollout/num_tool_calls") == 0.0:
+        lines.append(f"ALARM: no rollout of step {step} executed a tool call; look at the sample rollouts")
+    if missing := values.get("group/num_missing"):
+        lines.append(
+            f"step {step}: {missing:.0f} of {settings.train.tasks_per_step} groups are missing after "
+            f"{values['group/num_extra_batches']:.0f} extra batches without spread; trained on the others"
+        )
+    return lines + staleness_alarms(step, values) + skipped_alarms(step, values)
+
+
+def skipped_alarms(step: int, values: Mapping[str, float]) -> list[str]:
+    """After optimiser steps, also those of a cold start."""
+    if skipped := values.get("grad/num_skipped"):
+        return [
+            (
+                f"ALARM: {skipped:.0f} optimiser step(s) of step {step} were skipped: "
+                "a log-prob or gradient was not finite"
+            )
+        ]
+    return []
+
+
+# Advice when a step teaches nothing or retrieves nothing: the reason, from what its rollouts counted.
+
+
+_EVERY: Final = 10
+"""Steps after which the same advice is repeated."""
+_COLD_START: Final = "a cold start (cold_start.num_examples, cold_start.demonstrations)"
+
+
+@dataclass(slots=True, kw_only=True)
+class Advice:
+    """Alarms of a run about steps without a learning signal and without retrieval. The same kind is repeated
+    only every few steps.
+    """
+
+    settings: RunSettings
+    context_length: int
+    stop: Sequence[str]  # strings that end a turn
+    _last: dict[str, int] = field(default_factory=dict)
+
+    def lines(self, traces: Sequence[Trace], *, step: int, values: Mapping[str, float]) -> list[str]:
+        """After a training step with the metrics ``values``."""
+        if values.get("rollout/num_masked") == values.get("rollout/num"):
+            return []  # faults have an alarm of their own
+        texts = {
+            "signal": self._without_signal(traces, values),
+            "retrieval": self._without_retrieval(traces, values),
+        }
+        lines = []
+        for kind, text in texts.items():
+            if not text:
+                self._last.pop(kind, None)
+            elif step - self._last.get(kind, -_EVERY) >= _EVERY:
+                self._last[kind] = step
+                lines.append(f"ALARM: step {step}: {text}")
+        return lines
+
+    def _without_signal(self, traces: Sequence[Trace], values: Mapping[str, float]) -> str:
+        if values.get("group/fraction_without_signal") != 1.0:
+            return ""
+        rollouts = [(leaf, path) for trace in traces for leaf, path in trace.scored_rollouts()]
+        num = len(rollouts)
+        begin = "no group has a learning signal: "
+        if not num or len(traces[0].modes) == 1:
+            return f"{begin}a group of one rollout has nothing to compare with; raise algorithm.group_size"
+        if all(leaf.success for leaf, _ in rollouts):
+            return f"{begin}all {num} rollouts solved their tasks; train on harder tasks"
+        reasons = failure_reasons(traces, self.settings.limits, context_length=self.context_length)
+        summary = f"{begin}of {num} rollouts {reasons_line(reasons)}"
+        num_unclosed = self._num_unclosed(traces)
+        if num_unclosed > num / 2:
+            return (
+                f"{begin}{num_unclosed} of {num} rollouts ended without a closing tag; {_COLD_START} "
+                "teaches the format" + (f" ({reasons_line(reasons)})" if reasons else "")
+            )
+        num_invalid = sum(leaf.outcome is Outcome.INVALID for leaf, _ in rollouts)
+        if num_invalid > num / 2:
+            return f"{summary}; {_COLD_START} teaches the format"
+        if sum(count for reason, count in reasons.items() if reason.startswith(CUT)) > num / 2:
+            return f"{summary}; raise the limit, or teach shorter answers by a cold start"
+        return (
+            f"{summary} and all rollouts of a group have the same return; train on easier tasks, begin with "
+            f"{_COLD_START}, or raise algorithm.group_size"
+        )
+
+    def _num_unclosed(self, traces: Sequence[Trace]) -> int:
+        """Rollouts whose last turn has none of the tags that end a turn."""
+        tags = tuple(tag for tag in self.stop if tag.startswith("</"))
+        if not tags:
+            return 0
+        last = [
+            next((node for node in reversed(path) if node.trainable), None)
+            for trace in traces
+            for _, path in trace.scored_rollouts()
+        ]
+        return sum(node is not None and not any(tag in node.message.content for tag in tags) for node in last)
+
+    def _without_retrieval(self, traces: Sequence[Trace], values: Mapping[str, float]) -> str:
+        if values.get("retrieval/num_inserted") != 0.0:
+            return ""
+        hybrid = [
+            (leaf, path)
+            for trace in traces
+            for leaf, path in trace.scored_rollouts()
+            if has_part(trace.modes[leaf.rollout], HYBRID)
+        ]
+        if not hybrid:
+            return ""
+        begin = f"none of {len(hybrid)} hybrid rollouts got a retrieved step: "
+        num_short = sum(sum(node.trainable for node in path) <= 1 for _, path in hybrid)
+        if "retrieval/rate" not in values:
+            reasons = failure_reasons(traces, self.settings.limits, context_length=self.context_length)
+            why = f" ({reasons_line(reasons)})" if reasons else ""
+            return (
+                f"{begin}steps are retrieved from the second turn on, and {num_short} of them ended in their "
+                f"first turn{why}; a cold start teaches the format, or the limits are too small"
+            )
+        if values.get("retrieval/num_refused"):
+            return f"{begin}the environment refused {values['retrieval/num_refused']:.0f} retrieved actions"
+        if values.get("retrieval/num_dropped"):
+            return (
+                f"{begin}{values['retrieval/num_dropped']:.0f} steps found no room: raise "
+                f"rollout.max_response_tokens (now {self.settings.rollout.max_response_tokens}) or lower "
+                "rollout.max_turn_tokens"
+            )
+        if values.get("retrieval/num_no_candidate"):
+            return (
+                f"{begin}the buffer held no step for {values['retrieval/num_no_candidate']:.0f} retrievals; "
+                "look at the retrieval's scope, min_similarity and include_terminal, and at the tasks of the "
+                "buffer (outrider buffer stats)"
+            )
+        return f"{begin}no turn drew a retrieval; raise the retrieval's probability"
+
+
+# Work that a training run has still to do, counted from its settings and where it is: for the time that is
+# left.
+
+
+def remaining_work(
+    settings: RunSettings,
+    *,
+    step: int,
+    saved_step: int,
+    num_policy_tokens: int,
+    is_evaluated: bool,
+    ends_evaluated: bool,
+) -> RemainingWork:
+    """``saved_step``: of the newest checkpoint. ``is_evaluated``: whether the evaluation of this step, where
+    there is one, is on file; ``ends_evaluated``: whether the last one is, or there is none.
+
+    A token budget is taken to last as long as the steps so far say.
+    """
+    end = _last_step(settings, step, num_policy_tokens)
+    every, saves = settings.evaluation.every, settings.train.checkpoint_every
+    between = 0
+    if every:
+        last = min(end, settings.train.num_steps - 1)  # the evaluation of the last step is the one at the end
+        between = max(0, last // every - step // every) + (
+            0 < step <= last and step % every == 0 and not is_evaluated
+        )
+    regular = end // saves - step // saves + (step > saved_step and step % saves == 0)
+    final = end > saved_step and end % saves != 0
+    return RemainingWork(
+        step=end - step,
+        evaluation=between + (end > 0 and not ends_evaluated),
+        checkpoint=regular + final,
+    )
+
+
+def _last_step(settings: RunSettings, step: int, num_policy_tokens: int) -> int:
+    budget, last_step = settings.train.max_policy_tokens, max(step, settings.train.num_steps)
+    if budget is None or not step or not num_policy_tokens:
+        return last_step
+    return min(last_step, step + max(0, math.ceil((budget - num_policy_tokens) * step / num_policy_tokens)))
+
+
+# Declared metrics of one step's rollouts, from traces and credits (meanings: docs/metrics.md).
+
+
+_MAX_NAME: Final = 80
+_ScoredRollout: TypeAlias = tuple[Leaf, Sequence[Node]]  # a rollout with a return, and its path
+
+
+def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """Rewards, outcomes, lengths, turns, tools and tokens of a step's own rollouts; faults stay out of every
+    mean.
+    """
+    every = [leaf for trace in traces for leaf, _ in trace.own_rollouts()]
+    scored = [
+        (leaf, path)
+        for trace in traces
+        for leaf, path in trace.own_rollouts()
+        if leaf.episode_return is not None
+    ]
+    outcomes = Counter(leaf.outcome for leaf in every)
+    metrics = {f"rollout/num_{outcome.value}": float(outcomes[outcome]) for outcome in Outcome}
+    metrics |= {
+        "rollout/num": float(len(every)),
+        "rollout/num_masked": float(len(every) - len(scored)),
+        "group/num": float(len(traces)),
+        "tokens/discarded": float(_num_discarded(traces)),
+    }
+    if not scored:
+        return metrics
+    # a shared node was written once
+    nodes = list({id(node): node for _, path in scored for node in path}.values())
+    truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
+    return (
+        metrics
+        | _reward_metrics(scored)
+        | _length_metrics(scored)
+        | _environment_metrics(scored, nodes)
+        | _endpoint_metrics(scored)
+        | {"rollout/truncated_fraction": truncated / len(every)}
+        | _token_metrics(nodes)
+    )
+
+
+def _reward_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
+    returns = [leaf.episode_return for leaf, _ in scored if leaf.episode_return is not None]
+    return {
+        "reward/mean": fmean(returns),
+        "reward/std": pstdev(returns),
+        "reward/min": min(returns),
+        "reward/max": max(returns),
+        "reward/success_rate": fmean(float(leaf.success) for leaf, _ in scored),
+    }
+
+
+def _length_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
+    """Per rollout, a node that several share counted in each."""
+    lengths = [_num_tokens(path) for _, path in scored]
+    turns = [sum(node.trainable for node in path) for _, path in scored]
+    policy = [sum(len(node.token_ids) for node in path if node.trainable) for _, path in scored]
+    return {
+        "rollout/length_tokens_mean": fmean(lengths),
+        "rollout/length_tokens_max": float(max(lengths)),
+        "rollout/policy_tokens_mean": fmean(policy),
+        "rollout/turns_mean": fmean(turns),
+        "rollout/turns_max": float(max(turns)),
+    }
+
+
+def _environment_metrics(scored: Sequence[_ScoredRollout], nodes: Sequence[Node]) -> dict[str, float]:
+    """Calls, and what was made of the actions; a shared node counts once but in what is said of paths."""
+    on_paths = sum(_total(path, "num_tool_calls") for _, path in scored)
+    counts = {
+        "rollout/num_restarts": float(sum(node.restarts for node in nodes)),
+        "rollout/num_undecided_answers": sum(
+            leaf.metrics.get("num_undecided_answers", 0.0) for leaf, _ in scored
+        ),
+    }
+    cut = [node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0 for node in nodes]
+    return {
+        "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
+        "rollout/tool_calls_per_leaf": on_paths / len(scored),
+        "rollout/num_tool_calls_shared": on_paths - _total(nodes, "num_tool_calls"),
+        "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
+        "rollout/num_tool_calls_refused": sum(
+            leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in scored
+        ),
+        "rollout/num_invalid_actions": _total(nodes, "invalid"),
+        "rollout/num_observations_cut": float(sum(cut)),
+    } | {name: number for name, number in counts.items() if number}
+
+
+_ENDPOINT_METRICS: Final[Mapping[str, str]] = {
+    "num_requests": "num_requests",
+    "num_refused_requests": "num_refused_requests",
+    "num_ignored_fields": "num_ignored_fields",
+    "num_unfit_calls": "num_unfit_calls",
+    "num_failed_programs": "num_failed",
+}
+"""Metrics of the endpoint for agent programs, by those of an episode."""
+
+
+def _endpoint_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
+    """Sums over rollouts; none where no program asked the policy."""
+    counted = [leaf.metrics for leaf, _ in scored if leaf.metrics.keys() >= set(_ENDPOINT_METRICS.values())]
+    return {
+        f"endpoint/{name}": sum(float(metrics[key]) for metrics in counted)
+        for name, key in _ENDPOINT_METRICS.items()
+        if counted
+    }
+
+
+def _token_metrics(nodes: Sequence[Node]) -> dict[str, float]:
+    """Of what was written, every node once."""
+    policy = [node for node in nodes if node.trainable]
+    return {
+        "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
+        "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies) if policy else 0.0,
+    } | {
+        f"tokens/{name}": float(sum(len(node.token_ids) for node in nodes if node.origin is origin))
+        for name, origin in _ORIGINS.items()
+    }
+
+
+_ORIGINS: Mapping[str, Origin] = {
+    "policy": Origin.POLICY,
+    "retrieved": Origin.BUFFER,
+    "observation": Origin.ENVIRONMENT,
+    "memory": Origin.MEMORY,
+}
+
+
+def _num_discarded(traces: Sequence[Trace]) -> int:
+    """Policy tokens that are on the path of no rollout with a return: of tries that a fault broke, made good
+    or not.
+    """
+    written = sum(len(node.token_ids) for trace in traces for node in trace.nodes if node.trainable)
+    paths = {
+        id(node): node
+        for trace in traces
+        for _, path in trace.scored_rollouts()
+        for node in path
+        if node.trainable
+    }
+    return written - sum(len(node.token_ids) for node in paths.values())
+
+
+def diversity(traces: Sequence[Trace]) -> float | None:
+    """Mean over groups of 1 - mean pairwise cosine of what the policy wrote (bags of words); None without
+    pairs.
+    """
+    embedder = HashEmbedder()
+    values = []
+    for trace in traces:
+        texts = [
+            "\n".join(n.message.content for n in path if n.trainable)
+            for leaf, path in trace.own_rollouts()
+            if path
+        ]
+        if len(texts) > 1:
+            vectors = embedder.embed(texts).astype(float)
+            num = len(texts)
+            values.append(1.0 - (float((vectors @ vectors.T).sum()) - num) / (num * (num - 1)))
+    return fmean(values) if values else None
+
+
+def advantage_metrics(group_advantages: Sequence[GroupAdvantages]) -> dict[str, float]:
+    """How many groups taught nothing, and why."""
+    reasons = Counter(group.advantages.reason for group in group_advantages)
+    metrics = {
+        f"group/num_without_signal_{reason}": float(reasons[reason]) for reason in get_args(NoSignalReason)
+    }
+    # dynamic sampling may leave none
+    metrics["group/fraction_without_signal"] = 1.0 - reasons[None] / max(1, len(group_advantages))
+    return metrics | measured_means(group_advantages)
+
+
+def branch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """Metrics of the branching rule, for a run that branches."""
+    decisions = [
+        node.metadata for trace in traces for node in trace.nodes if "entropy_change" in node.metadata
+    ]
+    if not decisions:
+        return {"branch/num_decisions": 0.0, "branch/num_forks": 0.0, "branch/num_refused": 0.0}
+    num_forks = sum(decision.get("num_forks", 0) for decision in decisions)
+    return {
+        "branch/num_decisions": float(len(decisions)),
+        "branch/num_forks": float(num_forks),
+        "branch/num_replayed": float(
+            sum(decision.get("num_forks", 0) for decision in decisions if decision.get("is_replayed"))
+        ),
+        "branch/num_refused": float(
+            sum(decision.get("num_forks_wanted", 0) for decision in decisions) - num_forks
+        ),
+        "branch/entropy_change_mean": fmean(decision["entropy_change"] for decision in decisions),
+    }
+
+
+def retrieval_metrics(
+    traces: Sequence[Trace], group_advantages: Sequence[GroupAdvantages], counts: Mapping[str, int]
+) -> dict[str, float]:
+    """RAPO's metrics (spec section 12). ``counts`` are the hook's counts of this step; values without data
+    are left out.
+    """
+    rollouts = [
+        (leaf, path, trace.modes[leaf.rollout])
+        for trace in traces
+        for leaf, path in trace.rollouts()
+        if leaf.episode_return is not None
+    ]
+    retrieved = [
+        (leaf, path) for leaf, path, _ in rollouts if any(node.origin is Origin.BUFFER for node in path)
+    ]
+    plain = [
+        (leaf, path) for leaf, path, _ in rollouts if all(node.origin is not Origin.BUFFER for node in path)
+    ]
+    num_hybrid = sum(has_part(mode, HYBRID) for _, _, mode in rollouts)
+    # a shared one was inserted once
+    nodes = list({id(node): node for _, path, _ in rollouts for node in path}.values())
+    inserted = [node for node in nodes if node.origin is Origin.BUFFER]
+    metrics = {
+        "retrieval/num_inserted": float(len(inserted)),
+        "retrieval/num_no_candidate": float(counts.get("empty", 0)),
+        "retrieval/num_refused": float(counts.get("refused", 0)),
+        "retrieval/num_dropped": float(sum(node.metadata.get("num_splices_dropped", 0) for node in nodes)),
+        "retrieval/num_cut": float(sum(node.metadata["num_tokens_cut"] > 0 for node in inserted)),
+    }
+    for name in ("retrieval/num_unscored", "retrieval/num_floored"):
+        metrics[name] = float(sum(sum(entry.measurements.get(name, ())) for entry in group_advantages))
+    if counts.get("opportunities"):
+        metrics["retrieval/rate"] = counts.get("retrievals", 0) / counts["opportunities"]
+    if num_hybrid:
+        metrics["retrieval/share_hybrid_retrieved"] = len(retrieved) / num_hybrid
+    for name, group in (("on_policy", plain), ("hybrid", retrieved)):
+        if group:
+            metrics[f"retrieval/reward_{name}"] = fmean(leaf.episode_return or 0.0 for leaf, _ in group)
+            metrics[f"retrieval/length_{name}"] = fmean(_num_tokens(path) for _, path in group)
+    for agent, number in Counter(str(node.metadata["agent"]) for node in inserted).items():
+        name = f"retrieval/num_hits/{_metric_name_part(agent)}"
+        metrics[name] = metrics.get(name, 0.0) + number
+    return metrics
+
+
+def environment_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """Means of what environments and agent programs measured, over the rollouts that have the metric.
+
+    Names are made fit for metric names; names that then are equal get a number.
+    """
+    values: dict[str, list[float]] = {}
+    for trace in traces:
+        for leaf, _ in trace.own_rollouts():
+            if leaf.episode_return is not None:
+                for name, value in leaf.metrics.items():
+                    values.setdefault(name, []).append(value)
+    means: dict[str, float] = {}
+    for name in sorted(values):
+        part = key = _metric_name_part(name)
+        number = 1
+        while f"environment/mean/{key}" in means:
+            number += 1
+            key = f"{part}_{number}"
+        means[f"environment/mean/{key}"] = fmean(values[name])
+    return means
+
+
+def _metric_name_part(name: str) -> str:
+    """A name that others chose, as the last part of a metric's name: without slashes, braces and what is not
+    printable.
+    """
+    return re.sub(r"[/{}\s]|[^\x20-\x7e\u00a0-\uffff]", "_", name.strip())[:_MAX_NAME] or "unnamed"
+
+
+def measured_means(group_advantages: Sequence[GroupAdvantages]) -> dict[str, float]:
+    """Means over the step of what the algorithm measured; names without a value are left out, counts are
+    summed elsewhere.
+    """
+    names = {
+        name
+        for group in group_advantages
+        for name in group.measurements
+        if not name.rpartition("/")[2].startswith("num_")
+    }
+    values = {
+        name: [value for group in group_advantages for value in group.measurements.get(name, ())]
+        for name in sorted(names)
+    }
+    return {name: fmean(measurements) for name, measurements in values.items() if measurements}
+
+
+def _num_tokens(path: Sequence[Node]) -> int:
+    return sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
+
+
+def _total(nodes: Sequence[Node], name: str) -> float:
+    return float(sum(node.metadata.get(name, 0) for node in nodes))
+
+
+# The record of a training step: its declared metrics, from rollouts, credit and update.
+
+
+def step_record(
+    parts: Components,
+    report: SampledStep,
+    group_advantages: Sequence[GroupAdvantages],
+    *,
+    mix_metrics: Mapping[str, float],
+    update_metrics: Mapping[str, float],
+    counts_before: Sequence[Mapping[str, int]],
+) -> dict[str, float]:
+    """All metrics but those of the clock. ``mix_metrics`` and ``update_metrics`` are those of what joined the rollouts and
+    of the update.
+
+    The algorithm's counts run over the whole training; a step's own are what came since ``counts_before``.
+    """
+    algorithm, traces = parts.algorithm, report.traces
+    values = rollout_metrics(traces) | advantage_metrics(group_advantages) | algorithm.measure(traces)
+    if any(isinstance(hook, Brancher) for hook in algorithm.hooks):
+        values |= branch_metrics(traces)
+    if parts.settings.environment.reports_metrics:
+        values |= environment_metrics(traces)
+    values |= {**mix_metrics, **update_metrics}
+    if now := algorithm.counts():
+        counts = {name: number - counts_before[0].get(name, 0) for name, number in now[0].items()}
+        values |= retrieval_metrics(traces, group_advantages, counts)
+    values["rollout/num_retries"] = float(report.faults["retries"])
+    values["rollout/num_close_faults"] = float(report.faults["close"])
+    if report.is_filtered:
+        values |= report.metrics(parts.settings.train.tasks_per_step)
+    if report.loop_lag_s is not None:
+        values["time/loop_lag"] = report.loop_lag_s
+    if (diversity_value := diversity(traces)) is not None:
+        values["rollout/diversity"] = diversity_value
+    return values

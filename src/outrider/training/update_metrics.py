@@ -1,0 +1,190 @@
+"""Metrics of an update: weighted means, sums, extremes, and losses, however it was split."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.algorithms.losses import TokenLossInputs
+from outrider.algorithms.sampler_correction import ImportanceStats
+from outrider.trace import Node
+from outrider.training.packing import PackedBatch, RolloutPath, advantages_by_rollout
+
+
+class MetricAccumulator:
+    """Collects the measures of one update; :meth:`means` are its metrics."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+        self._totals: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+        self._minima: dict[str, float] = {}
+        # of the sampler correction: how many, their sum, the sum of their squares
+        self._weights = [0.0, 0.0, 0.0]
+        self._losses: dict[str, float] = {}  # of the optimiser step that is being computed
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """A weighted mean."""
+        total = self._sums.setdefault(name, [0.0, 0.0])
+        total[0] += value * weight
+        total[1] += weight
+
+    def add_sum(self, name: str, value: float) -> None:
+        """A total."""
+        self._totals[name] = self._totals.get(name, 0.0) + value
+
+    def add_max(self, name: str, value: float) -> None:
+        """A maximum."""
+        self._maxima[name] = max(value, self._maxima.get(name, value))
+
+    def add_min(self, name: str, value: float) -> None:
+        """A minimum."""
+        self._minima[name] = min(value, self._minima.get(name, value))
+
+    def add_loss(self, name: str, value: float) -> None:
+        """A micro-batch's share of a loss of the optimiser step."""
+        self._losses[name] = self._losses.get(name, 0.0) + value
+
+    def pop_losses(self) -> dict[str, float]:
+        """This rank's share of the losses of the optimiser step, which it gives away."""
+        losses, self._losses = self._losses, {}
+        return losses
+
+    def merge(self, other: "MetricAccumulator") -> None:
+        """Add what another rank has measured, whose optimiser steps have ended."""
+        for name, (total, weight) in other._sums.items():
+            own = self._sums.setdefault(name, [0.0, 0.0])
+            own[0] += total
+            own[1] += weight
+        for name, value in other._totals.items():
+            self.add_sum(name, value)
+        for name, value in other._maxima.items():
+            self.add_max(name, value)
+        for name, value in other._minima.items():
+            self.add_min(name, value)
+        self._weights = [own + more for own, more in zip(self._weights, other._weights, strict=True)]
+
+    def end_step(self, *, skipped: bool = False) -> None:
+        """The optimiser step is over: its losses are whole, and count once in the mean over steps unless it
+        was ``skipped``.
+        """
+        for name, value in self._losses.items():
+            if not skipped:
+                self.add(name, value)
+        self._losses = {}
+
+    def add_importance(self, stats: ImportanceStats) -> None:
+        """The weights of the sampler correction of a micro-batch."""
+        self.add("ratio/importance_mean", stats.mean, stats.num_tokens)
+        totals = (stats.num_tokens, stats.num_tokens * stats.mean, stats.num_tokens * stats.mean_square)
+        self._weights = [total + more for total, more in zip(self._weights, totals, strict=True)]
+        self.add_max("ratio/importance_max", stats.max)
+        self.add_sum("ratio/num_truncated", stats.num_truncated)
+
+    def means(self) -> dict[str, float]:
+        """Every measure by its name."""
+        averaged = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+        num, total, squares = self._weights
+        if num:  # over all tokens: the share of a micro-batch would depend on the split
+            averaged["ratio/importance_ess_share"] = total**2 / (num * squares) if squares else 0.0
+        if num and "staleness/logprob_shift" in averaged:
+            averaged["staleness/truncated_fraction"] = self._totals["ratio/num_truncated"] / num
+        return averaged | self._totals | self._maxima | self._minima
+
+
+# What an update saw of every token that it trained, for the trace files: the trainer's log-prob and the
+# importance ratio.
+#
+# Shape letters: T scored tokens of a micro-batch.
+
+
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenRecord:
+    """One micro-batch. ``rollout_T`` numbers the rollouts of the mini-batch ``number``, ``ordinal_T`` the
+    trained tokens of a rollout.
+    """
+
+    number: int
+    rollout_T: Integers
+    ordinal_T: Integers
+    trainer_T: Floats
+    ratio_T: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenValues:
+    """Of one node, a value per token: natural logs, and pure numbers."""
+
+    trainer: Floats
+    ratio: Floats
+
+
+def token_record(number: int, batch: PackedBatch, inputs: TokenLossInputs) -> TokenRecord:
+    """Of a pass: the trainer's log-probs where the engine sampled, and the ratio with its scale."""
+    ratio_T = (inputs.logprobs_T.detach() - inputs.old_T).exp() * inputs.ratio_scale_T
+    return TokenRecord(
+        number=number,
+        rollout_T=batch.rollout_index_T.numpy().astype(np.int32),
+        ordinal_T=batch.ordinal_T.numpy().astype(np.int32),
+        trainer_T=inputs.old_logprobs.trainer_T.float().cpu().numpy(),
+        ratio_T=ratio_T.float().cpu().numpy(),
+    )
+
+
+def values_by_node(
+    mini_batches: Sequence[Sequence[RolloutPath]], records: Sequence[TokenRecord]
+) -> dict[tuple[int, int], TokenValues]:
+    """By the identity of the node and the rollout of its group; of several passes the last one counts."""
+    node_values: dict[tuple[int, int], TokenValues] = {}
+    for number, paths in enumerate(mini_batches):
+        sizes = {
+            path.rollout_index: sum(end - start for _, start, end in _trained_nodes(path)) for path in paths
+        }
+        known = _values_by_rollout(sizes, [record for record in records if record.number == number])
+        for path in paths:
+            values = known.get(path.rollout_index)
+            if values is None:
+                continue
+            for offset, (node, start, end) in _nodes_with_offsets(path):
+                lead = np.full(start, np.nan, np.float32)  # nothing predicts the first token of a root
+                trainer, ratio = (
+                    np.concatenate([lead, each[offset : offset + end - start]]) for each in values
+                )
+                node_values[id(node), path.rollout] = TokenValues(trainer=trainer, ratio=ratio)
+    return node_values
+
+
+def _nodes_with_offsets(path: RolloutPath) -> Iterator[tuple[int, tuple[Node, int, int]]]:
+    offset = 0
+    for trained in _trained_nodes(path):
+        yield offset, trained
+        offset += trained[2] - trained[1]
+
+
+def _trained_nodes(path: RolloutPath) -> list[tuple[Node, int, int]]:
+    """The nodes with credit, and which of their tokens are scored."""
+    return [
+        (node, int(number == 0), len(node.token_ids))
+        for number, node in enumerate(path.nodes)
+        if advantages_by_rollout(node, [path])
+    ]
+
+
+def _values_by_rollout(
+    sizes: dict[int, int], records: Sequence[TokenRecord]
+) -> dict[int, tuple[Floats, Floats]]:
+    result: dict[int, tuple[Floats, Floats]] = {}
+    for record in records:
+        for rollout in np.unique(record.rollout_T).tolist():
+            mine = record.rollout_T == rollout
+            if rollout not in result:
+                empty = np.full(sizes[rollout], np.nan, np.float32)
+                result[rollout] = (empty, empty.copy())
+            for values, measured in zip(result[rollout], (record.trainer_T, record.ratio_T), strict=True):
+                values[record.ordinal_T[mine]] = measured[mine]
+    return result

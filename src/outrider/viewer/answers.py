@@ -1,0 +1,650 @@
+"""Every metric of a run over its steps, with what the registry says of it, and what an x axis may be."""
+
+import errno
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from outrider.errors import DataError
+from outrider.files import is_locked
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.memory.step_store import newest_revision, search_steps
+from outrider.memory.tips import MemoryChange
+from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
+from outrider.types import Origin
+from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
+from outrider.viewer.run_reader import (
+    LIVE,
+    NOTES,
+    RunData,
+    finite,
+    read_alarms,
+    read_run,
+    task_evaluation_message,
+)
+from outrider.viewer.search import Query, RolloutIndex, TextSearch, find, rows_of_table
+
+AXES: Final = ("step", "tokens", "calls", "seconds")
+
+
+def metric_curves(run: Path) -> dict[str, Any]:
+    """``x`` by axis and ``values`` by metric, one entry a training step; ``metrics`` describe them."""
+    data = read_run(run)
+    records = [record for record in data.records if record["kind"] == "train"]
+    names = dict.fromkeys(name for record in records for name in record if name not in ("step", "kind"))
+    values = {name: [finite(record.get(name)) for record in records] for name in names}
+    columns = {name: column for name, column in values.items() if any(value is not None for value in column)}
+    return {
+        "x": {
+            "step": [record["step"] for record in records],
+            "tokens": _summed(values, len(records), WRITTEN_TOKENS),
+            "calls": _summed(values, len(records), ("rollout/num_tool_calls",)),
+            "seconds": _summed(values, len(records), ("time/step",)),
+        },
+        "values": columns,
+        "metrics": {name: describe_metric(name) for name in columns},
+        "evaluations": _evaluations(data),
+        "notes": list(data.notes),
+    }
+
+
+def describe_metric(name: str) -> dict[str, str]:
+    """Unit, meaning, healthy range and where to look; empty words for what no registry here has (the metric
+    of a plug-in)."""
+    try:
+        metric = declared_metric(name)
+    except UndeclaredMetric:
+        return {"unit": "", "meaning": "not in the registry: of a plug-in", "healthy": "", "look_at": ""}
+    return {
+        "unit": "" if metric.unit == "1" else metric.unit,
+        "meaning": metric.meaning,
+        "healthy": metric.healthy,
+        "look_at": metric.look_at,
+    }
+
+
+def _summed(values: dict[str, list[float | None]], length: int, names: tuple[str, ...]) -> list[float]:
+    columns = [values[name] for name in names if name in values]
+    return list(accumulate(sum(column[i] or 0.0 for column in columns) for i in range(length)))
+
+
+def _evaluations(data: RunData) -> list[dict[str, Any]]:
+    return [
+        {
+            "number": number,
+            "label": evaluation.label,
+            "step": evaluation.step,
+            "split": evaluation.split,
+            "num_tasks": evaluation.num_tasks,
+            "num_faults": evaluation.num_faults,
+            "score": [score.value, score.ci_low, score.ci_high]
+            if (score := evaluation.metrics.get("score"))
+            else None,
+        }
+        for number, evaluation in enumerate(data.evaluations)
+    ]
+
+
+# One group as a tree, and one rollout with a value for every token.
+
+
+LONGEST_TEXT: Final = 200_000
+"""Letters of a turn that are sent at once; the page asks for the whole of a longer one."""
+VALUES: Final = ("entropies", "logprobs", "advantages", "ratios", "trainer_logprobs")
+
+
+def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
+    """Nodes (without tokens) and rollouts of a group. Raises DataError."""
+    nodes = [_node(row) for row in _rows(run, stem, trace_id)]
+    table = read_rollouts(run, f"{stem}.parquet")
+    rollouts = rows_of_table(
+        table.filter(pc.equal(table["trace_id"], trace_id)).append_column(
+            "where", [[stem] * _count(table, trace_id)]
+        )
+    )
+    if not nodes and not rollouts:
+        raise DataError(f"{stem} has no group {trace_id}")
+    return {"where": stem, "trace_id": trace_id, "nodes": nodes, "rollouts": rollouts}
+
+
+def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, Any]:
+    """The tokens of the policy's nodes on the path of a rollout, with their values; by node. Raises
+    DataError.
+    """
+    rows = {row["node_id"]: row for row in _rows(run, stem, trace_id)}
+    table = read_rollouts(run, f"{stem}.parquet")
+    [*leaves] = [
+        row["node_id"]
+        for row in table.select(["trace_id", "rollout", "node_id"]).to_pylist()
+        if (row["trace_id"], row["rollout"]) == (trace_id, rollout)
+    ]
+    if not leaves:
+        raise DataError(f"{stem} has no rollout {rollout} in group {trace_id}")
+    nodes: dict[str, Any] = {}
+    node_id = leaves[0]
+    while node_id in rows and str(node_id) not in nodes:
+        row = rows[node_id]
+        nodes[str(node_id)] = {"tokens": row["tokens"]} | {
+            name: [_short(value) for value in row[name]] for name in VALUES
+        }
+        node_id = row["parent_id"]
+    return {"where": stem, "trace_id": trace_id, "rollout": rollout, "nodes": nodes}
+
+
+def whole_text(run: Path, stem: str, trace_id: str, node_id: int) -> dict[str, Any]:
+    """A turn that is longer than :data:`LONGEST_TEXT`. Raises DataError."""
+    for row in _rows(run, stem, trace_id):
+        if row["node_id"] == node_id:
+            return {"text": row["text"]}
+    raise DataError(f"{stem} has no node {node_id} in group {trace_id}")
+
+
+def _rows(run: Path, stem: str, trace_id: str) -> list[dict[str, Any]]:
+    table = StepFiles(run / "traces").read(f"{stem}.parquet", SCHEMA)
+    rows: list[dict[str, Any]] = table.filter(pc.equal(table["trace_id"], trace_id)).to_pylist()
+    return rows
+
+
+def _count(table: Any, trace_id: str) -> int:
+    return int(pc.sum(pc.equal(table["trace_id"], trace_id)).as_py() or 0)
+
+
+def _node(row: dict[str, Any]) -> dict[str, Any]:
+    text, entropies = row["text"], row["entropies"]
+    try:
+        metadata = json.loads(row["metadata"] or "{}")
+    except (ValueError, RecursionError):
+        metadata = {}
+    return {
+        "node_id": row["node_id"],
+        "parent_id": row["parent_id"],
+        "rollout": row["rollout"],
+        "origin": row["origin"],
+        "role": row["role"] or _ROLES[row["origin"]],
+        "text": text[:LONGEST_TEXT],
+        "num_hidden": max(0, len(text) - LONGEST_TEXT),
+        "num_tokens": len(row["tokens"]),
+        "mean_entropy": _short(sum(entropies) / len(entropies)) if entropies else None,
+        "weight_version": row["weight_version"],
+        "metadata": _clean(metadata) if isinstance(metadata, dict) else {},
+    }
+
+
+# of version 1, whose nodes do not say it
+_ROLES: Final = {
+    Origin.PROMPT: "user",
+    Origin.POLICY: "assistant",
+    Origin.ENVIRONMENT: "tool",
+    Origin.BUFFER: "inline",
+    Origin.MEMORY: "user",
+    Origin.DEMONSTRATION: "assistant",
+}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _clean(value: Any) -> Any:
+    """Numbers that JSON has not become null."""
+    if isinstance(value, dict):
+        return {str(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# Where a run is now, what changed on disk since a page last asked, and how it is stopped.
+
+
+def live_state(run: Path) -> dict[str, Any] | None:
+    """Stage, units done, fields (tokens/s among them) and time; None where the run tells none."""
+    try:
+        state = json.loads((run / LIVE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def fingerprint(run: Path) -> dict[str, Any]:
+    """Changes whenever a page of the run would: files by their size, steps, and where it is."""
+    sizes = [_size(run / name) for name in ("metrics.jsonl", "evaluations.jsonl", NOTES)]
+    steps = StepFiles(run / "traces").steps()
+    return {
+        "sizes": sizes,
+        "newest": steps[-1] if steps else 0,
+        "num": len(steps),
+        "running": is_locked(run / "lock"),
+        "live": live_state(run),
+    }
+
+
+def stop(run: Path) -> None:
+    """Ask the run to end with a checkpoint: SIGTERM. Raises DataError where it does not run here, and where
+    the process that it was has gone: another one may have its number by now.
+    """
+    state = live_state(run)
+    if state is None or not is_locked(run / "lock"):
+        raise DataError(f"{run.name} is not running")
+    if state.get("host") != platform.node():
+        raise DataError(f"{run.name} runs on another machine, {state.get('host')}: stop it there")
+    pid = state.get("pid")
+    if not isinstance(pid, int) or pid < 2:
+        raise DataError(f"{run.name} does not say which process it is: stop it with Ctrl-C")
+    try:
+        _end(pid, run / "lock")
+    except OSError as error:
+        raise DataError(f"{run.name} cannot be stopped: {error.strerror}") from error
+
+
+def _end(pid: int, lock: Path) -> None:
+    """SIGTERM to a process that holds the lock's file open. Where the system does not tell what a process
+    holds (not Linux) its number has to do. Raises OSError.
+    """
+    if not Path("/proc/self/fd").is_dir():
+        os.kill(pid, signal.SIGTERM)
+        return
+    process = os.pidfd_open(pid)  # from here on this process and no later one of its number
+    try:
+        if not _has_open(pid, lock):
+            raise ProcessLookupError(errno.ESRCH, "the process that it names is another one")
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+    finally:
+        os.close(process)
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if descriptor.samefile(path):
+                return True
+        except OSError:
+            continue  # closed since it was listed
+    return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+# What the memories of a run held at a step, what is nearest to a query, and what was shown when.
+
+
+MOST: Final = 500
+_EMBEDDERS: Final = ("algorithm.memory.embedder", "algorithm.tips.memory.embedder")
+
+
+def memory_view(run: Path, step: int, words: str = "") -> dict[str, Any]:
+    """Steps and tips that were held after training ``step`` and have ``words``, at most :data:`MOST` of
+    each. Raises DataError.
+    """
+    revision, tips = _state_at_step(run, step)
+    query = words.lower()
+    matches = [tip for tip in tips if query in tip.text.lower() or query in tip.key.lower()]
+    view: dict[str, Any] = {
+        "step": step,
+        "tips": {"total": len(matches), "items": [_tip(match) for match in matches[:MOST]]},
+        "steps": {"total": 0, "items": [], "revision": revision},
+    }
+    path = run / "buffer.sqlite"
+    if path.is_file():
+        revision = newest_revision(path) if revision is None else revision
+        total, items = search_steps(path, revision, words, limit=MOST)
+        view["steps"] = {"total": total, "items": items, "revision": revision}
+    return view
+
+
+def neighbours(run: Path, step: int, words: str, *, memory: str, k: int = 20) -> list[dict[str, Any]]:
+    """The ``k`` nearest steps by their key, or tips by their own text, with the cosine. Raises DataError,
+    and what the run's embedder raises where it is not installed.
+    """
+    config = read_run(run).settings
+    revision, tips = _state_at_step(run, step)
+    if memory == "steps":
+        embedder = load_embedder(config.get("buffer.embedder", "minilm"))
+        with StepTraceBuffer(run / "buffer.sqlite", embedder, mode="read", revision=revision) as buffer:
+            return [_hit(hit.record, hit.similarity) for hit in buffer.query(words, k=k)]
+    embedder = load_embedder(next((config[name] for name in _EMBEDDERS if name in config), "minilm"))
+    if not tips:
+        return []
+    vectors = embedder.embed([words, *(tip.text for tip in tips)])
+    similarities = vectors[1:].astype(np.float64) @ vectors[0].astype(np.float64)
+    best = np.argsort(-similarities, kind="stable")[:k]
+    return [_tip(tips[i]) | {"similarity": float(similarities[i])} for i in best.tolist()]
+
+
+def insertions(
+    run: Path, *, until: int | None = None, memory: str = "", key: str = "", item: int = -1
+) -> list[dict[str, Any]]:
+    """Where retrieved steps and tips were put into rollouts, newest first, at most :data:`MOST`: of training
+    step ``until`` alone, or of one ``item`` over the run.
+    """
+    steps = [until] if until is not None else list(reversed(StepFiles(run / "traces").steps()))
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        rows += [
+            row for row in _insertions_at_step(run, step) if item < 0 or _matches_item(row, memory, key, item)
+        ]
+        if len(rows) >= MOST:
+            break
+    return rows[:MOST]
+
+
+def _state_at_step(run: Path, step: int) -> tuple[int | None, list[MemoryChange]]:
+    """The revision of the steps, None where no file tells it, and the tips that were held."""
+    revision: int | None = None
+    tips: dict[tuple[str, int], MemoryChange] = {}
+    for _, change in read_changes(run, until=step):
+        if change.memory == "steps":
+            revision = change.version
+        elif change.change == "added":
+            tips[change.key, change.item_id] = change
+        else:
+            tips.pop((change.key, change.item_id), None)
+    return revision, list(tips.values())
+
+
+def _insertions_at_step(run: Path, step: int) -> Iterator[dict[str, Any]]:
+    columns = ["step", "task_key", "trace_id", "rollout", "node_id", "origin", "metadata", "text"]
+    name = step_file(step)
+    try:
+        with (run / "traces" / name).open("rb") as stream:
+            table = pq.read_table(stream, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    for row in table.filter(pc.is_in(table["origin"], pa.array(["buffer", "memory"]))).to_pylist():
+        metadata = json.loads(row.pop("metadata") or "{}")
+        row["text"] = row["text"][:300]
+        yield row | {
+            "where": name.removesuffix(".parquet"),
+            "ids": metadata.get("step_ids") or metadata.get("tip_ids") or [],
+            "similarity": _number(metadata.get("similarity", metadata.get("similarities"))),
+            "source": metadata.get("source") or ", ".join(map(str, metadata.get("writers", ()))),
+        }
+
+
+def _matches_item(row: dict[str, Any], memory: str, key: str, item: int) -> bool:
+    """A tip's number counts within its buffer, which with the scope ``task`` is the task's."""
+    is_same_memory = row["origin"] == ("buffer" if memory == "steps" else "memory")
+    return is_same_memory and item in row["ids"] and (memory == "steps" or key in (row["task_key"], "all"))
+
+
+def _number(value: object) -> float | None:
+    number = max(value, default=None) if isinstance(value, list) else value
+    return float(number) if isinstance(number, int | float) and number == number else None
+
+
+def _tip(tip: MemoryChange) -> dict[str, Any]:
+    names = ("item_id", "key", "text", "score", "writer", "written_at", "version")
+    return {name: getattr(tip, name) for name in names}
+
+
+def _hit(record: Any, similarity: float) -> dict[str, Any]:
+    return {
+        "item_id": record.step_id,
+        "writer": record.trajectory_id,
+        "key": record.task_key,
+        "agent": record.agent,
+        "score": record.reward,
+        "index": record.step_index,
+        "text": record.text,
+        "observation": record.observation,
+        "similarity": similarity,
+    }
+
+
+# The runs below the folders that were named, and what the first page tells of each.
+
+
+_DEPTH: Final = 4  # of folders between the one that was named and a run
+_NOT_IN_A_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ViewedRun:
+    """One run. ``id`` is its name in addresses."""
+
+    id: str
+    path: Path
+    index: RolloutIndex
+
+    @property
+    def status(self) -> str:
+        """``running``, ``finished`` or ``stopped``."""
+        if is_locked(self.path / "lock"):
+            return "running"
+        return "finished" if read_run(self.path).is_done else "stopped"
+
+
+class Catalogue:
+    """Runs by id; looks again whenever it is asked for all, since runs begin while a page is open."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """Raises DataError where no run is below any of ``roots``."""
+        self._roots = list(roots)
+        self._known: dict[str, ViewedRun] = {}
+        self._overviews: dict[str, tuple[Any, dict[str, Any]]] = {}
+        for root in roots:
+            if not root.is_dir():
+                raise DataError(f"{root} is no folder")
+        for root in roots:
+            if refusal := task_evaluation_message(root):
+                raise DataError(refusal)
+        if not self.all():
+            raise DataError(f"no run directory (one with config.toml) is below {', '.join(map(str, roots))}")
+
+    def all(self) -> list[ViewedRun]:
+        """In the order of the folders, and of names within one."""
+        runs: dict[str, ViewedRun] = {}
+        for path in (folder for root in self._roots for folder in _runs_below(root, _DEPTH)):
+            name = run_id(path)
+            runs[name] = self._known.get(name) or ViewedRun(name, path, RolloutIndex(path))
+        self._known = runs
+        return list(runs.values())
+
+    def get(self, name: str) -> ViewedRun:
+        """Raises KeyError for an id that no run has."""
+        return self._known[name]
+
+    def overview(self) -> list[dict[str, Any]]:
+        """One entry a run, as the page has them."""
+        return [self._overview(run) for run in self.all()]
+
+    def _overview(self, run: ViewedRun) -> dict[str, Any]:
+        """Read again only where something has changed: a page asks every few seconds."""
+        now = fingerprint(run.path)
+        if (known := self._overviews.get(run.id)) is None or known[0] != now:
+            self._overviews[run.id] = known = now, overview(run)
+        return known[1]
+
+
+def run_id(path: Path) -> str:
+    """A name that tells runs of one name in two folders apart."""
+    whole = path.resolve()
+    return f"{_NOT_IN_A_NAME.sub('-', whole.name)[:60]}-{zlib.crc32(str(whole).encode()):08x}"
+
+
+def overview(run: ViewedRun) -> dict[str, Any]:
+    """Status, method, task, score with interval, tokens, and the last alarm of a run."""
+    data = read_run(run.path)
+    status = run.status
+    last = data.evaluations[-1] if data.evaluations else None
+    score = last.metrics.get("score") if last is not None else None
+    alarms = read_alarms(run.path)
+    return {
+        "id": run.id,
+        "name": run.path.resolve().name,
+        "status": status,
+        "method": data.config.get("algorithm.type", ""),
+        "task": data.config.get("environment.type", ""),
+        "model": data.config.get("model.name", ""),
+        "seed": data.config.get("seed", ""),
+        "steps": data.num_steps,
+        "num_steps": data.config.get("train.num_steps", ""),
+        "score": None if score is None else [score.value, score.ci_low, score.ci_high],
+        "scored": "" if last is None else f"{last.label}, {last.num_tasks} tasks",
+        "tokens": sum(data.total("train", name) for name in WRITTEN_TOKENS),
+        "alarm": alarms[-1] if alarms else None,
+        "num_alarms": len(alarms),
+        "live": live_state(run.path) if status == "running" else None,
+        "notes": list(data.notes)[:5],
+    }
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "config.toml").is_file():
+        yield folder
+    elif depth:
+        try:
+            children = sorted(folder.iterdir())
+        except (PermissionError, FileNotFoundError):  # of somebody else, or gone since it was listed
+            return
+        for child in children:
+            if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+                yield from _runs_below(child, depth - 1)
+
+
+# What the page may ask: each answer is plain data, made of files, with or without a server around it.
+
+
+Params = Mapping[str, str]
+
+
+class Viewer:
+    """The runs, and the search in the one that is looked at: only its texts are kept."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        self._lock = Lock()
+        self._search: tuple[str, TextSearch] | None = None
+
+    def run(self, params: Params) -> ViewedRun:
+        """Raises KeyError."""
+        return self.catalogue.get(params["run"])
+
+    def search(self, run: ViewedRun) -> TextSearch:
+        """The search of a run. The first time its files are read in a thread, so that neither the first
+        search nor the first filter waits for all of them: whatever opens a run asks for this.
+        """
+        with self._lock:
+            if self._search is None or self._search[0] != run.id:
+                if self._search is not None:
+                    self._search[1].leave()
+                self._search = run.id, TextSearch(run.path)
+                Thread(target=_warm_cache, args=(run, self._search[1]), daemon=True).start()
+            return self._search[1]
+
+
+def _warm_cache(run: ViewedRun, search: TextSearch) -> None:
+    run.index.table()
+    search.warm(run.index.stems())
+
+
+def _runs(viewer: Viewer, params: Params) -> Any:
+    runs = viewer.catalogue.overview()
+    if len(runs) == 1:
+        viewer.search(viewer.catalogue.get(runs[0]["id"]))  # the one that will be opened
+    return runs
+
+
+def _curves(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params).path
+    return metric_curves(run) | {"path": shlex.quote(str(run))}  # for commands that the page shows
+
+
+def _stems(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params)
+    viewer.search(run)  # the page asks for this first
+    return run.index.stems()
+
+
+def _rollouts(viewer: Viewer, params: Params) -> Any:
+    index = viewer.run(params).index
+    page = find(index.table(params.get("where", "")), Query.from_params(params))
+    return page | {"notes": [] if params.get("where") else sorted(index.notes.values())}
+
+
+def _search(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params)
+    stems = [_require_stem(viewer, params)] if params.get("where") else run.index.stems()
+    return viewer.search(run).find(params.get("words", "")[:1000], stems)
+
+
+def _group(viewer: Viewer, params: Params) -> Any:
+    return group_view(viewer.run(params).path, _require_stem(viewer, params), params["trace"])
+
+
+def _tokens(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params).path
+    return tokens_view(run, _require_stem(viewer, params), params["trace"], int(params["rollout"]))
+
+
+def _text(viewer: Viewer, params: Params) -> Any:
+    return whole_text(
+        viewer.run(params).path, _require_stem(viewer, params), params["trace"], int(params["node"])
+    )
+
+
+def _memory(viewer: Viewer, params: Params) -> Any:
+    return memory_view(viewer.run(params).path, int(params["step"]), params.get("words", ""))
+
+
+def _neighbours(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params).path
+    return neighbours(run, int(params["step"]), params.get("words", ""), memory=params.get("memory", "steps"))
+
+
+def _insertions(viewer: Viewer, params: Params) -> Any:
+    run = viewer.run(params).path
+    if "item" in params:
+        return insertions(
+            run, memory=params.get("memory", ""), key=params.get("key", ""), item=int(params["item"])
+        )
+    return insertions(run, until=int(params["step"]))
+
+
+def _alarms(viewer: Viewer, params: Params) -> Any:
+    return read_alarms(viewer.run(params).path)
+
+
+def _require_stem(viewer: Viewer, params: Params) -> str:
+    """One of the run's files and nothing else: it becomes a part of a path. Raises KeyError."""
+    if params["where"] not in viewer.run(params).index.stems():
+        raise KeyError(params["where"])
+    return params["where"]
+
+
+ANSWERS: Final[Mapping[str, Callable[[Viewer, Params], Any]]] = {
+    "runs": _runs,
+    "curves": _curves,
+    "places": _stems,
+    "rollouts": _rollouts,
+    "search": _search,
+    "group": _group,
+    "tokens": _tokens,
+    "text": _text,
+    "memory": _memory,
+    "neighbours": _neighbours,
+    "shown": _insertions,
+    "alarms": _alarms,
+}

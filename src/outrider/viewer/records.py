@@ -1,0 +1,532 @@
+"""A folder of Parquet files, one for each training step and one for each evaluation; a file is absent or
+whole.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from outrider.errors import DataError
+from outrider.files import TEMPORARY, replacing
+from outrider.memory.tips import MemoryChange
+from outrider.types import Origin, Outcome
+
+FORMAT: Final = {b"outrider.format": b"2"}
+"""Version of the records, in the metadata of every file; files without one are of version 1."""
+
+_STEP: Final = re.compile(r"step-(\d{6,})\.parquet")
+_EVALUATION: Final = re.compile(r"evaluation-(\d{3,})\.parquet")
+
+
+def step_file(step: int) -> str:
+    """Name of the file of a training step."""
+    return f"step-{step:06d}.parquet"
+
+
+def evaluation_file(number: int) -> str:
+    """Name of the file of an evaluation, by its line in ``evaluations.jsonl`` (from 0)."""
+    return f"evaluation-{number:03d}.parquet"
+
+
+EXPERTS_FILE: Final = "cold-start.parquet"
+"""Expert rollouts of the cold start."""
+_LATER: Final = frozenset({"metrics"})
+"""Columns that were added within version 2 of the records."""
+
+
+class StepFiles:
+    """The files of one kind of record. The folder is made with its first file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def write(self, name: str, table: pa.Table) -> Path:
+        """Write under a temporary name, then rename. Raises OSError."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / name
+        with replacing(path) as stream:
+            pq.write_table(table.replace_schema_metadata(FORMAT), stream, compression="zstd")
+        return path
+
+    def read(self, name: str, schema: pa.Schema) -> pa.Table:
+        """The columns of ``schema``; one that an earlier version did not write is empty or null.
+
+        Raises :class:`~outrider.errors.DataError` for a missing or damaged file.
+        """
+        try:
+            # a stream, because messages about a path name the folders of this machine
+            with (self.directory / name).open("rb") as stream:
+                # half of what `read_table` takes for a small file, whose threads have no more to do
+                table = pq.ParquetFile(stream).read(use_threads=False)
+            added = _added(table, schema)
+            columns = [added[name] if name in added else table[name] for name in schema.names]
+            return pa.table(columns, schema.names).cast(schema)
+        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            reason = "the file is missing" if is_missing else str(error).partition("\n")[0]
+            raise DataError(f"{name} cannot be read: {reason}") from error
+
+    def steps(self) -> tuple[int, ...]:
+        """Training steps that have a file, ascending; empty when the folder is missing."""
+        return self._numbers(_STEP)
+
+    def evaluations(self) -> tuple[int, ...]:
+        """Numbers of the evaluations that have a file, ascending."""
+        return self._numbers(_EVALUATION)
+
+    def resume(self, step: int) -> int:
+        """Remove the files of steps after the checkpoint step, and what a kill left half written; return how
+        many.
+        """
+        later = [self.directory / step_file(number) for number in self.steps() if number > step]
+        obsolete = [*later, *sorted(self.directory.glob(TEMPORARY))]
+        for path in obsolete:
+            path.unlink()
+        return len(obsolete)
+
+    def _numbers(self, pattern: re.Pattern[str]) -> tuple[int, ...]:
+        if not self.directory.is_dir():
+            return ()
+        matches = (pattern.fullmatch(path.name) for path in self.directory.iterdir())
+        return tuple(sorted(int(match[1]) for match in matches if match))
+
+
+def _added(table: pa.Table, schema: pa.Schema) -> dict[str, pa.Array]:
+    """Columns that earlier versions did not write. A file of version 2 without any other column is
+    damaged.
+    """
+    is_first = b"outrider.format" not in (table.schema.metadata or {})
+    added = [
+        field
+        for field in schema
+        if field.name not in table.column_names
+        and (field.name in _LATER or (is_first and (field.nullable or pa.types.is_list(field.type))))
+    ]
+    return {
+        field.name: pa.array([[] if pa.types.is_list(field.type) else None] * len(table), field.type)
+        for field in added
+    }
+
+
+# Traces on disk: one Parquet file per training step, one row per node of the trace tree.
+
+
+_VALUES: Final = pa.list_(pa.float32())  # of a token: what a person looks at, and half the size
+
+SCHEMA: Final = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("task_key", pa.string(), nullable=False),
+        pa.field("trace_id", pa.string(), nullable=False),
+        pa.field("node_id", pa.int64(), nullable=False),
+        pa.field("parent_id", pa.int64(), nullable=False),
+        pa.field("rollout", pa.int64(), nullable=False),
+        pa.field("origin", pa.string(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("tokens", pa.list_(pa.string()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float64()), nullable=False),
+        pa.field("entropies", pa.list_(pa.float64()), nullable=False),
+        pa.field("outcome", pa.string()),
+        pa.field("episode_return", pa.float64()),
+        pa.field("advantage", pa.float64()),
+        pa.field("hybrid", pa.bool_()),
+        pa.field("metadata", pa.string(), nullable=False),
+        # since version 2 of the format
+        pa.field("advantages", _VALUES, nullable=False),
+        pa.field("trainer_logprobs", _VALUES, nullable=False),
+        pa.field("ratios", _VALUES, nullable=False),
+        pa.field("weight_version", pa.int64()),
+        pa.field("role", pa.string()),
+    ]
+)
+
+_row_values: Final = attrgetter(*SCHEMA.names)
+_LISTS: Final = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRow:
+    """One node. ``parent_id`` is -1 at the root; ``rollout`` is the first rollout of the group that goes
+    through the node: of those with a return, else of those that a fault ended.
+
+    ``tokens`` (decoded pieces), ``logprobs`` and ``entropies`` (nats) have one value per token on policy
+    nodes and are empty elsewhere. ``outcome``, ``episode_return``, ``advantage`` and ``hybrid`` are set on
+    leaves; ``metadata`` is a JSON object.
+
+    ``advantages``, ``trainer_logprobs`` (the trainer's, before its first optimiser step) and ``ratios`` (the
+    importance ratio of the last pass that trained the token, times its scale) have one value per token, or
+    none where the update did not train the node; of a node that several rollouts share they are those of
+    ``rollout``. ``weight_version`` is that of the weights which sampled the tokens,
+    ``role`` the message's.
+    """
+
+    step: int
+    task_key: str
+    trace_id: str
+    node_id: int
+    parent_id: int
+    rollout: int
+    origin: Origin
+    text: str
+    tokens: tuple[str, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
+    outcome: Outcome | None = None
+    episode_return: float | None = None
+    advantage: float | None = None
+    hybrid: bool | None = None
+    metadata: str = "{}"
+    advantages: tuple[float, ...] = ()
+    trainer_logprobs: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+    weight_version: int | None = None
+    role: str | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.entropies):
+            raise ValueError(f"node {self.node_id}: tokens, log-probs and entropies differ in number")
+        if self.tokens and self.origin is not Origin.POLICY:
+            raise ValueError(
+                f"node {self.node_id}: only policy nodes have token values, this one is {self.origin.value}"
+            )
+
+
+class TraceWriter:
+    """Writes ``step-000012.parquet`` files, one per training step, and ``evaluation-002.parquet``, one per
+    evaluation.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files = StepFiles(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, rows: Sequence[TraceRow]) -> Path:
+        """Write the nodes of one step under a temporary name, then rename. Raises ``ValueError`` for rows of
+        another step.
+        """
+        if any(row.step != step for row in rows):
+            raise ValueError(f"a row belongs to another step than {step}")
+        return self.files.write(step_file(step), node_table(rows))
+
+    def write_evaluation(self, number: int, rows: Sequence[TraceRow]) -> Path:
+        """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
+        return self.files.write(evaluation_file(number), node_table(rows))
+
+    def write_experts(self, rows: Sequence[TraceRow]) -> Path:
+        """Write the expert rollouts of the cold start."""
+        return self.files.write(EXPERTS_FILE, node_table(rows))
+
+    def resume(self, step: int) -> int:
+        """Remove the files of steps after the checkpoint step, and what a kill left half written; return how
+        many.
+        """
+        return self.files.resume(step)
+
+
+class TraceReader:
+    """Reads what :class:`TraceWriter` wrote."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files = StepFiles(directory)
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps that have a file, ascending; empty when the directory is missing."""
+        return self.files.steps()
+
+    def read(self, step: int) -> tuple[TraceRow, ...]:
+        """The nodes of a step in the order written. Raises :class:`~outrider.errors.DataError` for a missing
+        or damaged file.
+        """
+        return read_rows(self.directory, step_file(step))
+
+    def read_evaluation(self, number: int) -> tuple[TraceRow, ...]:
+        """The rollouts of the evaluation in line ``number`` of ``evaluations.jsonl``. Raises as :meth:`read`
+        does.
+        """
+        return read_rows(self.directory, evaluation_file(number))
+
+    def has_evaluation(self, number: int) -> bool:
+        """Whether the rollouts of this evaluation are on file."""
+        return (self.directory / evaluation_file(number)).exists()
+
+
+def parse_metadata(row: TraceRow) -> dict[str, Any]:
+    """What the row's metadata says; empty where it is no JSON object."""
+    try:
+        metadata = json.loads(row.metadata or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def read_rows(directory: Path, name: str) -> tuple[TraceRow, ...]:
+    """The nodes of a file. Raises :class:`~outrider.errors.DataError`."""
+    table = StepFiles(directory).read(name, SCHEMA)
+    try:
+        return tuple(_row(values) for values in table.to_pylist())
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def node_table(rows: Iterable[TraceRow]) -> pa.Table:
+    """The rows as they are on file."""
+    values = [[storable(value) for value in _row_values(row)] for row in rows]
+    return pa.Table.from_pylist([dict(zip(SCHEMA.names, row, strict=True)) for row in values], schema=SCHEMA)
+
+
+def storable(value: Any) -> Any:
+    """Plain Python values; a lone surrogate, which UTF-8 cannot hold, is spelled out as its escape."""
+    if isinstance(value, str):
+        return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, tuple):
+        return [storable(item) for item in value]
+    return value
+
+
+def _row(values: dict[str, Any]) -> TraceRow:
+    for name in _LISTS:
+        values[name] = tuple(values[name])
+    values["origin"] = Origin(values["origin"])
+    values["outcome"] = None if values["outcome"] is None else Outcome(values["outcome"])
+    return TraceRow(**values)
+
+
+# Rollouts on disk: ``rollouts/step-000012.parquet`` and ``rollouts/evaluation-002.parquet``, one row per
+# rollout, faulted ones with their reason: what tables and histograms need without a token being read.
+
+
+ROLLOUTS: Final = "rollouts"
+"""Name of the folder in a run directory."""
+
+ROLLOUT_SCHEMA: Final = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("task_key", pa.string(), nullable=False),
+        pa.field("trace_id", pa.string(), nullable=False),
+        pa.field("rollout", pa.int64(), nullable=False),
+        pa.field("node_id", pa.int64(), nullable=False),
+        pa.field("outcome", pa.string(), nullable=False),
+        pa.field("fault", pa.string(), nullable=False),
+        pa.field("episode_return", pa.float64()),
+        pa.field("success", pa.bool_()),
+        pa.field("advantage", pa.float64()),
+        pa.field("intrinsic", pa.float64(), nullable=False),
+        pa.field("mode", pa.string(), nullable=False),
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("num_turns", pa.int64(), nullable=False),
+        pa.field("num_tokens", pa.int64(), nullable=False),
+        pa.field("num_calls", pa.int64(), nullable=False),
+        pa.field("mean_entropy", pa.float64()),
+        pa.field("num_splices", pa.int64(), nullable=False),
+        pa.field("num_tips", pa.int64(), nullable=False),
+        pa.field("forked_from", pa.int64(), nullable=False),
+        pa.field("metrics", pa.string()),
+    ]
+)
+_rollout_values: Final = attrgetter(*ROLLOUT_SCHEMA.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRow:
+    """One rollout. ``node_id`` is its last node, -1 where a fault came before any; ``fault`` the reason of
+    an outcome that is a fault, else empty.
+
+    ``episode_return`` and ``success`` are None after a fault, ``advantage`` where none was given. ``kind`` is
+    ``on-policy``, ``hybrid`` (a retrieved step), ``tips`` or ``demonstration``. Counted over its path, shared
+    nodes too: policy turns, policy tokens, tool calls, retrieved steps, and tips. ``mean_entropy`` is in nats
+    a token. ``forked_from`` is the rollout that wrote its first nodes, or itself. ``metrics`` are those that
+    the environment or the agent program returned, as JSON; None after a fault.
+    """
+
+    step: int
+    task_key: str
+    trace_id: str
+    rollout: int
+    node_id: int
+    outcome: Outcome
+    fault: str = ""
+    episode_return: float | None = None
+    success: bool | None = None
+    advantage: float | None = None
+    intrinsic: float = 0.0
+    mode: str = ""
+    kind: str = "on-policy"
+    num_turns: int = 0
+    num_tokens: int = 0
+    num_calls: int = 0
+    mean_entropy: float | None = None
+    num_splices: int = 0
+    num_tips: int = 0
+    forked_from: int = 0
+    metrics: str | None = None
+
+
+class RolloutWriter:
+    """Writes the rollouts of steps and evaluations."""
+
+    def __init__(self, run: Path) -> None:
+        self._files = StepFiles(run / ROLLOUTS)
+
+    def write(self, step: int, rows: Sequence[RolloutRow]) -> Path:
+        """Of a training step. Raises OSError."""
+        return self._files.write(step_file(step), rollout_table(rows))
+
+    def write_evaluation(self, number: int, rows: Sequence[RolloutRow]) -> Path:
+        """Of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``. Raises OSError."""
+        return self._files.write(evaluation_file(number), rollout_table(rows))
+
+    def write_experts(self, rows: Sequence[RolloutRow]) -> Path:
+        """Of the experts of the cold start. Raises OSError."""
+        return self._files.write(EXPERTS_FILE, rollout_table(rows))
+
+    def resume(self, step: int) -> int:
+        """Remove the files of steps after the checkpoint step; return how many."""
+        return self._files.resume(step)
+
+
+def rollout_table(rows: Sequence[RolloutRow]) -> pa.Table:
+    """The rows as they are on file."""
+    columns = (
+        zip(*(_rollout_values(row) for row in rows), strict=True) if rows else [()] * len(ROLLOUT_SCHEMA)
+    )
+    arrays = [
+        pa.array([storable(value) for value in column], field.type)
+        for column, field in zip(columns, ROLLOUT_SCHEMA, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=ROLLOUT_SCHEMA)
+
+
+def read_rollouts(run: Path, name: str) -> pa.Table:
+    """The rollouts of a file's name; where version 1 wrote none, made from its nodes. Raises DataError."""
+    if (run / ROLLOUTS / name).is_file():
+        return StepFiles(run / ROLLOUTS).read(name, ROLLOUT_SCHEMA)
+    return rollout_table(list(rollouts_from_traces(read_rows(run / "traces", name))))
+
+
+def rollouts_from_traces(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
+    """The rollouts that ended at a leaf among these nodes, as far as version 1 of the records tells."""
+    nodes = {(row.trace_id, row.node_id): row for row in rows}
+    for leaf in rows:
+        if leaf.outcome is None:
+            continue
+        path, node = [leaf], leaf
+        while node.parent_id != -1 and (parent := nodes.get((leaf.trace_id, node.parent_id))) is not None:
+            path.append(parent)
+            node = parent
+        yield rollout_row(path[::-1], leaf)
+
+
+def rollout_row(
+    path: Sequence[TraceRow],
+    leaf: TraceRow,
+    *,
+    fault: str = "",
+    success: bool | None = None,
+    metrics: str | None = None,
+) -> RolloutRow:
+    """Of the rows from the root to ``leaf``, which has the outcome."""
+    metadata = parse_metadata(leaf)
+    policy = [row for row in path if row.origin is Origin.POLICY]
+    entropies = [value for row in policy for value in row.entropies]
+    assert leaf.outcome is not None
+    generated = [row for row in path if row.origin is not Origin.PROMPT]
+    return RolloutRow(
+        step=leaf.step,
+        task_key=leaf.task_key,
+        trace_id=leaf.trace_id,
+        rollout=leaf.rollout,
+        node_id=leaf.node_id,
+        outcome=leaf.outcome,
+        fault=fault,
+        episode_return=leaf.episode_return,
+        success=success,
+        advantage=leaf.advantage,
+        intrinsic=_number(metadata.get("intrinsic")),
+        mode=str(metadata.get("mode", "")),
+        kind=_kind(path),
+        num_turns=len(policy),
+        num_tokens=sum(len(row.tokens) for row in policy),
+        num_calls=int(sum(_number(parse_metadata(row).get("num_tool_calls")) for row in path)),
+        mean_entropy=sum(entropies) / len(entropies) if entropies else None,
+        num_splices=sum(row.origin is Origin.BUFFER for row in path),
+        num_tips=sum(row.origin is Origin.MEMORY for row in path),
+        forked_from=generated[0].rollout if generated else leaf.rollout,
+        metrics=metrics,
+    )
+
+
+def _kind(path: Sequence[TraceRow]) -> str:
+    origins = {row.origin for row in path}
+    if Origin.DEMONSTRATION in origins:
+        return "demonstration"
+    if Origin.BUFFER in origins:
+        return "hybrid"
+    return "tips" if Origin.MEMORY in origins else "on-policy"
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+# Memories on disk: ``memory/step-000012.parquet`` has what came into tips and steps and went since the step
+# before, one row a change.
+
+
+MEMORY: Final = "memory"
+"""Name of the folder in a run directory."""
+
+MEMORY_SCHEMA: Final = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("memory", pa.string(), nullable=False),
+        pa.field("change", pa.string(), nullable=False),
+        pa.field("version", pa.int64(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("item_id", pa.int64(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("score", pa.float64(), nullable=False),
+        pa.field("writer", pa.string(), nullable=False),
+        pa.field("written_at", pa.int64(), nullable=False),
+    ]
+)
+_memory_values: Final = attrgetter(*MEMORY_SCHEMA.names[1:])
+
+
+class MemoryWriter:
+    """Writes the changes of steps."""
+
+    def __init__(self, run: Path) -> None:
+        self._files = StepFiles(run / MEMORY)
+
+    def write(self, step: int, changes: Sequence[MemoryChange]) -> Path | None:
+        """No file where nothing has changed. Raises OSError."""
+        if not changes:
+            return None
+        rows = [dict(zip(MEMORY_SCHEMA.names, (step, *_stored(change)), strict=True)) for change in changes]
+        return self._files.write(step_file(step), pa.Table.from_pylist(rows, schema=MEMORY_SCHEMA))
+
+    def resume(self, step: int) -> int:
+        """Remove the files of steps after the checkpoint step; return how many."""
+        return self._files.resume(step)
+
+
+def read_changes(run: Path, *, until: int) -> Iterator[tuple[int, MemoryChange]]:
+    """Steps and changes up to training step ``until``, in order. Raises DataError for a damaged file."""
+    files = StepFiles(run / MEMORY)
+    for step in files.steps():
+        if step <= until:
+            for row in files.read(step_file(step), MEMORY_SCHEMA).to_pylist():
+                yield row.pop("step"), MemoryChange(**row)
+
+
+def _stored(change: MemoryChange) -> tuple[object, ...]:
+    return tuple(storable(value) for value in _memory_values(change))

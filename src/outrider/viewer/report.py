@@ -1,0 +1,419 @@
+"""Templates of the HTML pages, which lie beside the code that fills them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from outrider.errors import DataError
+from outrider.files import replace_file
+from outrider.metrics import DECLARED, WRITTEN_TOKENS, declared_metric
+from outrider.printing import score
+from outrider.viewer.records import TraceReader
+from outrider.viewer.report_parts import (
+    ENTROPY_EDGES,
+    Budget,
+    Chart,
+    Point,
+    Sample,
+    Series,
+    Tree,
+    number,
+    pick_samples,
+    pick_trees,
+    samples_from_rows,
+    svg_chart,
+)
+from outrider.viewer.run_reader import Evaluation, RunData, read_run
+
+
+@cache  # to compile it takes longer than to fill it in
+def page_template(path: Path) -> Template:
+    """The template at ``path``: what is put in is escaped, and a name that is not given is an error."""
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(path.parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(path.name)
+
+
+# One held-out task before and after reinforcement learning: the same draws, played by two policies.
+
+
+def pick_before_after(
+    directory: Path, evaluations: Sequence[Evaluation], notes: list[str]
+) -> tuple[Sample, ...]:
+    """(before, after) of the first task that the start failed and the end solved; empty where there is none.
+
+    The start is the last evaluation of step 0, after a cold start where there was one; the end, the last of
+    all. Nothing is shown of evaluations on different panels, or where the rollouts are not on file (runs of
+    earlier versions).
+    """
+    starts = [number for number, evaluation in enumerate(evaluations) if evaluation.step == 0]
+    if not starts or evaluations[-1].step == 0:
+        return ()
+    first, last = evaluations[starts[-1]], evaluations[-1]
+    if (first.panel_hash, first.split) != (last.panel_hash, last.split):
+        return ()
+    gained = (
+        key for key, score in last.task_scores.items() if score == 1.0 and first.task_scores.get(key) == 0.0
+    )
+    key = next(gained, None)
+    reader = TraceReader(directory)
+    if key is None or not reader.has_evaluation(starts[-1]):
+        return ()
+    try:
+        sides = [reader.read_evaluation(number) for number in (starts[-1], len(evaluations) - 1)]
+    except DataError as error:
+        notes.append(f"traces: {error}")
+        return ()
+    samples = [
+        next((s for s in samples_from_rows(rows, notes) if s.leaf.task_key == key), None) for rows in sides
+    ]
+    return tuple(sample for sample in samples if sample is not None) if None not in samples else ()
+
+
+# Evaluations of a run in its report: a table per split, and scores over steps from before training on.
+
+
+_MAX_SERIES: Final = 4  # as many as the page has line styles for
+SHARES: Final = frozenset({"score", "success"})  # shares of solved tasks; anything else is a number
+_MAX_NAME: Final = 18  # characters that have room under the axis
+_WITHOUT: Final = "Played on held-out tasks without retrieval, tips or any other help of training."
+_WITH_MEMORY: Final = (
+    "Trials with the memory that the labels name: played with what it holds by then, without training."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationTable:
+    """One split: ``rows`` are (metric, one cell a column); ``columns`` are the labels with their facts."""
+
+    split: str
+    played: str
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    warning: str
+
+
+def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
+    """Score over step of each split's first metric, with a caption; one line for each panel that was
+    evaluated twice or more.
+
+    The last evaluation of step 0 is what training began with. What came before it, as the policy in front of
+    a cold start, has no step: it stands at a named place left of step 0, and no line joins it.
+    """
+    is_trial = _has_trials(run)
+    charts: list[tuple[Chart, str]] = []
+    for split in dict.fromkeys(evaluation.split for evaluation in run.evaluations):
+        evaluations = [
+            evaluation for evaluation in run.evaluations if evaluation.split == split and evaluation.metrics
+        ]
+        name = next((metric for evaluation in evaluations for metric in evaluation.metrics), "")
+        scored = [evaluation for evaluation in evaluations if name in evaluation.metrics]
+        positions = {} if is_trial else _early_positions(scored)
+        lines = [
+            _line(
+                tasks_hash,
+                name,
+                [evaluation for evaluation in scored if evaluation.panel_hash == tasks_hash],
+                positions,
+                is_trial=is_trial,
+            )
+            for tasks_hash in dict.fromkeys(evaluation.panel_hash for evaluation in scored)
+        ]
+        series = tuple(line for line in lines if len(line.values) > 1)[:_MAX_SERIES]
+        if not series:
+            continue
+        is_share = name in SHARES
+        axis = {position: _short(label) for label, position in positions.items()}
+        x_label = "trial" if is_trial else "step"
+        unit = "solved, %" if is_share else f"{name} (no share)"
+        title = f"Evaluation on {split}"
+        chart = Chart(
+            title=title, x_label=x_label, y_label=unit, series=series, is_share=is_share, x_tick_labels=axis
+        )
+        before = " Left of step 0: before the cold start, which is no training step." if axis else ""
+        charts.append(
+            (chart, f"Points with 95 % intervals. {_describe_conditions(run, evaluations)}{before}")
+        )
+    return charts
+
+
+def _early_positions(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """Where on the axis stands, by label, what was evaluated at step 0 before the policy that training began
+    with: a fifth of its length for each."""
+    before = list(dict.fromkeys(evaluation.label for evaluation in evaluations if evaluation.step == 0))[:-1]
+    spacing = max(1.0, max((evaluation.step for evaluation in evaluations), default=0) / 5)
+    return {label: spacing * (index - len(before)) for index, label in enumerate(before)}
+
+
+def _line(
+    tasks_hash: str,
+    name: str,
+    evaluations: Sequence[Evaluation],
+    positions: Mapping[str, float],
+    *,
+    is_trial: bool,
+) -> Series:
+    """The points of one panel; the last evaluation of a place or of a step stands for it."""
+    latest: dict[float, Evaluation] = {}
+    for trial, evaluation in enumerate(evaluations, start=1):
+        position = positions.get(evaluation.label, 0.0) if evaluation.step == 0 else evaluation.step
+        latest[trial if is_trial else position] = evaluation
+    points: list[Point] = []
+    for x, evaluation in sorted(latest.items()):
+        value = evaluation.metrics[name]
+        label = evaluation.label if is_trial or x < 0 else f"{evaluation.label}, step {evaluation.step}"
+        points.append(Point(x=x, value=value.value, low=value.ci_low, high=value.ci_high, name=label))
+        if x < 0:
+            points.append(Point(x=x, value=None))  # what lies between is no training
+    return Series(label=f"panel {tasks_hash[:12]}", points=tuple(points))
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _MAX_NAME else "before"
+
+
+def _has_trials(run: RunData) -> bool:
+    return run.config.get("evaluation.num_trials", "0") != "0"
+
+
+def _describe_conditions(run: RunData, columns: Sequence[Evaluation]) -> str:
+    if _has_trials(run):
+        return _WITH_MEMORY
+    num = max((evaluation.num_training_tasks for evaluation in columns), default=0)
+    if not num:
+        return _WITHOUT
+    is_all_training = all(evaluation.num_training_tasks >= evaluation.num_tasks for evaluation in columns)
+    task_kind = "training tasks" if is_all_training else f"tasks of which {num} are training tasks"
+    return _WITHOUT.replace("held-out tasks", task_kind)
+
+
+def evaluation_tables(run: RunData) -> list[EvaluationTable]:
+    """A table per split; of a label that was evaluated several times the last."""
+    tables: list[EvaluationTable] = []
+    for split in dict.fromkeys(evaluation.split for evaluation in run.evaluations):
+        last = {
+            evaluation.label: evaluation for evaluation in run.evaluations if evaluation.split == split
+        }  # the curve has them all
+        columns = list(last.values())
+        names = dict.fromkeys(name for evaluation in columns for name in evaluation.metrics)
+        rows = tuple(
+            (_row_name(name), tuple(_cell(evaluation, name) for evaluation in columns)) for name in names
+        )
+        if any(evaluation.graded_return is not None for evaluation in columns):
+            rows += (("mean return (a number, no share)", tuple(map(_return_cell, columns))),)
+        heads = tuple((evaluation.label, _head(evaluation)) for evaluation in columns)
+        differs = len({evaluation.panel_hash for evaluation in columns}) > 1
+        warning = "The panels differ: these columns were not measured on the same tasks." if differs else ""
+        conditions = _describe_conditions(run, columns)
+        tables.append(
+            EvaluationTable(split=split, played=conditions, columns=heads, rows=rows, warning=warning)
+        )
+    return tables
+
+
+def _row_name(name: str) -> str:
+    return f"{name} (share of tasks solved)" if name in SHARES else f"{name} (a number, no share)"
+
+
+def _head(evaluation: Evaluation) -> str:
+    """Panel of an evaluation; faults are rollouts that are in none of its numbers."""
+    faults = f", {evaluation.num_faults} FAULTS in no score" if evaluation.num_faults else ""
+    return (
+        f"step {evaluation.step}, {evaluation.num_tasks} tasks{faults}, temperature "
+        f"{evaluation.temperature:g}, panel {evaluation.panel_hash[:12]}"
+    )
+
+
+def _cell(evaluation: Evaluation, name: str) -> str:
+    metric = evaluation.metrics.get(name)
+    if metric is None:
+        return "not measured"
+    return score(metric.value, metric.ci_low, metric.ci_high, is_share=name in SHARES)
+
+
+def _return_cell(evaluation: Evaluation) -> str:
+    mean_return = evaluation.mean_return
+    return "not measured" if mean_return is None else score(mean_return, is_share=False)
+
+
+# The report of a run: one HTML file that needs no network, no script and nothing beside it.
+#
+# Model output and retrieved text are untrusted: everything passes through Jinja2's autoescape, and the page
+# forbids scripts and loads by its content security policy as a second wall.
+
+
+MAX_BYTES: Final = 1_000_000
+_BUDGETS: Final = tuple(Budget(num_tokens=n, num_chars=4 * n) for n in (600, 300, 120, 40, 10))
+_NUM_NOTES: Final = 20
+_COUNTED_GROUPS: Final = ("rollout", "retrieval", "group", "ratio", "grad", "record", "sft")
+_TEMPLATE: Final = Path(__file__).with_name("report_template.html.j2")
+
+_SPLIT_REWARD_LINES: Final = (
+    ("on-policy", "retrieval/reward_on_policy"),
+    ("hybrid", "retrieval/reward_hybrid"),
+)
+_MIXED_REWARD_LINES: Final = (("all rollouts", "reward/mean"),)
+_CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
+    ("Policy entropy", "train", (("per token", "entropy/token_mean"),)),
+    ("Response length", "train", (("all tokens after the prompt", "rollout/length_tokens_mean"),)),
+    ("Retrieval rate", "train", (("inserted / possible", "retrieval/rate"),)),
+    ("Retrieval reward Z", "train", (("Z", "retrieval/z_mean"),)),
+    ("Retrieval quality g", "train", (("g", "retrieval/g_mean"),)),
+    (
+        "Entropy around a retrieval",
+        "train",
+        (("before", "retrieval/entropy_before_mean"), ("after", "retrieval/entropy_after_mean")),
+    ),
+    ("Similarity of the retrieved key", "train", (("cosine", "retrieval/similarity_mean"),)),
+    (
+        "Tool calls",
+        "train",
+        (("executed", "rollout/num_tool_calls"), ("saved by retrieval", "rollout/num_tool_calls_saved")),
+    ),
+    ("Mean trainer-engine log-prob gap", "train", (("mean", "gap/logprob_mean"),)),
+    ("Largest trainer-engine log-prob gap", "train", (("largest", "gap/logprob_max"),)),
+    ("Gradient norm", "train", (("before clipping", "grad/norm"),)),
+    ("Rollout speed", "train", (("policy tokens sampled", "speed/rollout_tokens"),)),
+    ("Update speed", "train", (("tokens trained", "speed/update_tokens"),)),
+    ("Groups without signal", "train", (("share of groups", "group/fraction_without_signal"),)),
+    ("Cold start loss", "sft", (("loss", "sft/loss"),)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A drawn chart and the words under it."""
+
+    svg: Markup
+    caption: str
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write ``report.html`` into the run directory, atomically, and return its path.
+
+    Whatever of the inputs is missing or damaged is said at the top of the page. Raises ``OSError`` when it
+    cannot be written.
+    """
+    run = read_run(run_dir)
+    notes = list(run.notes)
+    samples = pick_samples(run_dir / "traces", notes)
+    trees = pick_trees(run_dir / "traces", notes)
+    pair = pick_before_after(run_dir / "traces", run.evaluations, notes)
+    pages = (render(run, samples, notes, budget, trees, pair) for budget in _BUDGETS)
+    page = next((page for page in pages if len(page) <= MAX_BYTES), None)
+    if page is None:
+        notes.append("the sample rollouts were left out to keep this page small")
+        page = render(run, (), notes, _BUDGETS[-1])
+    path = run_dir / "report.html"
+    replace_file(path, page)
+    return path
+
+
+def render(
+    run: RunData,
+    samples: Sequence[Sample],
+    notes: Sequence[str],
+    budget: Budget,
+    trees: Sequence[Tree] = (),
+    before_after: Sequence[Sample] = (),
+) -> bytes:
+    """The page as UTF-8; pure."""
+    figures, missing = _figures(run)
+    shown_notes = list(dict.fromkeys(notes))
+    if len(shown_notes) > _NUM_NOTES:
+        shown_notes = [*shown_notes[:_NUM_NOTES], f"and {len(shown_notes) - _NUM_NOTES} more"]
+    page = page_template(_TEMPLATE).render(
+        facts=_facts(run),
+        config=run.config,
+        notes=shown_notes,
+        tables=evaluation_tables(run),
+        on_training_tasks=run.evaluates_training_tasks,
+        figures=figures,
+        missing=missing,
+        counts=_counts(run),
+        samples=[(sample, sample.nodes(budget)) for sample in samples],
+        trees=trees,
+        before_after=[(sample, sample.nodes(budget)) for sample in before_after],
+        edges=ENTROPY_EDGES,
+        number=number,
+    )
+    return page.encode("utf-8", "replace")
+
+
+def _facts(run: RunData) -> dict[str, str]:
+    steps = [record["step"] for record in run.records if record["kind"] == "train"]
+    seconds = run.total("train", "time/step")
+    tokens = sum(run.total("train", name) for name in WRITTEN_TOKENS)
+    return {
+        "algorithm": _first(run.config, "algorithm.type", "algorithm.name", "algorithm"),
+        "model": _first(run.config, "model.name", "model.path", "model"),
+        "task family": _first(
+            run.config, "environment.type", "environment.name", "environment", "task.family"
+        ),
+        "seed": _first(run.config, "seed", "run.seed"),
+        "training steps": str(len(steps)),
+        "seconds in training steps": number(seconds) if seconds else "not measured",
+        "policy tokens": number(tokens) if run.curve("train", "tokens/policy") else "not measured",
+    }
+
+
+def _first(config: Mapping[str, str], *keys: str) -> str:
+    return next((config[key] for key in keys if key in config), "not stated")
+
+
+def _figures(run: RunData) -> tuple[list[Figure], list[str]]:
+    figures = [_figure(chart, caption) for chart, caption in evaluation_charts(run)]
+    missing: list[str] = []
+    for title, kind, lines in (("Reward", "train", _reward_lines(run)), *_CURVES):
+        metric = declared_metric(lines[0][1])
+        series = [
+            Series(
+                label=label, points=tuple(Point(x=step, value=value) for step, value in run.curve(kind, name))
+            )
+            for label, name in lines
+        ]
+        plotted = tuple(line for line in series if line.values)
+        if not plotted:
+            missing.append(title)
+            continue
+        unit = "share, 0 to 1" if metric.unit == "1" and "share" in metric.meaning else metric.unit
+        chart = Chart(title=title, x_label="step", y_label=unit if unit != "1" else "no unit", series=plotted)
+        caption = "; ".join(f"{name}: {declared_metric(name).meaning}" for _, name in lines)
+        reward = (
+            " As the environment pays, on training tasks: no share of solved tasks."
+            if title == "Reward"
+            else ""
+        )
+        figures.append(_figure(chart, f"{caption}. Healthy: {metric.healthy}.{reward}"))
+    return figures, missing
+
+
+def _reward_lines(run: RunData) -> tuple[tuple[str, str], ...]:
+    """On-policy and hybrid rollouts apart; their mixture only where a run has no such split."""
+    lines = tuple(
+        line
+        for line in _SPLIT_REWARD_LINES
+        if any(value is not None for _, value in run.curve("train", line[1]))
+    )
+    return lines if len(lines) > 1 else _MIXED_REWARD_LINES
+
+
+def _figure(chart: Chart, caption: str) -> Figure:
+    return Figure(svg=svg_chart(chart), caption=caption)
+
+
+def _counts(run: RunData) -> list[tuple[str, str, str]]:
+    """(name, sum over the run, meaning) of the counts of events that are above zero."""
+    counts = [metric for metric in DECLARED if "/num_" in metric.name and metric.group in _COUNTED_GROUPS]
+    totals = [(metric, run.total("train", metric.name) + run.total("sft", metric.name)) for metric in counts]
+    return [(metric.name, number(total), metric.meaning) for metric, total in totals if total]

@@ -1,0 +1,579 @@
+"""Line charts as static SVG, for pages that must work without scripts and without a network.
+
+Drawn here because no light library fits: pygal links a script from the network into its output and leather
+fixes its colours, while these charts take theirs from the page (dark and light) and need axes with units and
+nothing else.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Final, TypeVar
+
+from markupsafe import Markup
+
+from outrider.errors import DataError
+from outrider.printing import score
+from outrider.types import Origin
+from outrider.viewer.records import TraceReader, TraceRow, parse_metadata
+from outrider.viewer.run_reader import finite
+
+MAX_POINTS: Final = 160  # more are averaged in buckets: the drawing is 380 units wide
+_SMOOTHING_MIN_POINTS: Final = 40  # points from which a moving mean is drawn over the faint raw line
+_WIDTH, _HEIGHT = 460, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 448, 26, 186  # the plot's frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value over ``x``; ``value`` None breaks the line. ``low`` and ``high`` are an interval around the
+    value.
+
+    ``name`` is what pointing at it tells, in place of ``x``.
+    """
+
+    x: float
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a chart."""
+
+    label: str
+    points: tuple[Point, ...]
+
+    @property
+    def values(self) -> list[float]:
+        """The values that are defined."""
+        return [point.value for point in self.points if point.value is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A chart of up to four series that share a unit.
+
+    ``is_share``: values are shares of 0 to 1, written in per cent. ``x_tick_labels`` are names of x that are no
+    numbers of the axis: they must lie left of all others.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    is_share: bool = False
+    x_tick_labels: Mapping[float, str] = field(default_factory=dict)
+
+    def format_value(self, value: float) -> str:
+        """A value as people read it."""
+        return score(value) if self.is_share else number(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    x_ticks: list[float]
+    y_ticks: list[float]
+    left: float  # the first x
+
+    def x(self, value: float) -> float:
+        low, high = self.left, self.x_ticks[-1]
+        return _LEFT + (value - low) / (high - low) * (_RIGHT - _LEFT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return _BOTTOM - (value - low) / (high - low) * (_BOTTOM - _TOP)
+
+
+def svg_chart(chart: Chart) -> Markup:
+    """The chart as an ``<svg>`` element; every label is escaped. Raises ``ValueError`` when no series has a
+    value.
+    """
+    series = [Series(label=line.label, points=_thinned(line.points)) for line in chart.series]
+    points = [point for line in series for point in line.points if point.value is not None]
+    if not points:
+        raise ValueError(f"chart {chart.title!r} has no values")
+    heights = [
+        height for point in points for height in (point.value, point.low, point.high) if height is not None
+    ]
+    x_ticks = _x_ticks(
+        [point.x for point in points if point.x not in chart.x_tick_labels] or list(chart.x_tick_labels)
+    )
+    left = min(x_ticks[0], *chart.x_tick_labels) if chart.x_tick_labels else x_ticks[0]
+    frame = _Frame(x_ticks=x_ticks, y_ticks=ticks(min(heights), max(heights)), left=left)
+    body = [
+        _axes(chart, frame),
+        *(_line(line, index, frame, chart) for index, line in enumerate(series)),
+        _legend(series),
+    ]
+    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
+        _WIDTH, _HEIGHT, _summary(chart)
+    )
+    return head + Markup("").join(body) + Markup("</svg>")
+
+
+def ticks(low: float, high: float, num: int = 5) -> list[float]:
+    """About ``num`` round numbers that enclose the range, ascending, at least two."""
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
+        margin = abs(low) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+    raw = (high - low) / (num - 1)
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(
+        factor * magnitude for factor in (1.0, 2.0, 5.0, 10.0) if factor * magnitude >= raw * (1 - 1e-9)
+    )
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def moving_mean(values: Sequence[float | None], window: int) -> list[float | None]:
+    """Mean of the defined values among the last ``window``; None where there is none."""
+    means: list[float | None] = []
+    for end in range(1, len(values) + 1):
+        defined = [value for value in values[max(0, end - window) : end] if value is not None]
+        means.append(math.fsum(defined) / len(defined) if defined else None)
+    return means
+
+
+def number(value: float) -> str:
+    """A number for people: four significant digits, thousands as k and millions as M."""
+    for limit, unit in ((1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e6 if unit == 'M' else 1e3):.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def _x_ticks(xs: Sequence[float]) -> list[float]:
+    low, high = math.floor(min(xs)), math.ceil(max(xs))
+    if high - low < 8:  # steps are whole numbers: no tick at step 2.5
+        return [float(x) for x in range(low, max(high, low + 1) + 1)]
+    return ticks(low, high)
+
+
+def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    if len(points) <= MAX_POINTS:
+        return points
+    size = math.ceil(len(points) / MAX_POINTS)
+    return tuple(_average(points[start : start + size]) for start in range(0, len(points), size))
+
+
+def _average(bucket: Sequence[Point]) -> Point:
+    values = [point.value for point in bucket if point.value is not None]
+    return Point(x=bucket[-1].x, value=math.fsum(values) / len(values) if values else None)
+
+
+def _axes(chart: Chart, frame: _Frame) -> Markup:
+    parts = [Markup('<text class="title" x="{}" y="14">{}</text>').format(_LEFT, chart.title)]
+    scale = 100.0 if chart.is_share else 1.0
+    for tick in frame.y_ticks:
+        y = round(frame.y(tick), 1)
+        parts.append(Markup('<path class="grid" d="M{} {}H{}"/>').format(_LEFT, y, _RIGHT))
+        parts.append(
+            Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(
+                _LEFT - 6, y + 4, number(scale * tick)
+            )
+        )
+    for tick, name in (*((tick, number(tick)) for tick in frame.x_ticks), *chart.x_tick_labels.items()):
+        x = round(frame.x(tick), 1)
+        parts.append(Markup('<path class="axis" d="M{} {}v4"/>').format(x, _BOTTOM))
+        parts.append(
+            Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, _BOTTOM + 16, name)
+        )
+    parts.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(_LEFT, _BOTTOM, _RIGHT))
+    parts.append(
+        Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(_RIGHT, _BOTTOM + 31, chart.x_label)
+    )
+    middle = (_TOP + _BOTTOM) // 2
+    label = Markup('<text transform="translate(12 {}) rotate(-90)" text-anchor="middle">{}</text>')
+    return Markup("").join([*parts, label.format(middle, chart.y_label)])
+
+
+def _line(series: Series, index: int, frame: _Frame, chart: Chart) -> Markup:
+    parts = [_interval(point, index, frame) for point in series.points]
+    if len(series.points) >= _SMOOTHING_MIN_POINTS:
+        window = max(2, len(series.points) // 20)
+        means = moving_mean([point.value for point in series.points], window)
+        smooth = [Point(x=point.x, value=mean) for point, mean in zip(series.points, means, strict=True)]
+        lines = [_path(series.points, f"line raw s{index}", frame), _path(smooth, f"line s{index}", frame)]
+        return Markup("").join([*parts, *lines])
+    dots = [_dot(point, series.label, index, frame, chart) for point in series.points]
+    return Markup("").join([*parts, _path(series.points, f"line s{index}", frame), *dots])
+
+
+def _dot(point: Point, label: str, index: int, frame: _Frame, chart: Chart) -> Markup:
+    if point.value is None:
+        return Markup("")
+    low, high = (math.nan if end is None else end for end in (point.low, point.high))
+    text = score(point.value, low, high) if chart.is_share else number(point.value)
+    dot = Markup('<circle class="dot s{}" cx="{}" cy="{}" r="2.6"><title>{}, {}: {}</title></circle>')
+    x, y = round(frame.x(point.x), 1), round(frame.y(point.value), 1)
+    return dot.format(index, x, y, label, point.name or number(point.x), text)
+
+
+def _interval(point: Point, index: int, frame: _Frame) -> Markup:
+    if point.low is None or point.high is None:
+        return Markup("")
+    x, low, high = (
+        round(coordinate, 1) for coordinate in (frame.x(point.x), frame.y(point.low), frame.y(point.high))
+    )
+    return Markup('<path class="interval s{}" d="M{} {}V{}"/>').format(index, x, low, high)
+
+
+def _path(points: Sequence[Point], css: str, frame: _Frame) -> Markup:
+    moves: list[str] = []
+    is_down = False
+    for point in points:
+        if point.value is not None:
+            moves.append(f"{'L' if is_down else 'M'}{frame.x(point.x):.1f} {frame.y(point.value):.1f}")
+        is_down = point.value is not None
+    return Markup('<path class="{}" d="{}"/>').format(css, "".join(moves))
+
+
+def _legend(series: Sequence[Series]) -> Markup:
+    parts: list[Markup] = []
+    x = _LEFT
+    for index, line in enumerate(series):
+        parts.append(Markup('<path class="line s{}" d="M{} {}h22"/>').format(index, x, _HEIGHT - 10))
+        parts.append(Markup('<text x="{}" y="{}">{}</text>').format(x + 27, _HEIGHT - 6, line.label))
+        x += 44 + 7 * len(line.label)
+    return Markup("").join(parts)
+
+
+def _summary(chart: Chart) -> str:
+    parts = [
+        f"{line.label}: first {chart.format_value(values[0])}, last {chart.format_value(values[-1])}, "
+        f"lowest {chart.format_value(min(values))}, highest {chart.format_value(max(values))}"
+        for line in chart.series
+        if (values := line.values)
+    ]
+    return f"{chart.title} ({chart.y_label}) over {chart.x_label}. " + "; ".join(parts)
+
+
+# Sample rollouts for the report: which ones, and what of them fits on the page.
+
+
+NUM_SAMPLES: Final = 10
+# nats; fixed, so that two reports can be compared
+ENTROPY_EDGES: Final = (0.01, 0.1, 0.3, 0.7, 1.2, 2.0, 3.0)
+_NUM_STEPS: Final = 3
+_LABELS: Final = {
+    Origin.PROMPT: "prompt",
+    Origin.POLICY: "policy",
+    Origin.ENVIRONMENT: "observation",
+    Origin.BUFFER: "retrieved step",
+    Origin.MEMORY: "tip from memory",
+    Origin.DEMONSTRATION: "demonstration",
+}
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much of a sample is shown: policy tokens per rollout, characters per node of other origin."""
+
+    num_tokens: int
+    num_chars: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleToken:
+    """One policy token; ``shade`` 0 to 7 is the class of its entropy among ``ENTROPY_EDGES``."""
+
+    text: str
+    shade: int
+    tooltip: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleNode:
+    """One node of a sample: tokens (policy) or text (others), each as head and tail around what is not
+    shown.
+    """
+
+    origin: str
+    label: str
+    metadata: str
+    head: tuple[SampleToken, ...] | str
+    num_hidden: int
+    tail: tuple[SampleToken, ...] | str
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether head and tail are tokens."""
+        return not isinstance(self.head, str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One rollout: the facts of its leaf and the path from the root to it."""
+
+    leaf: TraceRow
+    path: tuple[TraceRow, ...]
+
+    @property
+    def kind(self) -> str:
+        """Whose rollout it is, in the report's words."""
+        if any(row.origin is Origin.DEMONSTRATION for row in self.path):
+            return "demonstration"
+        return "hybrid" if self.leaf.hybrid else "on-policy"
+
+    def nodes(self, budget: Budget) -> tuple[SampleNode, ...]:
+        """The nodes as far as the budget goes."""
+        num_policy = sum(bool(row.tokens) for row in self.path)
+        num_tokens = max(10, budget.num_tokens // max(1, num_policy))
+        return tuple(_node(row, num_tokens, budget.num_chars) for row in self.path)
+
+
+def pick_samples(directory: Path, notes: list[str]) -> tuple[Sample, ...]:
+    """Up to ten rollouts from the last, the first and the middle step that can be read, in the order of
+    steps.
+
+    Of each step the best and the worst rollout of every kind come first, so that they can be compared.
+    """
+    ranked_steps: list[list[Sample]] = []
+    for rows in _readable_steps(TraceReader(directory), notes):
+        ranked_steps.append(_ranked(samples_from_rows(rows, notes)))
+    rounds = chain.from_iterable(zip_longest(*ranked_steps))
+    chosen = [sample for sample in rounds if sample is not None][:NUM_SAMPLES]
+    if not chosen:
+        notes.append("traces: no finished rollout to show")
+    return tuple(sorted(chosen, key=lambda sample: sample.leaf.step))
+
+
+def _readable_steps(reader: TraceReader, notes: list[str]) -> Iterator[tuple[TraceRow, ...]]:
+    steps = reader.steps()
+    preferred = [steps[-1], steps[0], steps[len(steps) // 2]] if steps else []
+    num_read = 0
+    for step in dict.fromkeys([*preferred, *reversed(steps)]):
+        if num_read == _NUM_STEPS:
+            return
+        try:
+            rows = reader.read(step)
+        except DataError as error:
+            notes.append(f"traces: {error}")
+            continue
+        num_read += 1
+        yield rows
+
+
+def samples_from_rows(rows: Sequence[TraceRow], notes: list[str]) -> list[Sample]:
+    """Every finished rollout with its path; a leaf without a path to a root is left out and noted."""
+    nodes = {(row.task_key, row.trace_id, row.node_id): row for row in rows}
+    samples: list[Sample] = []
+    for leaf in rows:
+        if leaf.outcome is None:
+            continue
+        path = [leaf]
+        while path[-1].parent_id != -1 and len(path) <= len(rows):
+            parent = nodes.get((leaf.task_key, leaf.trace_id, path[-1].parent_id))
+            if parent is None:
+                break
+            path.append(parent)
+        if path[-1].parent_id == -1:
+            samples.append(Sample(leaf=leaf, path=tuple(reversed(path))))
+        else:
+            notes.append(
+                f"traces: step {leaf.step} node {leaf.node_id} has no path to a root and was left out"
+            )
+    return samples
+
+
+def _ranked(samples: list[Sample]) -> list[Sample]:
+    scored = [sample for sample in samples if sample.leaf.episode_return is not None]
+    scored.sort(key=lambda sample: sample.leaf.episode_return or 0.0, reverse=True)
+    kinds = [
+        [sample for sample in scored if sample.kind == kind]
+        for kind in ("hybrid", "on-policy", "demonstration")
+    ]
+    first = [
+        *(sample for own in kinds for sample in own[:1]),
+        *(sample for own in kinds for sample in own[-1:]),
+    ]
+    ordered = {id(sample): sample for sample in [*first, *scored, *samples]}
+    return list(ordered.values())
+
+
+def _node(row: TraceRow, num_tokens: int, num_chars: int) -> SampleNode:
+    head: tuple[SampleToken, ...] | str
+    tail: tuple[SampleToken, ...] | str
+    if row.tokens:
+        tokens = [_token(*values) for values in zip(row.tokens, row.logprobs, row.entropies, strict=True)]
+        first, num_hidden, last = _cut(tokens, num_tokens)
+        head, tail = tuple(first), tuple(last)
+    else:
+        letters, num_hidden, rest = _cut(list(row.text), num_chars)
+        head, tail = "".join(letters), "".join(rest)
+    metadata = "" if row.metadata in ("", "{}") else row.metadata[:300]
+    label = _LABELS[row.origin]
+    return SampleNode(
+        origin=row.origin.value, label=label, metadata=metadata, head=head, num_hidden=num_hidden, tail=tail
+    )
+
+
+def _token(text: str, logprob: float, entropy: float) -> SampleToken:
+    tooltip = f"{text!r}  log-prob {logprob:.3f}  entropy {entropy:.3f} nats"
+    return SampleToken(
+        text=text or "\u2205", shade=sum(entropy >= edge for edge in ENTROPY_EDGES), tooltip=tooltip
+    )
+
+
+def _cut(items: list[_T], limit: int) -> tuple[list[_T], int, list[_T]]:
+    """Two thirds of the limit from the beginning and one third from the end, with the number left out
+    between.
+    """
+    if len(items) <= limit:
+        return items, 0, []
+    num_tail = limit // 3
+    return items[: limit - num_tail], len(items) - limit, items[len(items) - num_tail :]
+
+
+# Groups whose rollouts branched, as trees for the report: where they left, with which entropies, and what
+# every leaf got.
+
+
+NUM_TREES: Final = 3
+_TEXT: Final = 90
+_MAX_ROWS: Final = 600  # a larger group is left out: the page must stay small
+_MAX_DEPTH: Final = 40  # forks behind each other; the page's template calls itself for each
+_MOST_FORKS: Final = 10**6  # of one node; more is no count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeNode:
+    """One policy turn: its text, the mean entropy of its tokens (nats), and how many rollouts left in front
+    of it.
+    """
+
+    text: str
+    num_tokens: int
+    entropy: float
+    num_forks: int
+    entropy_change: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Turns without a fork between them, then the branches that go on; ``leaf`` where a rollout ends here."""
+
+    rollout: int
+    turns: tuple[TreeNode, ...]
+    leaf: TraceRow | None
+    children: tuple["Branch", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """One group."""
+
+    step: int
+    task_key: str
+    roots: tuple[Branch, ...]
+
+
+def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
+    """The groups with most forks of the newest step that has any; empty for a run that never branched."""
+    reader = TraceReader(directory)
+    for step in reversed(reader.steps()):
+        try:
+            rows = reader.read(step)
+        except DataError as error:
+            notes.append(f"traces: {error}")
+            continue
+        groups: dict[str, list[TraceRow]] = {}
+        for row in rows:
+            groups.setdefault(row.trace_id, []).append(row)
+        groups = {name: _drop_faulted(group) for name, group in groups.items()}
+        branched = [
+            (num, group) for group in groups.values() if (num := _num_forks(group)) and _fits(group, notes)
+        ]
+        if branched:
+            branched.sort(key=lambda pair: -pair[0])
+            return tuple(_tree(group) for _, group in branched[:NUM_TREES])
+    return ()
+
+
+def _drop_faulted(rows: Sequence[TraceRow]) -> list[TraceRow]:
+    """Without what a fault left behind, which leads to no leaf."""
+    parents = {row.node_id: row.parent_id for row in rows}
+    retained: set[int] = set()
+    for row in rows:
+        node_id = row.node_id if row.outcome is not None else -1
+        while node_id in parents and node_id not in retained:
+            retained.add(node_id)
+            node_id = parents[node_id]
+    return [row for row in rows if row.node_id in retained]
+
+
+def _num_forks(rows: Sequence[TraceRow]) -> int:
+    return sum(_count(parse_metadata(row).get("num_forks")) for row in rows)
+
+
+def _fits(rows: Sequence[TraceRow], notes: list[str]) -> bool:
+    """Whether the group is a tree that the page can hold; a page nests as deeply as its branches do."""
+    if len(rows) > _MAX_ROWS:
+        return False
+    children: dict[int, list[TraceRow]] = {}
+    for row in rows:
+        children.setdefault(row.parent_id, []).append(row)
+    level, depth = [(row, 0) for row in children.get(-1, ())], 0
+    if len({row.node_id for row in rows}) < len(rows):
+        notes.append(f"traces: a group of {rows[0].task_key!r} is no tree and was left out")
+        return False
+    while level:  # every node has one parent, so this ends
+        depth = max(depth, *(num_forks for _, num_forks in level))
+        level = [
+            (child, num_forks + (len(node_children) > 1 or row.outcome is not None))
+            for row, num_forks in level
+            for node_children in [children.get(row.node_id, [])]
+            for child in node_children
+        ]
+    if depth > _MAX_DEPTH:
+        notes.append(
+            f"traces: a group of {rows[0].task_key!r} with {depth} forks behind each other was left out"
+        )
+    return depth <= _MAX_DEPTH
+
+
+def _count(value: object) -> int:
+    return int(count) if (count := finite(value)) is not None and 0 <= count < _MOST_FORKS else 0
+
+
+def _tree(rows: Sequence[TraceRow]) -> Tree:
+    children: dict[int, list[TraceRow]] = {}
+    for row in rows:
+        children.setdefault(row.parent_id, []).append(row)
+    roots = tuple(branch for root in children.get(-1, ()) for branch in _branches(root, children))
+    return Tree(step=rows[0].step, task_key=rows[0].task_key, roots=roots)
+
+
+def _branches(row: TraceRow, children: dict[int, list[TraceRow]]) -> Iterator[Branch]:
+    """One branch for every child of ``row``."""
+    for child in children.get(row.node_id, ()):
+        turns = [_turn(child)] if child.origin is Origin.POLICY else []
+        tip = child
+        while len(next_rows := children.get(tip.node_id, [])) == 1 and tip.outcome is None:
+            tip = next_rows[0]
+            turns += [_turn(tip)] if tip.origin is Origin.POLICY else []
+        yield Branch(
+            rollout=child.rollout,
+            turns=tuple(turns),
+            leaf=tip if tip.outcome is not None else None,
+            children=tuple(_branches(tip, children)),
+        )
+
+
+def _turn(row: TraceRow) -> TreeNode:
+    metadata = parse_metadata(row)
+    text = " ".join(row.text.split())
+    return TreeNode(
+        text=text if len(text) <= _TEXT else text[:_TEXT] + " …",
+        num_tokens=len(row.tokens),
+        entropy=sum(row.entropies) / len(row.entropies) if row.entropies else 0.0,
+        num_forks=_count(metadata.get("num_forks")),
+        entropy_change=finite(metadata.get("entropy_change")),
+    )

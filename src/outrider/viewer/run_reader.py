@@ -1,0 +1,402 @@
+"""A run's progress on disk, for whoever looks at it from outside: ``live.json`` says where the run is now,
+``notes.jsonl`` keeps every line that was told.
+"""
+
+import json
+import logging
+import math
+import os
+import platform
+import re
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Final
+
+from outrider.files import readable
+from outrider.printing import is_graded
+from outrider.types import Json
+from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks, TimeLeft
+
+LIVE: Final = "live.json"
+NOTES: Final = "notes.jsonl"
+_EVERY_S: Final = 1.0
+_STEP: Final = re.compile(r"\bstep (\d+)\b")
+_log = logging.getLogger(__name__)
+
+
+class RecordedProgress:
+    """Another display, and what it is told on disk: at most once a second, and at every stage and note.
+
+    Nothing is written before the set-up is over: a run that is refused then, or has nothing left to do, stays
+    as it was. A disk that is full ends the record and not the run.
+    """
+
+    def __init__(self, inner: Progress, run: Path, *, clock: Clock = time.monotonic) -> None:
+        self._inner = inner
+        self._run = run
+        self._clock = clock
+        self._last_write = -float("inf")
+        self._is_broken = False
+        self._clocks = StageClocks(clock)
+        self._stage = self._clocks.begin("", None, done=0, num_parallel=1)
+        self._has_begun = False
+        self._setup_lines: list[str] = []  # lines of the set-up
+        self._state: dict[str, Any] = {
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "stage": "",
+            "total": None,
+            "done": 0,
+            "fields": {},
+            "has_ended": False,
+        }
+
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        num_parallel: int = 1,
+        time_left: TimeLeft | None = None,
+    ) -> None:
+        """See :class:`~outrider.viewer.progress.Progress`."""
+        self._inner.stage(name, total, done=done, num_parallel=num_parallel, time_left=time_left)
+        self._stage = self._clocks.begin(
+            name, total, done=done, num_parallel=num_parallel, time_left=time_left
+        )
+        self._state |= {"stage": name, "total": total, "done": done, "fields": {}}
+        if name != SET_UP and not self._has_begun:
+            self._has_begun = True
+            for line in self._setup_lines:
+                self._guarded(partial(self._append, line))
+        self._write()
+
+    def advance(self, done: int, **fields: Field) -> None:
+        """See :class:`~outrider.viewer.progress.Progress`."""
+        self._inner.advance(done, **fields)
+        self._stage.advance(done, dict(fields))
+        self._state["done"] = done
+        self._state["fields"] |= fields
+        if self._clock() - self._last_write >= _EVERY_S:
+            self._write()
+
+    def note(self, text: str) -> None:
+        """See :class:`~outrider.viewer.progress.Progress`; the step is the one that the line names, else the
+        newest."""
+        self._inner.note(text)
+        match = _STEP.search(text)
+        step = int(match[1]) if match else self._state["done"] if self._state["stage"] == "train" else None
+        line = {"time": time.time(), "stage": self._state["stage"], "step": step, "text": text}
+        if self._has_begun:
+            self._guarded(partial(self._append, json.dumps(line)))
+        else:
+            self._setup_lines.append(json.dumps(line))
+
+    def stopping(self) -> bool:
+        """See :class:`~outrider.viewer.progress.Progress`; called in a signal handler, so nothing is
+        written."""
+        return self._inner.stopping()
+
+    def close(self) -> None:
+        """The last state, which says that the process did end its work, and the end of the display."""
+        self._state["has_ended"] = True
+        self._write()
+        self._inner.close()
+
+    def _append(self, line: str) -> None:
+        with (self._run / NOTES).open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+
+    def _write(self) -> None:
+        self._last_write = self._clock()
+        if self._has_begun:
+            self._guarded(self._replace)
+
+    def _replace(self) -> None:
+        # Neither forced to disk nor locked: it says what is now, and a second later something else.
+        temporary = self._run / f"{LIVE}.new"
+        temporary.write_text(
+            json.dumps(self._state | {"line": self._stage.summary(), "time": time.time()}), encoding="utf-8"
+        )
+        temporary.replace(self._run / LIVE)
+
+    def _guarded(self, write: Any) -> None:
+        if self._is_broken:
+            return
+        try:
+            write()
+        except (OSError, ValueError, TypeError) as error:
+            self._is_broken = True
+            _log.warning("the run's progress is no longer recorded, the run goes on: %s", error)
+
+
+# Reads a run directory as it is: a missing or torn file becomes a note, never an error.
+
+
+_MAX_LISTED_LINES: Final = 3
+_LARGEST: Final = 1e300  # sums and ranges of larger numbers overflow
+_LARGEST_STEP: Final = 2**53  # larger ones are no floats of their own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A score with its 95 % interval."""
+
+    value: float
+    ci_low: float
+    ci_high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One line of ``evaluations.jsonl``. ``metrics`` are the finite ones; ``task_scores`` and
+    ``task_returns`` are empty where they are not on file.
+
+    ``num_faults`` are rollouts that ended in a fault and are in no score; ``num_training_tasks`` of the tasks
+    are training tasks.
+    """
+
+    label: str
+    split: str
+    num_tasks: int
+    metrics: Mapping[str, Interval]
+    step: int
+    temperature: float
+    panel_hash: str
+    num_faults: int = 0
+    num_training_tasks: int = 0
+    task_scores: Mapping[str, float] = field(default_factory=dict)
+    task_returns: Mapping[str, float] = field(default_factory=dict)
+    mean_return: float | None = None
+
+    @property
+    def graded_return(self) -> float | None:
+        """The mean return if it differs from the share of solved tasks, else None."""
+        score = self.metrics.get("score")
+        return self.mean_return if score is not None and is_graded(score.value, self.mean_return) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """Contents of a run directory; ``notes`` say what could not be read.
+
+    ``config`` is flat (dotted keys) and for people: of a path it has the name alone. ``settings`` are the
+    same with whole paths, for telling runs apart; they do not belong on a page.
+    """
+
+    config: Mapping[str, str]
+    settings: Mapping[str, str]
+    records: tuple[Mapping[str, Json], ...]
+    evaluations: tuple[Evaluation, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def evaluates_training_tasks(self) -> bool:
+        """Whether an evaluation is on tasks of which some are training tasks."""
+        return any(evaluation.num_training_tasks for evaluation in self.evaluations)
+
+    def curve(self, kind: str, name: str) -> list[tuple[int, float | None]]:
+        """(step, value) of a metric over the records of a kind that have it."""
+        return [
+            (_step(record), finite(record[name]))
+            for record in self.records
+            if record["kind"] == kind and name in record
+        ]
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps on file."""
+        return max((step for step, _ in self.curve("train", "reward/mean")), default=0)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps that the recipe asks for are on file."""
+        num_steps = self.config.get("train.num_steps", "")
+        return num_steps.isdigit() and self.num_steps >= int(num_steps)
+
+    def total(self, kind: str, name: str) -> float:
+        """Sum of a metric over the records of a kind."""
+        return math.fsum(value for _, value in self.curve(kind, name) if value is not None)
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read configuration, metrics and evaluations of a run."""
+    notes: list[str] = []
+    config, settings = _read_config(run_dir / "config.toml", notes)
+    records = [
+        record for record in _read_lines(run_dir / "metrics.jsonl", notes) if _is_record(record, notes)
+    ]
+    evaluations = [_evaluation(line, notes) for line in _read_lines(run_dir / "evaluations.jsonl", notes)]
+    return RunData(
+        config=config,
+        settings=settings,
+        records=tuple(records),
+        evaluations=tuple(evaluation for evaluation in evaluations if evaluation is not None),
+        notes=tuple(notes),
+    )
+
+
+def task_evaluation_message(folder: Path) -> str:
+    """What is reported of the folder of an evaluation of tasks, which is no run; empty for any other."""
+    if not (folder / "results.jsonl").is_file() or (folder / "config.toml").is_file():
+        return ""
+    return (
+        f"{folder} holds an evaluation of eval --tasks, no run: its scores are in summary.json, its replies "
+        "in results.jsonl, and outrider inspect-log makes a log of them that inspect view opens"
+    )
+
+
+def finite(value: object) -> float | None:
+    """The value as a float if it is a number that can be added up and drawn, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+        return None
+    return float(value)
+
+
+def _step(record: Mapping[str, Json]) -> int:
+    step = record["step"]
+    assert isinstance(step, int)  # _is_record let it through
+    return step
+
+
+def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """For people, and for telling runs apart."""
+    try:
+        with path.open("rb") as stream:
+            table = tomllib.load(stream)
+        return _flat(table, "", _portable), _flat(table, "", str)
+    except FileNotFoundError:
+        notes.append("config.toml is missing")
+    except OSError as error:  # its text names folders of this machine
+        notes.append(f"config.toml cannot be read: {error.strerror}")
+    except ValueError as error:
+        notes.append(f"config.toml cannot be read: {error}")
+    except RecursionError:
+        notes.append("config.toml cannot be read: it is nested too deeply")
+    return {}, {}
+
+
+def _flat(table: Mapping[str, Any], prefix: str, show: Callable[[object], str]) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            rows.update(_flat(value, f"{prefix}{key}.", show))
+        else:
+            rows[prefix + key] = show(value)
+    return rows
+
+
+def _portable(value: object) -> str:
+    """The value without the folders of this machine: a report is read elsewhere."""
+    if isinstance(value, list):
+        return "[" + ", ".join(_portable(item) for item in value) + "]"
+    text = str(value)
+    for path in (PurePosixPath(text), PureWindowsPath(text)):
+        if path.is_absolute():
+            return f".../{path.name}"
+    return f".../{text.rpartition('/')[2]}" if text.startswith("~/") else text
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
+    try:
+        lines = list(readable(path))
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        notes.append(
+            f"{path.name} is missing" if is_missing else f"{path.name} cannot be read: {error.strerror}"
+        )
+        return []
+    bad = [number for number, value in lines if value is None]
+    if bad:
+        numbers = ", ".join(map(str, bad[:_MAX_LISTED_LINES])) + (
+            ", ..." if len(bad) > _MAX_LISTED_LINES else ""
+        )
+        notes.append(f"{path.name}: {len(bad)} damaged or torn line(s) left out (line {numbers})")
+    return [value for _, value in lines if value is not None]
+
+
+def _is_record(record: Mapping[str, Json], notes: list[str]) -> bool:
+    step = record.get("step")
+    if (
+        isinstance(step, int)
+        and not isinstance(step, bool)
+        and abs(step) < _LARGEST_STEP
+        and record.get("kind") in ("train", "sft", "eval")
+    ):
+        return True
+    notes.append("metrics.jsonl: a line without step or kind was left out")
+    return False
+
+
+def _task_values(line: Mapping[str, Any], name: str) -> dict[str, float]:
+    values = {str(key): finite(value) for key, value in line.get(name, {}).items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
+    try:
+        metrics = {
+            str(name): Interval(
+                value=float(interval["value"]),
+                ci_low=float(interval["ci_low"]),
+                ci_high=float(interval["ci_high"]),
+            )
+            for name, interval in line["metric"].items()
+        }
+        defined = {
+            name: interval
+            for name, interval in metrics.items()
+            if None not in map(finite, (interval.value, interval.ci_low, interval.ci_high))
+        }
+        evaluation = Evaluation(
+            label=str(line["label"]),
+            split=str(line["split"]),
+            num_tasks=int(line["num_tasks"]),
+            metrics=defined,
+            step=int(line["step"]),
+            temperature=float(line["temperature"]),
+            panel_hash=str(line["panel_hash"]),
+            num_faults=int(line.get("num_faults", 0)),
+            num_training_tasks=int(line.get("num_training_tasks", 0)),
+            task_scores=_task_values(line, "task_scores"),
+            task_returns=_task_values(line, "task_returns"),
+            mean_return=finite(line.get("mean_return")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")
+        return None
+    if abs(evaluation.step) >= _LARGEST_STEP:
+        notes.append("evaluations.jsonl: an evaluation of an impossible step was left out")
+        return None
+    if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
+        notes.append(
+            f"evaluations.jsonl: {evaluation.label!r} has no {', '.join(undefined)}: {evaluation.num_faults} fault(s)"
+        )
+    return evaluation
+
+
+# What a run was warned of: the lines of ``notes.jsonl`` in capitals, and those of faults.
+
+
+_ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faults)")
+_LONGER: Final = "to the same bits as far as it went"  # a run that was given more, as documented
+
+
+def read_alarms(run: Path) -> list[dict[str, Any]]:
+    """Warnings with their step (None: before training) and time, in order; none of a run that kept no
+    notes.
+    """
+    try:
+        lines = [value for _, value in readable(run / NOTES) if value is not None]
+    except OSError:
+        return []
+    return [
+        {"step": line.get("step"), "time": line.get("time"), "text": str(line["text"])}
+        for line in lines
+        if "text" in line and _ALARM.match(str(line["text"])) and _LONGER not in str(line["text"])
+    ]

@@ -1,0 +1,422 @@
+"""Who may ask the server, and what the browser may do with its answers.
+
+Against a page of another origin: the Host header must be one of ours (DNS rebinding), nothing is readable
+across origins, what a browser loads for a page of another one is refused, and the one request that changes
+something needs our own Origin and a token that only our page knows. Model output is hostile: the policy of
+the page allows no script but ours, and no address but ours.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import secrets
+import shutil
+import socket
+import webbrowser
+from collections.abc import AsyncIterator, Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.errors import ConfigError, OutriderError
+from outrider.files import replacing_folder
+from outrider.viewer.answers import ANSWERS, LONGEST_TEXT, Catalogue, ViewedRun, Viewer, fingerprint, stop
+from outrider.viewer.records import SCHEMA, StepFiles
+from outrider.viewer.search import rows_of_table
+
+# The viewer as a folder of files that any file server gives out: what the page would ask, asked before.
+
+
+PAGE: Final = Path(__file__).with_name("page")
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""Of the page's content: no script, style or address but ours. A file server says nothing, so a bundle's page
+says it itself."""
+_META: Final = (
+    f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+    '<meta name="outrider-bundle" content="1">'
+)
+_FIRST: Final = '<meta charset="utf-8">'  # a policy holds for what stands behind it
+_TEXTS: Final = ["task_key", "trace_id", "node_id", "rollout", "origin", "text"]
+
+
+def write_bundle(
+    catalogue: Catalogue,
+    folder: Path,
+    *,
+    compare: Callable[[Sequence[Path]], str],
+    note: Callable[[str], None],
+) -> None:
+    """Everything of all runs into a new ``folder``. Raises ConfigError where something is there already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty: --bundle writes a new folder")
+    viewer = Viewer(catalogue)
+    runs = catalogue.all()
+    with replacing_folder(folder) as new:
+        shutil.copytree(PAGE, new, dirs_exist_ok=True)
+        page = (PAGE / "index.html").read_text(encoding="utf-8")
+        (new / "index.html").write_text(page.replace(_FIRST, f"{_FIRST}\n{_META}"), encoding="utf-8")
+        entries = zip(catalogue.overview(), runs, strict=True)
+        _write(
+            new / "data" / "runs.json",
+            [_without_paths(entry | {"live": None}, run.path) for entry, run in entries],
+        )
+        for run in runs:
+            note(f"{run.path.name}: {len(run.index.stems())} files")
+            _RunFiles(viewer, run, new / "data" / run.id).write()
+        if len(runs) > 1:
+            (new / "compare.html").write_text(_comparison_page(runs, compare, note), encoding="utf-8")
+
+
+def _comparison_page(
+    runs: Sequence[ViewedRun], compare: Callable[[Sequence[Path]], str], note: Callable[[str], None]
+) -> str:
+    """Runs that cannot be compared are looked at all the same."""
+    try:
+        return compare([run.path for run in runs])
+    except OutriderError as error:
+        note(f"not compared: {error}")
+        return f'<!doctype html><meta charset="utf-8"><title>Outrider</title><p>{escape(str(error))}</p>'
+
+
+def _without_paths(value: Any, run: Path) -> Any:
+    """Without the folder of this machine that the run is in: a bundle is read elsewhere."""
+    if isinstance(value, dict):
+        return {name: _without_paths(item, run) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item, run) for item in value]
+    if isinstance(value, str):
+        return value.replace(str(run.resolve()), "RUN").replace(str(run.absolute()), "RUN")
+    return value
+
+
+class _RunFiles:
+    """The files of one run, below ``folder``."""
+
+    def __init__(self, viewer: Viewer, run: ViewedRun, folder: Path) -> None:
+        self._viewer = viewer
+        self._run = run
+        self._folder = folder
+
+    def write(self) -> None:
+        _write(self._folder / "curves.json", self._answer("curves") | {"path": "RUN"})
+        for kind in ("places", "alarms"):
+            _write(self._folder / f"{kind}.json", _without_paths(self._answer(kind), self._run.path))
+        table = self._run.index.table()
+        rows = rows_of_table(table)
+        for stem in self._run.index.stems():
+            self._write_stem(stem, [row for row in rows if row["where"] == stem])
+        for step in StepFiles(self._run.path / "traces").steps():
+            _write(self._folder / f"memory-{step}.json", self._answer("memory", step=str(step)))
+            _write(self._folder / f"shown-{step}.json", self._answer("shown", step=str(step)))
+
+    def _write_stem(self, stem: str, rows: list[dict[str, Any]]) -> None:
+        folder = self._folder / stem
+        _write(folder / "rollouts.json", rows)
+        nodes = (
+            StepFiles(self._run.path / "traces").read(f"{stem}.parquet", SCHEMA).select(_TEXTS).to_pylist()
+        )
+        _write(folder / "texts.json", [node | {"where": stem} for node in nodes])
+        for trace in dict.fromkeys(row["trace_id"] for row in rows):
+            params = {"where": stem, "trace": trace}
+            number = trace.rpartition("/")[2]
+            _write(folder / f"group-{number}.json", self._answer("group", **params))
+            for row in (entry for entry in rows if entry["trace_id"] == trace):
+                name = f"tokens-{number}-{row['rollout']}.json"
+                _write(folder / name, self._answer("tokens", **params, rollout=str(row["rollout"])))
+            for node in nodes:
+                if node["trace_id"] == trace and len(node["text"]) > LONGEST_TEXT:
+                    _write(folder / f"text-{number}-{node['node_id']}.json", {"text": node["text"]})
+
+    def _answer(self, kind: str, **params: str) -> Any:
+        return ANSWERS[kind](self._viewer, {"run": self._run.id, **params})
+
+
+def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    path.write_bytes(text.encode("utf-8", "backslashreplace"))
+
+
+COOKIE: Final = "outrider_view"
+_POLICY: Final = f"{POLICY}; frame-ancestors 'none'"
+STILL_PAGE: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
+"""The policy of a page without scripts that has its style in itself."""
+HEADERS: Final = (
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what is bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """Around the whole application. ``hosts`` are the names that a Host header may have, None: any (bound
+    elsewhere, where the ``token`` decides). ``token`` is asked for, in the address or in the cookie that it
+    left, unless it is None.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: Sequence[str] | None, token: str | None) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or hand on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        problem = self._problem(request)
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name for name, _ in message["headers"]}
+                added = [header for header in HEADERS if header[0] not in names]
+                message["headers"] = [*message["headers"], *added, *self._cookie(request, problem)]
+            await send(message)
+
+        answer = self._app if problem is None else PlainTextResponse(problem[1], status_code=problem[0])
+        await answer(scope, receive, guarded)
+
+    def _problem(self, request: Request) -> tuple[int, str] | None:
+        host = request.headers.get("host", "")
+        name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+        if self._hosts is not None and name.strip("[]") not in self._hosts:
+            return 403, "this server is asked by another name than its own"
+        if self._token is not None:
+            token = request.query_params.get("token") or request.cookies.get(COOKIE) or ""
+            if not hmac.compare_digest(token.encode(), self._token.encode()):
+                return 403, "open the address with its token, as `outrider view` printed it"
+        if request.method not in ("GET", "HEAD", "POST"):
+            return 405, "read-only"
+        if _is_for_another_page(request) or (request.method == "POST" and not _is_own(request, host)):
+            return 403, "a request of another page"
+        return None
+
+    def _cookie(self, request: Request, problem: object) -> list[tuple[bytes, bytes]]:
+        if problem is not None or self._token is None or "token" not in request.query_params:
+            return []
+        cookie = f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
+        return [(b"set-cookie", cookie.encode())]
+
+
+def _is_for_another_page(request: Request) -> bool:
+    """What a page of another origin loads: it cannot read that, but would let us work. A link is not."""
+    site = request.headers.get("sec-fetch-site", "none")
+    mode = request.headers.get("sec-fetch-mode", "navigate")
+    return site not in ("none", "same-origin") and mode != "navigate"
+
+
+def _is_own(request: Request, host: str) -> bool:
+    origin = request.headers.get("origin", "")
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    return origin in (f"http://{host}", f"https://{host}") and site == "same-origin"
+
+
+# The viewer's server: the page's files, and what is on disk as JSON. Read-only but for the stop button.
+
+
+MOST_ANSWERS: Final = 4  # made at a time: each may hold a whole file in memory
+MOST_FOLLOWERS: Final = 64  # pages that follow a run
+_REFUSED: Final = (OutriderError, ValueError, OSError)
+Compare = Callable[[Sequence[Path]], str]
+"""Run folders to the page of ``outrider compare``, as HTML without scripts."""
+
+
+def make_app(
+    catalogue: Catalogue,
+    *,
+    compare: Compare,
+    hosts: Sequence[str] | None,
+    token: str | None = None,
+    every_s: float = 1.0,
+    is_ending: Callable[[], bool] = lambda: False,
+) -> Guard:
+    """The application. ``every_s``: how often a page that follows a run looks for news, until the server
+    ``is_ending``.
+    """
+    server = _Server(Viewer(catalogue), compare, every_s, is_ending)
+    routes = [
+        Route("/", server.page),
+        Route("/data/{name:path}", server.data),
+        Route("/events", server.events),
+        Route("/compare", server.compare),
+        Route("/stop", server.stop, methods=["POST"]),
+        Mount("/", StaticFiles(directory=PAGE)),
+    ]
+    return Guard(Starlette(routes=routes), hosts=hosts, token=token)
+
+
+class _Server:
+    """The routes. What reads files does so in a thread."""
+
+    def __init__(
+        self, viewer: Viewer, compare: Compare, every_s: float, is_ending: Callable[[], bool]
+    ) -> None:
+        self._viewer = viewer
+        self._compare = compare
+        self._every_s = every_s
+        self._is_ending = is_ending
+        self._answering = asyncio.Semaphore(MOST_ANSWERS)
+        self._num_followers = 0
+        self._stop_token = secrets.token_urlsafe(24)  # only our page can read it
+
+    async def page(self, request: Request) -> Response:
+        """The one page; with it goes what the stop button has to show."""
+        text = (PAGE / "index.html").read_text(encoding="utf-8")
+        return HTMLResponse(text.replace("STOP_TOKEN", self._stop_token))
+
+    async def data(self, request: Request) -> Response:
+        """What :data:`~outrider.viewer.answers.ANSWERS` has under this name."""
+        name = request.path_params["name"]
+        kind = name.rpartition("/")[2].removesuffix(".json")
+        answer = ANSWERS.get(kind)
+        if answer is None:
+            return JSONResponse({"error": "no such page"}, status_code=404)
+        try:
+            async with self._answering:
+                body = await run_in_threadpool(
+                    lambda: _as_json(answer(self._viewer, dict(request.query_params)))
+                )
+        except KeyError as error:
+            return JSONResponse({"error": f"no run or value {error}"}, status_code=404)
+        except _REFUSED as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return Response(body, media_type="application/json")
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: one whenever something of a run has changed."""
+        try:
+            run = self._viewer.catalogue.get(request.query_params.get("run", ""))
+        except KeyError:
+            return JSONResponse({"error": "no such run"}, status_code=404)
+        if self._num_followers >= MOST_FOLLOWERS:
+            return JSONResponse({"error": "too many pages follow runs: close some"}, status_code=503)
+        return StreamingResponse(self._news(request, run.path), media_type="text/event-stream")
+
+    async def _news(self, request: Request, run: Path) -> AsyncIterator[str]:
+        """Sent when the one before was taken: of a page that does not read nothing piles up."""
+        before = ""
+        self._num_followers += 1
+        try:
+            while not (self._is_ending() or await request.is_disconnected()):
+                now = _as_json(await run_in_threadpool(fingerprint, run)).decode()
+                if now != before:
+                    before = now
+                    yield f"data: {now}\n\n"
+                await asyncio.sleep(self._every_s)
+        finally:
+            self._num_followers -= 1
+
+    async def compare(self, request: Request) -> Response:
+        """The page of ``outrider compare`` over the chosen runs."""
+        try:
+            names = dict.fromkeys(request.query_params.getlist("run"))
+            runs = [self._viewer.catalogue.get(name).path for name in names]
+            async with self._answering:
+                page = await run_in_threadpool(self._compare, runs)
+            return HTMLResponse(page, headers={"content-security-policy": STILL_PAGE})
+        except KeyError:
+            return JSONResponse({"error": "no such run"}, status_code=404)
+        except _REFUSED as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+
+    async def stop(self, request: Request) -> Response:
+        """SIGTERM, which a run answers with a checkpoint."""
+        token = request.headers.get("x-outrider-stop", "")
+        if not hmac.compare_digest(token.encode(), self._stop_token.encode()):
+            return JSONResponse({"error": "reload the page: its token is of another server"}, status_code=403)
+        try:
+            await run_in_threadpool(
+                stop, self._viewer.catalogue.get(request.query_params.get("run", "")).path
+            )
+        except KeyError:
+            return JSONResponse({"error": "no such run"}, status_code=404)
+        except OutriderError as error:
+            return JSONResponse({"error": str(error)}, status_code=409)
+        return JSONResponse({"asked": True})
+
+
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+# Starts the viewer's server, and says where it is.
+
+
+MOST_CONNECTIONS = 256
+_OWN_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def serve(
+    catalogue: Catalogue,
+    *,
+    compare: Compare,
+    host: str,
+    port: int,
+    opens: bool,
+    log: Callable[[str], None],
+) -> None:
+    """Serve until Ctrl-C. Bound to another address than loopback, the printed one has a token without which
+    nothing is answered. Raises ConfigError for an address that cannot be bound.
+    """
+    is_own = is_loopback(host)
+    token = None if is_own else secrets.token_urlsafe(24)
+    bound = _bound(host, port)
+    name = f"[{host}]" if ":" in host else host
+    display_host = name if is_own or host not in ("0.0.0.0", "::") else socket.gethostname()
+    address = f"http://{display_host}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    hosts = (*_OWN_NAMES, host) if is_own else None
+    app = make_app(catalogue, compare=compare, hosts=hosts, token=token, is_ending=lambda: server.should_exit)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=3,
+            limit_concurrency=MOST_CONNECTIONS,
+        )
+    )
+    log(address)
+    if opens:
+        webbrowser.open(address)
+    with bound:
+        server.run(sockets=[bound])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound_socket = socket.socket(address_family, socket.SOCK_STREAM)
+        bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound_socket.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be bound: {error.strerror or error}"
+        ) from error
+    return bound_socket

@@ -1,0 +1,199 @@
+"""The end of a run in a few lines: what was learned, what it cost, and what to look at."""
+
+import platform
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from outrider.files import is_locked, readable
+from outrider.metrics import WRITTEN_TOKENS
+from outrider.printing import score
+from outrider.rollout.evaluate import gain_over_start
+from outrider.viewer.answers import live_state
+from outrider.viewer.progress import compact, duration
+from outrider.viewer.report import SHARES
+from outrider.viewer.run_reader import NOTES, Evaluation, RunData, finite, read_alarms, read_run
+
+_COLUMNS: Final = 80
+_NUM_ALARMS: Final = 3
+_STAGES: Final = (("rollouts", "time/rollout"), ("updates", "time/update"))
+
+
+def summary_lines(run: Path) -> list[str]:
+    """Of what is on file, within 80 columns but for a long path. Scores are in per cent, with 95 %
+    intervals; of seconds those that were recorded, over every process that the run had.
+    """
+    data = read_run(run)
+    return [
+        *_with_title("learned", _score_lines(data)),
+        *_with_title("cost", _cost_lines(data)),
+        *_with_title("look at", _alarm_lines(run)),
+    ]
+
+
+def one_line_summary(run: Path) -> str:
+    """Method, task, steps, and the last score with its interval, as far as they are on file."""
+    data = read_run(run)
+    method, task = (data.config.get(f"{name}.type", "?") for name in ("algorithm", "environment"))
+    parts = [f"{method} on {task}", f"{data.num_steps} of {data.config.get('train.num_steps', '?')} steps"]
+    scored = [evaluation for evaluation in data.evaluations if evaluation.metrics]
+    if scored:
+        parts.append(f"{scored[-1].label}: {_score(scored[-1])}")
+    return ", ".join(parts)
+
+
+def _with_title(title: str, lines: Iterator[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        yield f"{'' if number else title:<8} {line}"
+
+
+def _score_lines(data: RunData) -> Iterator[str]:
+    scored = [evaluation for evaluation in data.evaluations if evaluation.metrics]
+    if not scored:
+        yield "no evaluation was recorded"
+        return
+    width = max(len(evaluation.label) for evaluation in scored)
+    for evaluation in scored:
+        yield f"{evaluation.label:<{min(width, 24)}}  {_score(evaluation)}"
+        if (graded := evaluation.graded_return) is not None:
+            yield f"{'':<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
+    if (gain := gain_over_start([asdict(evaluation) for evaluation in scored])) is not None:
+        gained, _, over = str(gain).partition(" over ")
+        yield gained
+        yield f"over {over}"
+
+
+def _score(evaluation: Evaluation) -> str:
+    name = "score" if "score" in evaluation.metrics else next(iter(evaluation.metrics))
+    metric = evaluation.metrics[name]
+    text = score(metric.value, metric.ci_low, metric.ci_high, is_share=name in SHARES)
+    kind = "training tasks" if evaluation.num_training_tasks >= evaluation.num_tasks else "tasks"
+    share = (
+        f" ({evaluation.num_training_tasks} of training)"
+        if 0 < evaluation.num_training_tasks < evaluation.num_tasks
+        else ""
+    )
+    return f"{text}  {evaluation.num_tasks} {kind}{share}, temperature {evaluation.temperature:g}"
+
+
+def _cost_lines(data: RunData) -> Iterator[str]:
+    seconds = data.total("train", "time/step")
+    parts = [f"{name} {duration(spent)}" for name, key in _STAGES if (spent := data.total("train", key))]
+    yield f"{data.num_steps} steps in {duration(seconds)}" + (f": {', '.join(parts)}" if parts else "")
+    durations = [value for _, value in data.curve("eval", "time/evaluation") if value is not None]
+    if durations:
+        yield f"{len(durations)} evaluations in {duration(sum(durations))}"
+    tokens = sum(data.total("train", name) for name in WRITTEN_TOKENS)
+    calls = data.total("train", "rollout/num_tool_calls")
+    yield f"{compact(round(tokens))} tokens written, {compact(round(calls))} tool calls in training"
+
+
+def _alarm_lines(run: Path) -> Iterator[str]:
+    alarms = read_alarms(run)
+    if alarms:
+        steps = Counter(alarm["step"] for alarm in alarms)
+        yield f"{len(alarms)} alarms, of {len(steps)} steps; the last:"
+    for alarm in alarms[-_NUM_ALARMS:]:
+        prefix = (
+            ""
+            if alarm["step"] is None or f"step {alarm['step']}" in alarm["text"]
+            else f"step {alarm['step']}: "
+        )
+        yield _cut(f"  {prefix}{alarm['text']}")
+    yield f"outrider view {shlex.quote(str(run))}"
+
+
+def _cut(text: str) -> str:
+    room = _COLUMNS - 9
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+# A run seen from another terminal, by its files alone: where it is, its last steps, and what it told.
+
+
+Status: TypeAlias = Literal["running", "finished", "stopped", "gone"]
+STEP_FIELDS: Final[Mapping[str, str]] = {
+    "reward": "reward/mean",
+    "no signal": "group/fraction_without_signal",
+    "s/step": "time/step",
+    "tokens/s": "speed/rollout_tokens",
+}
+"""What is shown of a step, and the metric that it is."""
+
+_NUM_STEPS: Final = 5
+_NUM_NOTES: Final = 3
+_SILENT_S: Final = 60.0  # without a word, at which a line says so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot:
+    """A run at one moment. ``lines`` may hold any text; ``state_key`` changes when a step, a stage or a note
+    comes."""
+
+    status: Status
+    lines: tuple[str, ...]
+    state_key: tuple[object, ...]
+
+
+def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
+    """Read the run's files; what is missing or damaged is left out. ``now``: seconds since 1970."""
+    data, live, notes = read_run(run), live_state(run), _notes(run)
+    status = _status(run, data, live)
+    lines = [
+        f"{run}: {_describe_status(run, status, live)}",
+        *_describe_stage(status, live, time.time() if now is None else now),
+        *_last_steps(data),
+        *(f"> {text}" for text in notes[-_NUM_NOTES:]),
+    ]
+    stage = None if live is None else live.get("stage")
+    return RunSnapshot(
+        status=status, lines=tuple(lines), state_key=(status, stage, data.num_steps, len(notes))
+    )
+
+
+def _status(run: Path, data: RunData, live: Mapping[str, Any] | None) -> Status:
+    if is_locked(run / "lock"):
+        return "running"
+    has_ended = live is None or live.get("has_ended") is not False
+    if not has_ended:
+        return "gone"
+    return "finished" if data.is_done else "stopped"
+
+
+def _describe_status(run: Path, status: Status, live: Mapping[str, Any] | None) -> str:
+    resume_hint = f"continue with: outrider train --resume {run}"
+    if status == "gone":
+        host = live.get("host") if live is not None else None
+        host_hint = f"; it ran on {host}, look there" if host != platform.node() else ""
+        return f"its process is gone (killed?){host_hint}; {resume_hint}"
+    return f"stopped; {resume_hint}" if status == "stopped" else status
+
+
+def _describe_stage(status: Status, live: Mapping[str, Any] | None, now: float) -> Iterator[str]:
+    if live is None:
+        yield "it tells no stage"
+        return
+    if status == "running" or status == "gone":
+        yield str(live.get("line") or f"{live.get('stage')} {live.get('done')}/{live.get('total')}")
+        silent = now - (finite(live.get("time")) or now)
+        if status == "gone" or silent >= _SILENT_S:
+            yield f"last heard of {duration(max(0.0, silent))} ago"
+
+
+def _last_steps(data: RunData) -> Iterator[str]:
+    total = data.config.get("train.num_steps", "?")
+    for record in [item for item in data.records if item["kind"] == "train"][-_NUM_STEPS:]:
+        values = ((name, finite(record.get(key))) for name, key in STEP_FIELDS.items())
+        fields = "".join(f"  {name} {compact(item):>5}" for name, item in values if item is not None)
+        yield f"step {record['step']!s:>{len(total)}}/{total}{fields}"
+
+
+def _notes(run: Path) -> list[str]:
+    try:
+        return [str(line["text"]) for _, line in readable(run / NOTES) if line and "text" in line]
+    except OSError:
+        return []

@@ -1,0 +1,284 @@
+"""Trackers: optional mirrors of the metrics in TensorBoard, Weights & Biases or Trackio.
+
+``metrics.jsonl`` is the record; a tracker that cannot start stops the run before it begins, and a tracker
+that fails later is switched off, said loudly and counted, while training goes on.
+
+A resumed run goes on in the trackers' own runs, which ``trackers.json`` of the run directory names. It plays
+the steps behind its checkpoint again, with the same values: TensorBoard forgets the first ones, the others
+may show them twice. W&B cannot continue a run that was written offline: what follows is a run of its own.
+"""
+
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Protocol
+
+from outrider.config import Settings
+from outrider.errors import ConfigError, OutriderError
+from outrider.files import replace_file
+from outrider.plugins.registry import build_by_name, resolve
+from outrider.types import Json
+
+IDENTITIES: Final = "trackers.json"
+_PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerContext:
+    """Facts for building a tracker: ``config`` are the run's settings, ``newest_step`` is that of the newest
+    checkpoint (None without any), ``known`` what :attr:`Tracker.identity` was when the run began, and
+    ``first_step`` the smallest step that may come: negative if the run has a cold start.
+    """
+
+    run_dir: Path
+    project: str
+    config: Mapping[str, Json]
+    newest_step: int | None
+    known: str | None
+    first_step: int = 0
+
+
+class Tracker(Protocol):
+    """A mirror of the metrics; may raise, :class:`TrackerSet` deals with it. ``identity`` is what its run can
+    be continued by; a tracker that cannot continue a run needs none.
+
+    As a plug-in, a class made by ``build(settings, context)`` with :class:`TrackerContext`.
+    """
+
+    identity: str | None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step; all values are finite.
+
+        Training steps count from 1. The steps of a cold start come before them and are at most 0, so steps
+        never decrease within a run.
+        """
+
+    def close(self) -> None:
+        """Flush and end the remote run."""
+
+
+class TensorboardTracker:
+    """Scalars in ``directory`` for TensorBoard, through tensorboardX (no torch, no TensorFlow)."""
+
+    identity: str | None = None  # it goes on in its directory
+
+    def __init__(self, *, directory: Path, newest_step: int | None, first_step: int = 0) -> None:
+        module = _import("tensorboardX", extra="tensorboard")
+        purge = first_step if newest_step is None else newest_step + 1
+        purged = {"purge_step": purge} if directory.exists() else {}
+        self._writer: Any = _start(
+            "tensorboard", lambda: module.SummaryWriter(logdir=str(directory), **purged)
+        )
+
+    @classmethod
+    def build(cls, settings: Settings, context: TrackerContext) -> "TensorboardTracker":
+        """In the run directory. Raises ConfigError."""
+        return cls(
+            directory=context.run_dir / "tensorboard",
+            newest_step=context.newest_step,
+            first_step=context.first_step,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush the event file."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run. The step is an axis of its own, because W&B refuses negative steps, which the
+    cold start has.
+    """
+
+    def __init__(
+        self, *, project: str, name: str, directory: Path, config: Mapping[str, Json], known: str | None
+    ) -> None:
+        module = _import("wandb", extra="wandb")
+        resumed = {} if known is None else {"id": known, "resume": "allow"}
+        self._run: Any = _start(
+            "wandb",
+            lambda: module.init(
+                project=project, name=name, dir=str(directory), config=dict(config), **resumed
+            ),
+        )
+        self._run.define_metric("*", step_metric="outrider_step")
+        self.identity: str | None = None if self._run.offline else str(self._run.id)
+
+    @classmethod
+    def build(cls, settings: Settings, context: TrackerContext) -> "WandbTracker":
+        """Under the run directory's name. Raises ConfigError."""
+        run = context.run_dir
+        return cls(
+            project=context.project, name=run.name, directory=run, config=context.config, known=context.known
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record with its own step axis."""
+        self._run.log({"outrider_step": step, **metrics})
+
+    def close(self) -> None:
+        """Wait for the upload."""
+        self._run.finish()
+
+
+class TrackioTracker:
+    """A Trackio run, local by default."""
+
+    def __init__(self, *, project: str, name: str, config: Mapping[str, Json], known: str | None) -> None:
+        module = _import("trackio", extra="trackio")
+        resume = "never" if known is None else "allow"
+        self._run: Any = _start(
+            "trackio",
+            lambda: module.init(project=project, name=known or name, config=dict(config), resume=resume),
+        )
+        self.identity: str | None = str(self._run.name)  # another one than was asked for where that is taken
+
+    @classmethod
+    def build(cls, settings: Settings, context: TrackerContext) -> "TrackioTracker":
+        """Under the run directory's name. Raises ConfigError."""
+        return cls(
+            project=context.project, name=context.run_dir.name, config=context.config, known=context.known
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record at the step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Flush the record."""
+        self._run.finish()
+
+
+class TrackerSet:
+    """Sends metrics to every tracker that still works; never raises. ``num_failures`` counts by tracker
+    name.
+    """
+
+    def __init__(
+        self, trackers: Mapping[str, Tracker], *, warn: Callable[[str], None] = _log.warning
+    ) -> None:
+        self._trackers = dict(trackers)
+        self._warn = warn
+        self.num_failures: dict[str, int] = dict.fromkeys(trackers, 0)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the trackers that still receive metrics."""
+        return tuple(self._trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Send the values that are defined and finite; a tracker that raises is switched off."""
+        values = {
+            name: float(value)
+            for name, value in metrics.items()
+            if value is not None and abs(value) < float("inf")
+        }
+        for name, tracker in list(self._trackers.items()):
+            self._attempt(
+                name,
+                tracker,
+                lambda tracker=tracker: tracker.log(step, values),  # type: ignore[misc]
+            )
+
+    def close(self) -> None:
+        """Close every tracker; may be called twice."""
+        for name, tracker in list(self._trackers.items()):
+            self._attempt(name, tracker, tracker.close)
+        self._trackers.clear()
+
+    def _attempt(self, name: str, tracker: Tracker, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self.num_failures[name] += 1
+            self._trackers.pop(name, None)
+            cause = f"{type(error).__name__}: {error}"
+            self._warn(f"TRACKER OFF: {name} failed ({cause}); training goes on, metrics.jsonl is complete")
+
+
+def require_installed(names: Sequence[str]) -> None:
+    """Raises ConfigError for a built-in tracker whose package is not installed; imports none of them."""
+    for name in names:
+        if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise ConfigError(f"tracker {name!r} needs an extra: pip install 'outrider[{name}]'")
+
+
+def make_trackers(
+    names: Sequence[str],
+    *,
+    run_dir: Path,
+    project: str = "outrider",
+    config: Mapping[str, Json],
+    newest_step: int | None = None,
+    first_step: int = 0,
+    warn: Callable[[str], None] = _log.warning,
+) -> TrackerSet:
+    """Start the named trackers before the first rollout. ``newest_step``: that of the newest checkpoint, None
+    without any. ``first_step``: the smallest step that may be logged.
+
+    Raises :class:`~outrider.errors.ConfigError` for an unknown or repeated name, a missing extra, or a
+    tracker that cannot start.
+    """
+    for name in names:
+        try:
+            resolve("trackers", name)
+        except ConfigError as error:
+            raise ConfigError(f"trackers: {error}") from error
+    if len(set(names)) != len(names):
+        raise ConfigError(f"a tracker is named twice: {', '.join(names)}")
+    identities = run_dir / IDENTITIES
+    known: dict[str, str] = json.loads(identities.read_text(encoding="utf-8")) if identities.exists() else {}
+    trackers: dict[str, Tracker] = {}
+    for name in names:
+        context = TrackerContext(
+            run_dir=run_dir,
+            project=project,
+            config=config,
+            newest_step=newest_step,
+            known=known.get(name),
+            first_step=first_step,
+        )
+        trackers[name] = _start(name, partial(build_by_name, "trackers", name, None, context))
+    known |= {
+        name: identity for name, tracker in trackers.items() if (identity := _identity(tracker)) is not None
+    }
+    if known:
+        replace_file(identities, json.dumps(known).encode())
+    return TrackerSet(trackers, warn=warn)
+
+
+def _identity(tracker: Tracker) -> str | None:
+    """What the tracker's run can be continued by; a tracker need not have any."""
+    identity = getattr(tracker, "identity", None)
+    return None if identity is None else str(identity)
+
+
+def _import(module: str, *, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"tracker {extra!r} needs an extra: pip install 'outrider[{extra}]' ({error})"
+        ) from error
+
+
+def _start(name: str, start: Callable[[], Any]) -> Any:
+    try:
+        return start()
+    except OutriderError:
+        raise
+    except Exception as error:  # no login, no network, no space: said before the run begins
+        raise ConfigError(f"tracker {name!r} cannot start: {error}") from error
