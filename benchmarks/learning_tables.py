@@ -1,4 +1,4 @@
-"""Tables of benchmarks.learning in Markdown, with the statistics and verdicts of outrider.evals."""
+"""Tables of benchmarks.learning in Markdown, with the statistics and verdicts of outrider.evaluation."""
 
 import math
 import re

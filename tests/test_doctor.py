@@ -88,7 +88,7 @@ def test_a_machine_that_lacks_everything(
         "transformers",
         "onnxruntime",
         "outrider.engines.local.model",
-        "outrider.tools.python.tool.tool",
+        "outrider.tools.python.tool",
     ):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

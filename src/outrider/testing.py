@@ -462,7 +462,7 @@ def equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-# The contract of a form of native tool calls (:mod:`outrider.tokens.calls`).
+# The contract of a form of native tool calls (:mod:`outrider.tokens.tool_calls`).
 
 
 _TYPES: Final = ("string", "integer", "number", "boolean", "array", "object")

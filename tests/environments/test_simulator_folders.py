@@ -14,7 +14,7 @@ OWNER = """
 import sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
 from pathlib import Path
-from outrider.environments.simulator_folders import SimulatorFolder
+from outrider.environments.simulator_process import SimulatorFolder
 folder = SimulatorFolder()
 Path(folder.name, "object_type_ids.tsv").write_text("written by the simulator")
 print(folder.name, flush=True)

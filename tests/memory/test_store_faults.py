@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from tests.memory.builders import make_trajectory
-from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
 buffer = StepTraceBuffer(Path(sys.argv[1]), HashEmbedder(), mode="write")
 start = buffer.revision
 for i in range(100_000):

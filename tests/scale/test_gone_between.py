@@ -108,8 +108,8 @@ def test_rollouts_that_are_given_up_replace_nobody_and_ask_ray_no_more() -> None
 def test_a_ray_that_was_ended_is_not_started_by_who_asks_it() -> None:
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
     code = """
-from outrider.scale.session import Session
-from outrider.train.cluster_settings import ClusterSettings
+from outrider.distributed.ray_session import Session
+from outrider.training.settings import ClusterSettings
 session = Session(ClusterSettings())
 session.close()
 try:

@@ -21,7 +21,7 @@ from outrider.distributed.learner import Rank, RankGroup
 from outrider.distributed.ray_session import Resources
 from outrider.distributed.weights import EngineClient, Source
 from outrider.engines.vllm.async_engine import AsyncVllm
-from outrider.engines.vllm.weights import NAME, Checking, WeightSum, append_sum
+from outrider.engines.vllm.weight_sum import NAME, Checking, WeightSum, append_sum
 from outrider.errors import ClusterFault, ConfigError, EngineFault
 from outrider.training.policy import Policy
 from outrider.training.settings import LoraSettings, OptimizerSettings, RunSettings

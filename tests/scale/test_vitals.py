@@ -67,7 +67,7 @@ def test_a_worker_that_does_nothing_is_silent_at_the_limit(monkeypatch: pytest.M
 
 HOLDS = """
 import re, sys
-from outrider.scale.vitals import SharedRolloutStatus
+from outrider.distributed.ray_session import SharedRolloutStatus
 places = SharedRolloutStatus()
 places.set("task/3", "the wait for a batch")
 places.set("task/3", "an environment's step")

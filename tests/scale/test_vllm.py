@@ -225,7 +225,8 @@ def test_vllm_s_own_sender_takes_what_the_ranks_give(crew: Crew) -> None:
 def test_what_vllm_s_receivers_load_passes_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from outrider.engines.vllm.weights import CheckedNccl, append_sum
+    from outrider.engines.vllm.weight_sum import append_sum
+    from outrider.engines.vllm.weights import CheckedNccl
 
     told: list[str] = []
     for name in ("start_weight_update", "finish_weight_update"):

@@ -68,7 +68,7 @@ def test_d2_reading_from_its_own_end_gets_nothing_and_ends_at_the_wall_limit() -
 
 PARKED = """
 import os, signal
-from outrider.tools.python_watch import wall_limit
+from outrider.tools.python.server import wall_limit
 hears, says = os.pipe()
 worker = os.fork()
 if worker == 0:
@@ -194,7 +194,7 @@ def test_d7_who_leaves_the_line_is_not_handed_anything(monkeypatch: pytest.Monke
 
 
 CAPABILITIES = """
-from outrider.tools.sandbox import drop_capabilities
+from outrider.tools.python.sandbox import drop_capabilities
 drop_capabilities()
 for line in open('/proc/self/status'):
     if line.startswith(('CapInh', 'CapPrm', 'CapEff', 'CapAmb')): print(int(line.split()[1], 16))

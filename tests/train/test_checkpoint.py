@@ -83,7 +83,7 @@ def test_a_checkpoint_that_a_kill_left_half_written_goes_with_the_next_one(tmp_p
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from outrider.train.state.checkpoint import prune_checkpoints
+from outrider.training.checkpoint import prune_checkpoints
 num_gone, unlink, rmdir = [0], os.unlink, os.rmdir
 def counted(real):
     def call(*a, **k):

@@ -38,8 +38,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         api = HfApi(endpoint=server.url, token=TOKEN)
         monkeypatch.setattr("outrider.evaluation.hub.hub", lambda: api)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for module in ("dataset", "uploading"):
-            monkeypatch.setattr(f"outrider.train.hub.{module}.get_token", lambda: TOKEN)
+        monkeypatch.setattr("outrider.evaluation.hub.get_token", lambda: TOKEN)
         yield server
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from outrider.distributed.ray_session import results
 from outrider.engines.base import EngineSettings
 from outrider.engines.vllm.engine import require_vllm
-from outrider.engines.vllm.weights import NAME, append_sum
+from outrider.engines.vllm.weight_sum import NAME, append_sum
 from outrider.errors import ClusterFault, ConfigError
 from outrider.training.adapters import (
     broken_ties,

@@ -256,7 +256,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
 
 GIB: Final = 2**30
 # engine.memory where a recipe does not set it: beside a trainer, on a GPU of its own, GiB on a CPU
-# (outrider.engines.vllm.engine.engine.options, outrider.distributed.engines)
+# (outrider.engines.vllm.engine.options, outrider.distributed.engines)
 _SHARE_COLOCATED, _SHARE_ALONE, _CPU_GIB = 0.3, 0.9, 2.0
 Placement = Literal["process", "colocate", "disaggregate"]
 

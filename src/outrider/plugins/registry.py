@@ -52,7 +52,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
     },
     "tools": {
         "search": "outrider.tools.search:SearchTool",
-        "python": "outrider.tools.python.tool.tool.tool:PythonAdapter",
+        "python": "outrider.tools.python.tool:PythonAdapter",
         "browser": "outrider.tools.browser.tool:Browser",
         "mcp": "outrider.tools.mcp.tool:McpServer",
     },

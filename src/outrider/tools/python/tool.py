@@ -32,7 +32,7 @@ _GRACE_SECONDS = 30.0  # on top of the wall limit, which the server itself keeps
 _BOOT = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from outrider.tools.python_server import main
+from outrider.tools.python.server import main
 del sys.path[0]
 main(sys.argv[1])
 """
