@@ -57,13 +57,12 @@ def play(program: str, *answers: str, renderer: ChatRenderer | None = None, **se
         return scheduler.run([task], modes=("m",) * (2 if hooks else 1), training_step=0)
 
 
-@pytest.mark.parametrize("history", ["keep", "strip"])
 @pytest.mark.parametrize(
-    ("roles", "reason"),
+    ("roles", "reason", "history"),
     [
-        (["user", "system", "user"], "System message must be at the beginning."),
-        (["user", "developer"], "System message must be at the beginning."),
-        (["user", "tool"], "no tools here"),
+        (["user", "system", "user"], "System message must be at the beginning.", "keep"),
+        (["user", "developer"], "System message must be at the beginning.", "strip"),
+        (["user", "tool"], "no tools here", "strip"),
     ],
 )
 def test_what_a_template_refuses_is_answered_with_its_reason(

@@ -61,7 +61,7 @@ def test_a_step_without_any_gradient_is_none(ranks_of: RanksOf) -> None:
     assert found.norms == [] and found.metrics["grad/norm"] == 0.0
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_is_told_within_the_limit(
     session: Session, folder: Path, kind: signal.Signals
 ) -> None:

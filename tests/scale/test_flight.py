@@ -81,7 +81,7 @@ def test_groups_go_on_with_new_weights(crew: Crew) -> None:
     [
         ("engine", signal.SIGKILL),
         pytest.param("worker", signal.SIGKILL, marks=pytest.mark.slow),
-        ("worker", signal.SIGSTOP),
+        pytest.param("worker", signal.SIGSTOP, marks=pytest.mark.long),
     ],
 )
 def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal.Signals) -> None:

@@ -183,7 +183,7 @@ def replaced(crew: Crew, unbroken: object, counted: str, message: str, *, num_gr
     assert bits(crew.play()) == unbroken and crew.remote.notes() == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.worker_pids[1]
     os.kill(pid, how)
@@ -193,7 +193,7 @@ def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: si
     assert not lives(pid) and crew.remote.worker_pids[1] != pid
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.engine_pids[1]
     os.kill(pid, how)
@@ -209,7 +209,13 @@ def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: s
     assert not lives(pid) and crew.remote.engine_pids[1] != pid
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.long),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)),
+    ],
+)
 def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int) -> None:
     """Nothing hangs, no token has another version, and the bits are those of an unbroken batch."""
     draw = random.Random(seed)
@@ -224,6 +230,7 @@ def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int
     crew.remote.notes()
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_between_two_batches_is_replaced(crew: Crew, unbroken: object) -> None:
     """Where it is asked first; the run does not begin anew for it."""
     os.kill(crew.remote.engine_pids[0], signal.SIGKILL)
@@ -245,6 +252,7 @@ def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> N
     assert "engine 0 died in loading the weights of version" in crew.remote.notes()[0]
 
 
+@pytest.mark.long
 def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -> None:
     """As with a node that had both: the engine is missed first, and the worker cannot be told of another."""
     unbroken = bits(crew.play())  # of this version: the test before sent another one
