@@ -14,6 +14,7 @@ from benchmarks import damage, kill_moments, kills
 from tests.train.forked import ForkedOutrider
 
 
+@pytest.mark.long
 def test_broken_runs_end_in_the_same_bits_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

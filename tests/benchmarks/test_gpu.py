@@ -98,6 +98,7 @@ def stage(
     return gpu.run_stage(asked, settings, folder, time.monotonic() + left)
 
 
+@pytest.mark.long
 def test_a_stage_that_takes_too_long_is_stopped_and_keeps_its_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

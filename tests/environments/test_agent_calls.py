@@ -88,7 +88,10 @@ def play_turns(
 @pytest.mark.parametrize(
     ("program", "what"),
     [
-        *(("recovering_items", what) for what in UNFIT),
+        *(
+            pytest.param("recovering_items", what, marks=[pytest.mark.slow] if number % 2 else [])
+            for number, what in enumerate(UNFIT)
+        ),
         *(
             pytest.param("recovering", what, marks=[pytest.mark.slow] if number > 1 else [])
             for number, what in enumerate(UNFIT)

@@ -188,9 +188,9 @@ def test_so_is_one_whose_requests_are_all_refused_before_they_are_rendered(
     ("what", "outcome", "value"),
     [
         ("shortens", Outcome.FINISHED, 1.0),
-        ("pays", Outcome.FINISHED, 0.5),
+        pytest.param("pays", Outcome.FINISHED, 0.5, marks=pytest.mark.slow),
         ("fails", Outcome.TRUNCATED_TOKENS, -1.0),
-        ("insists", Outcome.TRUNCATED_TOKENS, -1.0),
+        pytest.param("insists", Outcome.TRUNCATED_TOKENS, -1.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_conversation_that_outgrows_the_context(what: str, outcome: Outcome, value: float) -> None:

@@ -298,6 +298,7 @@ def test_a_server_that_dies_in_an_episode_is_started_again_and_every_rollout_has
         factory(tasks[0]).reset(0)
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_as_a_whole_is_replaced() -> None:
     family = OpenEnvFamily(of(None, step_limit_s=20.0))
     factory = family.make()

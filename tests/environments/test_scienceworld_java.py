@@ -147,6 +147,7 @@ def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: ScienceWor
     factory.pool.give_back(loan)
 
 
+@pytest.mark.long
 def test_a_killed_process_is_a_fault_and_is_replaced(
     family: ScienceWorldFamily, factory: ScienceWorldFactory
 ) -> None:
@@ -182,6 +183,7 @@ class KillsOnce:
     def after_group(self, trace: Trace) -> None: ...
 
 
+@pytest.mark.long
 def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
     family: ScienceWorldFamily, factory: ScienceWorldFactory
 ) -> None:

@@ -104,6 +104,7 @@ def test_whatever_a_kill_left_behind_the_end_is_the_same(
     assert files(tmp_path) == files(whole)
 
 
+@pytest.mark.long
 def test_a_killed_run_continues_to_the_same_numbers(root: Path, whole: Path) -> None:
     run = root / "killed"
     process = start_outrider("eval", "--run", run, "--progress", "none", *arguments(root, *tools(root)))

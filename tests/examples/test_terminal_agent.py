@@ -103,7 +103,7 @@ def machines() -> list[str]:
     [
         ("printf blue > colour.txt; ls", "colour.txt", 1.0),
         pytest.param("printf red > colour.txt; ls nowhere", "(status ", 0.0, marks=pytest.mark.slow),
-        ("ls /tests; exit 3", "(status 3)", 0.0),
+        pytest.param("ls /tests; exit 3", "(status 3)", 0.0, marks=pytest.mark.slow),
         ("printf blue > colour.txt; touch logs", "", 0.0),  # there is no place for its reward
     ],
 )

@@ -17,6 +17,8 @@ from outrider.train.update.policy import set_threads
 from tests.toy_result import Result
 from tests.toys import ACTIONS, MAX_POLICY_TOKENS, TABLE_HEAD, Toy, grpo, play, rapo, table_row
 
+pytestmark = pytest.mark.long
+
 SEEDS = range(10)
 # One of the eight in ten that learn, chosen because it does: a test of the code. What ten seeds give is
 # tested by `make test-slow`.

@@ -241,6 +241,7 @@ def test_an_engine_that_dies_between_two_batches_is_replaced(crew: Crew, unbroke
     assert bits(crew.play()) == unbroken
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> None:
     engine = crew.remote.engine
     os.kill(crew.remote.engine_pids[0], signal.SIGKILL)

@@ -43,7 +43,10 @@ def folder_of(model_type: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("model_type", "told"),
-    [pytest.param("qwen3_moe", None, marks=pytest.mark.long), ("phi3", "self_attn.qkv_proj")],
+    [
+        pytest.param("qwen3_moe", None, marks=pytest.mark.long),
+        pytest.param("phi3", "self_attn.qkv_proj", marks=pytest.mark.slow),
+    ],
 )
 def test_train_export_evaluate_resume(
     model_type: str, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

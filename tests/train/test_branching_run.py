@@ -77,6 +77,7 @@ def test_a_fork_shares_the_rows_of_its_prefix(recipe: Path) -> None:
     assert any(count > 1 for place, count in children.items() if place not in prompts)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_the_same_tree_and_the_same_weights(recipe: Path) -> None:
     first, second = train(recipe, "first"), train(recipe, "second")
     one, other = (

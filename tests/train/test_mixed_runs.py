@@ -214,6 +214,7 @@ def test_trees_share_turns_and_calls(recipe: Path, preset: str) -> None:
     assert "Branching groups" in (run / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_one_seed_gives_the_same_trees_and_the_same_weights(recipe: Path) -> None:
     shape = (
         "algorithm.type=tree_grpo",

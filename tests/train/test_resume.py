@@ -1,8 +1,8 @@
 """A run can be killed at any instant and continued to the same bits, through the command line.
 
 The reference is the same run, never interrupted. What may differ is only what the clock or the machine
-decides. The run of "rapo" and the last part of the killed one have processes of their own, each with its own seed
-for hashes; the others are children of one that has done the imports, whose seed is yet another.
+decides. The run of "rapo" and the last part of the killed one have processes of their own, each with a seed
+of its own for hashes; the others are children of one that has done the imports, whose seed is yet another.
 """
 
 import functools
@@ -80,8 +80,8 @@ def _kill_after(process: ForkedOutrider, run: Path, delay: float) -> None:
     ("case", "delays"),
     [
         ("rapo", (-1.0, 0.3)),
-        ("evolve", (-1.0, 0.6)),
-        ("rollout_replay", (0.4, -1.0)),
+        pytest.param("evolve", (-1.0, 0.6), marks=pytest.mark.long),
+        pytest.param("rollout_replay", (0.4, -1.0), marks=pytest.mark.long),
         ("combined", (-1.0, 0.4)),
         pytest.param("agent", (0.4, -1.0), marks=pytest.mark.long),
         pytest.param("rnd", (-1.0, 0.4), marks=pytest.mark.long),
@@ -127,6 +127,10 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
     assert sum(record["rollout/num_tool_calls"] for record in train) >= 3
     assert sum(record["group/fraction_without_signal"] < 1 for record in train) >= 5
     assert len((whole("rapo") / "evaluations.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.long
+def test_the_runs_that_store_what_they_play_use_it(whole: Callable[[str], Path]) -> None:
     grown = [record["buffer/num_added"] for record in metrics(whole("evolve")) if record["kind"] == "train"]
     assert sum(grown) >= 2
     replayed = [record for record in metrics(whole("rollout_replay")) if record["kind"] == "train"]
@@ -180,6 +184,7 @@ def test_the_run_with_a_predictor_learns_its_states(root: Path, whole: Callable[
     assert len({record["tips/intrinsic_mean"] for record in train}) == len(train)
 
 
+@pytest.mark.long
 def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:
     if not (root / "killed-evolve" / "buffer.sqlite").exists():
         pytest.skip("needs the killed run of the case evolve")

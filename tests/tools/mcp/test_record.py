@@ -102,6 +102,7 @@ def test_a_pack_starts_no_server(run: Path, tmp_path: Path) -> None:
         read_recipe(tmp_path, "one")
 
 
+@pytest.mark.long
 def test_the_shipped_recipe_runs_in_its_smoke_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
