@@ -136,7 +136,13 @@ def conversations(name: str, num: int) -> list[list[Message]]:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] if number % 3 else [])
+        for number, one in enumerate(FAMILIES)
+    ],
+)
 def test_a_cold_start_trains_on_the_ids_of_the_rendered_conversation(name: str) -> None:
     """Turn by turn through the engine that plays experts, and at once."""
     if differs(name, ("user",)):

@@ -53,6 +53,7 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert told in page, told
 
 
+@pytest.mark.long
 def test_a_stage_s_rows_come_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage in its own process, and what was measured with which versions."""
     monkeypatch.chdir(ROOT)

@@ -122,7 +122,13 @@ def test_every_update_there_is_the_one_here(far: LanguageModel, name: str) -> No
     assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": LoraSettings(rank=2)}, {"checkpoint_activations": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora": LoraSettings(rank=2)},
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"checkpoint_activations": True})),
+    ],
+)
 def test_a_cold_start_and_what_is_kept(far: LanguageModel, options: dict[str, Any], tmp_path: Path) -> None:
     """Losses of the cold start, the reward's KL to the model before it, and a checkpoint that is read."""
     told: list[list[float]] = []

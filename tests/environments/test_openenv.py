@@ -75,6 +75,7 @@ def word_of(environment: OpenEnvEnvironment) -> str:
     return environment.reset(0)[0].content.split()[-1].strip(".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["", "/grid"])
 def test_the_contract(url: str, world: str) -> None:
     settings: dict[str, Any] = {"observation": ()} if world else {"expert": f"{EXPERTS}:says_the_word"}

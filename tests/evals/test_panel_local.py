@@ -92,7 +92,9 @@ def test_tools_off_asks_without(root: Path) -> None:
     assert (summary(root / "off")["num_tool_calls"], summary(root / "off")["num_scored"]) == (0, 18)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.15, 0.4, 0.62, 0.99])
+@pytest.mark.parametrize(
+    "share", [0.0, 0.62, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.15, 0.4, 0.99))]
+)
 def test_whatever_a_kill_left_behind_the_end_is_the_same(
     root: Path, whole: Path, tmp_path: Path, share: float
 ) -> None:

@@ -12,6 +12,8 @@ from outrider.train.update.policy import set_threads
 from tests.toys import Toy, rapo
 from tests.toys_stale import StaleRun, play
 
+pytestmark = pytest.mark.long
+
 # of ten, that learn at every age; all ten: python -m benchmarks.stale_toy
 SEED = 1
 

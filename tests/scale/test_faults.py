@@ -20,7 +20,7 @@ from tests.scale.groups import groups
 from tests.scale.probe import SETTINGS, alone, rank_group, run
 from tests.scale.test_same_update import differs, objective_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(300)]
 RanksOf = Callable[[int], ForkedRanks]
 
 

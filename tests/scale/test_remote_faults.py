@@ -124,12 +124,14 @@ def told(crew: Crew, message: str) -> None:
     assert "\n" not in str(found.value) and "--resume" in str(found.value)
 
 
+@pytest.mark.long
 def test_all_engines_together_keep_the_contract_of_one(crew: Crew) -> None:
     assert len({*crew.remote.engine_pids, *crew.remote.worker_pids, os.getpid()}) == 5
     check_engine(crew.remote.engine)
     assert crew.remote.metrics()["weights/rpcs"] == 2
 
 
+@pytest.mark.long
 def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Crew) -> None:
     first, again, other = crew.play(), crew.play(), crew.play(step=1)
     assert [one.task.key for one in first.traces] == [task.key for task in crew.parts.train_tasks[:4]]
@@ -140,6 +142,7 @@ def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Cr
     assert versions == {crew.remote.engine.weight_version}
 
 
+@pytest.mark.long
 def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
     """Log-probs may differ in their last bits: they depend on which requests share a batch."""
     alone, elsewhere = crew.play_here(), crew.play()
@@ -152,6 +155,7 @@ def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
         assert one.leaves == other.leaves
 
 
+@pytest.mark.long
 def test_a_worker_with_an_older_version_gets_nothing(crew: Crew) -> None:
     engine = crew.remote.engine
     engine.weight_version += 1  # as if a transfer had been forgotten
@@ -183,6 +187,7 @@ def replaced(crew: Crew, unbroken: object, counted: str, message: str, *, num_gr
     assert bits(crew.play()) == unbroken and crew.remote.notes() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.worker_pids[1]
@@ -193,6 +198,7 @@ def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: si
     assert not lives(pid) and crew.remote.worker_pids[1] != pid
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.engine_pids[1]
@@ -209,6 +215,7 @@ def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: s
     assert not lives(pid) and crew.remote.engine_pids[1] != pid
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed",
     [
@@ -267,6 +274,7 @@ def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -
     assert bits(crew.play()) == unbroken
 
 
+@pytest.mark.long
 def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
     crew.remote.repairs = Repairs(Allowance(0))
     os.kill(crew.remote.engine_pids[1], signal.SIGKILL)
@@ -289,6 +297,7 @@ def test_replacements_are_counted_by_the_hour() -> None:
     assert (str(again), again.who, again.is_silent) == (str(gone), "engine 1", False)
 
 
+@pytest.mark.long
 def test_the_end_ends_all(crew: Crew) -> None:
     pids = [*crew.remote.engine_pids, *crew.remote.worker_pids]
     crew.remote.close()
@@ -299,6 +308,7 @@ def test_the_end_ends_all(crew: Crew) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_processors_that_are_not_there_are_named(session: "Session", folder: Path) -> None:
     from outrider.scale.remote import Remote
 

@@ -113,12 +113,12 @@ def check(name: str, recipe: str, folder: Path, *overrides: str) -> None:
 
 
 FEW = ("glm4.5", "llama2", "mistral v3", "command-r")
-# One of the world's runs is fast and three are long, as are four of each other kind; the others are slow.
+# These are long, the others slow.
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in FEW]
 EACH = [*(pytest.param(name, marks=pytest.mark.long) for name in FEW), *OTHERS]
 
 
-@pytest.mark.parametrize("name", [FEW[0], *EACH[1:]])
+@pytest.mark.parametrize("name", EACH)
 def test_a_run_with_a_cold_start_in_a_text_world(name: str, tmp_path: Path) -> None:
     check(name, HOUSE + REST + COLD, tmp_path, *EXPERTS)
 

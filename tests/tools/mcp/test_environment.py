@@ -25,6 +25,7 @@ def config(tool: Any, **given: Any) -> ToolsConfig:
     return ToolsConfig.model_validate({"tools": [tool], "prompt": "none", "reward": REWARD} | given)
 
 
+@pytest.mark.slow
 def test_the_contract_of_an_environment(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "2 and 3?", "answer": "5"}\n')
     family = ToolsFamily(config(numbers(only=["add", "shout"]), train={"path": tmp_path / "tasks.jsonl"}))
