@@ -67,7 +67,7 @@ test: setup
 
 # What takes tens of seconds each: whole runs on several processes, the commands of docs/papers.md, a cold start without a cache.
 test-long: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'long and not slow'
 
 # The engine, the update and their bits as on a processor with SSE only (docs/portability.md says which variable acts where).
 LESSER := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 _BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", _BUSY, derandomize=True)
+settings.register_profile("same", _BUSY, derandomize=True, max_examples=50)
 settings.register_profile("random", _BUSY, print_blob=True)
 settings.load_profile(os.environ.get("OUTRIDER_EXAMPLES", "same"))
 
@@ -23,6 +23,10 @@ settings.load_profile(os.environ.get("OUTRIDER_EXAMPLES", "same"))
 LONGEST = (
     "scale/test_same_update.py",  # the first of the files that share one Ray
     "train/test_resume.py",
+    "plugins/test_foreign_package.py",
+    "test_first_day.py",
+    "train/test_empo2_run.py",
+    "train/test_families_run.py",
     "scale/test_flight.py",
     "learning/test_stale_learns.py",
     "scale/test_whole_run.py",

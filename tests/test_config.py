@@ -133,7 +133,7 @@ TREE = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=60)
 @given(tree=TREE)
 def test_any_plain_tree_survives_toml(tree: dict[str, Any]) -> None:
     assert repr_sorted(tomllib.loads(to_toml(tree))) == repr_sorted(tree)

@@ -44,6 +44,7 @@ def test_whatever_a_check_raises_is_a_finding(error: Exception) -> None:
     assert str(error).split("\n")[0] in finding.detail and "\n" not in finding.detail
 
 
+@pytest.mark.long
 def test_a_full_examination(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "220")
     assert main(["doctor"]) == 0

@@ -57,7 +57,7 @@ def generate(engine: ScriptedEngine, ids: Sequence[int], *stop: str, max_tokens:
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(before=TEXT, text=TEXT)
 def test_text_behind_text_gains_and_loses_no_blank(name: str, before: str, text: str) -> None:
     continuation = Continuation(TOKENIZERS[name])
@@ -71,7 +71,7 @@ def test_text_behind_text_gains_and_loses_no_blank(name: str, before: str, text:
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=8)
 @given(text=st.text(st.sampled_from("ab theTheInIt .,<>/:"), min_size=1, max_size=20))
 def test_texts_of_single_tokens_are_the_whole_text(name: str, text: str) -> None:
     continuation = Continuation(TOKENIZERS[name])
@@ -80,7 +80,7 @@ def test_texts_of_single_tokens_are_the_whole_text(name: str, text: str) -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(text=TEXT)
 def test_text_behind_a_marker_is_encoded_as_in_the_whole(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
@@ -135,7 +135,13 @@ def conversations(name: str, num: int) -> list[list[Message]]:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] if number % 3 else [])
+        for number, one in enumerate(FAMILIES)
+    ],
+)
 def test_a_cold_start_trains_on_the_ids_of_the_rendered_conversation(name: str) -> None:
     """Turn by turn through the engine that plays experts, and at once."""
     if differs(name, ("user",)):

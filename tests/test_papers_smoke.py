@@ -88,7 +88,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield Page()
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=[one[:90] for one in COMMANDS])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(one, id=one[:90], marks=[pytest.mark.slow] if number % 4 else [])
+        for number, one in enumerate(COMMANDS)
+    ],
+)
 def test_every_command_runs_in_smoke_size(command: str, page: Page) -> None:
     if "scienceworld" in command and not (find_spec("scienceworld") and shutil.which("java")):
         pytest.skip("ScienceWorld needs its extra and Java")

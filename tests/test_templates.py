@@ -124,7 +124,7 @@ def test_a_conversation_with_rules_an_answer_and_an_observation(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["gemma", "mistral", "phi3"])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     question=CONTENT, turns=st.lists(st.tuples(CONTENT, CONTENT, st.integers(0, 9)), min_size=1, max_size=3)
 )
@@ -142,7 +142,7 @@ def test_appended_ids_are_those_of_the_whole_conversation(
     assert tuple(so_far) == ids(name, whole)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(answer=CONTENT, written=st.sampled_from(["", " ", "</s>", " </s>"]))
 def test_an_end_behind_a_space_stands_there_once(answer: str, written: str) -> None:
     """Llama 2's template writes a space before the marker; a policy closes with or without it."""

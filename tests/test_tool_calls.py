@@ -141,7 +141,7 @@ ANY_TOOL = {"name": "any", "description": "d", "parameters": {"type": "object", 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(arguments=st.dictionaries(st.sampled_from(["a", "b", "key"]), VALUES, max_size=3))
 def test_what_is_written_is_read_back(name: CallFormatName, arguments: dict[str, Json]) -> None:
     call_format = CALL_FORMATS[name]
@@ -152,7 +152,7 @@ def test_what_is_written_is_read_back(name: CallFormatName, arguments: dict[str,
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(
     pieces=st.lists(
         st.sampled_from(["<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>",

@@ -53,7 +53,7 @@ def is_spread(groups: Any) -> bool:
 NAMES = [*GRPO_PRESETS, *REINFORCE_PLUS_PLUS_PRESETS]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(groups=GROUPS, name=st.sampled_from(NAMES), shift=RETURN, scale=st.floats(0.5, 20.0))
 def test_returns_may_be_shifted_and_scaled(groups: Any, name: str, shift: float, scale: float) -> None:
     """Scaling multiplies what divides by no std; up to the epsilon of the std, everything else stays."""
@@ -78,7 +78,7 @@ def test_a_kl_in_the_reward_has_a_scale_of_its_own() -> None:
     assert np.abs(found[0] - found[1]).max() > 0.05
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(groups=GROUPS, name=st.sampled_from(list(GRPO_PRESETS)), std=st.sampled_from([None, "batch"]))
 def test_the_advantages_of_a_group_sum_to_zero(groups: Any, name: str, std: str | None) -> None:
     assume(std is None or GRPO_PRESETS[name].get("advantage") != "group_centered")
@@ -92,7 +92,7 @@ def test_the_advantages_of_a_group_sum_to_zero(groups: Any, name: str, std: str 
         assert abs(token_credit([trace]).sum()) < 1e-6
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(groups=GROUPS, name=st.sampled_from(NAMES), holes=st.lists(st.integers(0, 3), min_size=8, max_size=8))
 def test_tokens_that_the_policy_did_not_write_change_no_credit(
     groups: Any, name: str, holes: list[int]

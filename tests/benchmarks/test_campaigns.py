@@ -14,6 +14,7 @@ from benchmarks import damage, kill_moments, kills
 from tests.train.forked import ForkedOutrider
 
 
+@pytest.mark.long
 def test_broken_runs_end_in_the_same_bits_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -26,6 +27,7 @@ def test_broken_runs_end_in_the_same_bits_and_the_command_continues(
     assert kills.read(tmp_path / "kills.jsonl") == first
 
 
+@pytest.mark.long
 def test_damages_are_noticed_or_do_no_harm_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,6 +204,7 @@ def test_a_pack_without_the_run_is_named(packed: Path) -> None:
         render_all(packed / "records")
 
 
+@pytest.mark.slow
 def test_the_documents_of_this_project_are_what_is_recorded_and_their_check_needs_no_torch() -> None:
     code = (
         "import sys; from benchmarks.figures import main; assert main(['--check']) == 0; "

@@ -53,6 +53,7 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert told in page, told
 
 
+@pytest.mark.long
 def test_a_stage_s_rows_come_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage in its own process, and what was measured with which versions."""
     monkeypatch.chdir(ROOT)
@@ -98,6 +99,7 @@ def stage(
     return gpu.run_stage(asked, settings, folder, time.monotonic() + left)
 
 
+@pytest.mark.long
 def test_a_stage_that_takes_too_long_is_stopped_and_keeps_its_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -36,7 +36,11 @@ def method_of(arena: Arena, key: str) -> Method:
 
 
 @pytest.mark.parametrize(
-    ("arena", "method"), DEFINED, ids=[f"{arena.name}-{method.key}" for arena, method in DEFINED]
+    ("arena", "method"),
+    [
+        pytest.param(*one, id=f"{one[0].name}-{one[1].key}", marks=[pytest.mark.slow] if number % 4 else [])
+        for number, one in enumerate(DEFINED)
+    ],
 )
 def test_every_method_stops_after_the_step_that_reaches_the_common_budget(
     arena: Arena, method: Method

@@ -16,6 +16,7 @@ from outrider.training import setup as start
 from outrider.training.trainer import Trainer
 
 
+@pytest.mark.long
 def test_a_run_in_which_everything_breaks_gives_all_back_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

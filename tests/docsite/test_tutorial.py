@@ -66,6 +66,7 @@ def test_the_gymnasium_page_does_what_it_says(
     assert (tmp_path / "runs" / "arpo" / "report.html").exists(), capsys.readouterr().out[-2000:]
 
 
+@pytest.mark.long
 def test_the_page_of_an_agent_does_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

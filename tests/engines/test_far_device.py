@@ -55,7 +55,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[LanguageModel]:
 
 
 def different() -> dict[str, ObjectiveSettings]:
-    """Of every page and preset, what is not the update of another one; a test takes a third of them."""
+    """Of every page and preset, what is not the update of another one; a test takes a sixth of them."""
     found: dict[str, ObjectiveSettings] = {}
     seen: set[str] = set()
     for name, table in EVERY.items():
@@ -105,7 +105,7 @@ def test_the_engine_samples_there_what_it_samples_here(far: LanguageModel) -> No
     check_engine(LocalEngine(far))
 
 
-@pytest.mark.parametrize("name", [*different()][::3])
+@pytest.mark.parametrize("name", [*different()][::6])
 def test_every_update_there_is_the_one_here(far: LanguageModel, name: str) -> None:
     objective = different()[name]
     found = []
@@ -121,7 +121,13 @@ def test_every_update_there_is_the_one_here(far: LanguageModel, name: str) -> No
     assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": LoraSettings(rank=2)}, {"checkpoint_activations": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora": LoraSettings(rank=2)},
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"checkpoint_activations": True})),
+    ],
+)
 def test_a_cold_start_and_what_is_kept(far: LanguageModel, options: dict[str, Any], tmp_path: Path) -> None:
     """Losses of the cold start, the reward's KL to the model before it, and a checkpoint that is read."""
     told: list[list[float]] = []

@@ -145,9 +145,10 @@ def attend(num_tokens: int, *, has_gradient: bool, num_heads: int = 4) -> None:
             plan.attend(nn.Identity(), *inputs(num_tokens, num_heads), SCALE)
 
 
+@pytest.mark.long
 def test_each_octave_is_compiled_once_with_and_once_without_gradient(compiled: list[int]) -> None:
     """All row lengths up to 2,048, in blocks: torch's own limit is 8 programs."""
-    lengths = [BLOCK * number - 5 for number in range(1, 17)]
+    lengths = [BLOCK * number - 5 for number in (1, 2, 3, 5, 9, 16)]
     for num_tokens in lengths:
         for has_gradient in (False, True):
             attend(num_tokens, has_gradient=has_gradient)

@@ -248,7 +248,9 @@ def test_greedy_takes_the_likeliest_token(model: LanguageModel) -> None:
     assert float((logprobs.max(dim=-1).values - chosen).max()) <= tolerance(model)
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 3])
+@pytest.mark.parametrize(
+    "max_rows", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_more_requests_than_rows_join_as_others_finish(model: LanguageModel, max_rows: int) -> None:
     """Two turns with contexts and lengths of their own: the sequences of an engine without a limit, each
     computed once.

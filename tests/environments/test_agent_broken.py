@@ -103,7 +103,7 @@ def test_and_other_objects_are_none(written: str, reason: str) -> None:
         "np.float32('inf')",
     ],
 )
-@pytest.mark.parametrize("failed_return", [None, -1.0])
+@pytest.mark.parametrize("failed_return", [pytest.param(None, marks=pytest.mark.slow), -1.0])
 def test_what_is_no_reward_is_never_a_failed_episode_and_stops_a_run(
     written: str, failed_return: float | None
 ) -> None:

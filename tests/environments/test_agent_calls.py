@@ -85,8 +85,19 @@ def play_turns(
     return leaf, path
 
 
-@pytest.mark.parametrize("what", UNFIT)
-@pytest.mark.parametrize("program", ["recovering", "recovering_items"])
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        *(
+            pytest.param("recovering_items", what, marks=[pytest.mark.slow] if number % 2 else [])
+            for number, what in enumerate(UNFIT)
+        ),
+        *(
+            pytest.param("recovering", what, marks=[pytest.mark.slow] if number > 1 else [])
+            for number, what in enumerate(UNFIT)
+        ),
+    ],
+)
 def test_a_program_gets_a_call_that_fits_no_tool(program: str, what: str) -> None:
     """All that was sampled is one context: the program's history is recognised."""
     text, calls, num_unfit = UNFIT[what]
@@ -129,13 +140,22 @@ def test_in_every_form_of_calls(family: str, text: str) -> None:
     assert leaf.metrics["num_unfit_calls"] == 1 and len(split_contexts(path)) == 1
 
 
+@pytest.mark.long
 def test_a_default_of_a_function_of_the_agents_sdk() -> None:
     pytest.importorskip("agents", reason="needs OpenAI's Agents SDK")
     leaf, _ = play_turns("defaulting", [CALL, "It is sunny."])
     assert leaf.metrics["num_unfit_calls"] == 1
 
 
-@pytest.mark.parametrize("arguments", ['{"city": ', "Oslo", '{"town": "Oslo"}', "[1]", ""])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"city": ',
+        '{"town": "Oslo"}',
+        "",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("Oslo", "[1]")),
+    ],
+)
 def test_a_call_that_another_server_has_read_is_passed_on_as_it_is(arguments: str) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "wether", "arguments": arguments}}
     first = given(None, "tool_calls", COUNTS, tool_calls=[call])

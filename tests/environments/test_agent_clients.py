@@ -71,10 +71,10 @@ def turns(*said: str):  # type: ignore[no-untyped-def]
         ("sdk_tools", forecast, 2, 1.0),
         ("sdk_parallel", turns("a", "b"), 2, 2.0),
         ("sdk_responses", forecast, 2, 1.0),
-        ("agents_sdk", forecast, 2, 1.0),
+        pytest.param("agents_sdk", forecast, 2, 1.0, marks=pytest.mark.slow),
         ("agents_sdk", thoughtful, 2, 1.0),
-        ("smol_tools", turns(CALL, FINAL), 2, 1.0),
-        ("smol_code", turns(*CODE), 2, 1.0),
+        pytest.param("smol_tools", turns(CALL, FINAL), 2, 1.0, marks=pytest.mark.slow),
+        pytest.param("smol_code", turns(*CODE), 2, 1.0, marks=pytest.mark.long),
     ],
 )
 def test_an_unmodified_agent(agent: str, script, num_turns: int, value: float) -> None:  # type: ignore[no-untyped-def]

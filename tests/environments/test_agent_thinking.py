@@ -52,7 +52,7 @@ def asked_by(form: str, history: HistoryThinking) -> list[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai")
-@pytest.mark.parametrize("history", ["keep", "strip"])
+@pytest.mark.parametrize("history", [pytest.param("keep", marks=pytest.mark.slow), "strip"])
 def test_thinking_comes_and_goes_back_as_in_chat_completions(history: HistoryThinking) -> None:
     by_responses, by_chat = asked_by("responses", history), asked_by("chat", history)
     assert by_responses == by_chat and len(by_chat) == 3

@@ -134,7 +134,7 @@ def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) ->
     num_played: Counter[object] = Counter()
     # All of valid, and a stride through the long lists; the whole has been replayed once
     # (docs/environments.md).
-    for task in [*family.tasks("valid"), *family.tasks("train")[::9], *family.tasks("test")[::5]]:
+    for task in [*family.tasks("valid"), *family.tasks("train")[::36], *family.tasks("test")[::20]]:
         environment = factory(task)
         environment.reset(0)
         steps = family.expert(task, 0)
@@ -146,7 +146,7 @@ def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) ->
         assert (record.episode_return, record.success) == (1.0, True), task.key
         assert len(steps) == int(str(task.metadata["hops"])) + 1
         num_played[task.metadata["hops"]] += 1
-    assert min(num_played[hops] for hops in (1, 2, 3)) >= 50
+    assert min(num_played[hops] for hops in (1, 2, 3)) >= 25
 
 
 def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: FactbookTaskSet) -> None:

@@ -61,6 +61,7 @@ def play(answers: list[str], *, step_timeout_s: float) -> RolloutReport:
     return scheduler.run([task], modes=("m",) * len(answers), training_step=0)
 
 
+@pytest.mark.long
 def test_rollouts_whose_steps_wait_for_slow_gradings_of_others_get_their_reward(pool: MathPool) -> None:
     compare_math("0.5", "1/2")  # the process has started
     report = play([*map(slow_answer, range(4)), *["2+1"] * 4], step_timeout_s=1.5)

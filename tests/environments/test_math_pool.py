@@ -68,7 +68,10 @@ def test_no_pair_pays_for_imports() -> None:
     assert (done.stdout, done.returncode) == (b"[]\n", 7)
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize(
+    "bomb",
+    [pytest.param(bomb, marks=[pytest.mark.slow] if number % 2 else []) for number, bomb in enumerate(BOMBS)],
+)
 def test_d1_every_reported_bomb_returns(pool: MathPool, bomb: str) -> None:
     assert compare_math(bomb, "5") in (Verdict.UNDECIDED, Verdict.DIFFERENT)
 

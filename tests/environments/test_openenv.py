@@ -79,6 +79,7 @@ def word_of(environment: OpenEnvEnvironment) -> str:
     return environment.reset(0)[0].content.split()[-1].strip(".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["", "/grid"])
 def test_the_contract(url: str, world: str) -> None:
     settings: dict[str, Any] = {"observation": ()} if world else {"expert": f"{EXPERTS}:says_the_word"}
@@ -302,6 +303,7 @@ def test_a_server_that_dies_in_an_episode_is_started_again_and_every_rollout_has
         factory(tasks[0]).reset(0)
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_as_a_whole_is_replaced() -> None:
     family = OpenEnvTaskSet(of(None, step_limit_s=20.0))
     factory = family.make()

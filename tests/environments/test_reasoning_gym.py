@@ -57,6 +57,7 @@ def played(factory: ReasoningGymFactory, task: Task, text: str) -> tuple[float, 
     return record.episode_return, record.success, record.metrics["num_undecided_answers"]
 
 
+@pytest.mark.slow
 @locked
 def test_the_contract(family: ReasoningGymTaskSet) -> None:
     check_environment(family, num_tasks=1, texts=["<answer>1</answer>"], max_turns=4)

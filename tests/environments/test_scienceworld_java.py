@@ -150,6 +150,7 @@ def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: ScienceWor
     factory.pool.release(loan)
 
 
+@pytest.mark.long
 def test_a_killed_process_is_a_fault_and_is_replaced(
     family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:
@@ -185,6 +186,7 @@ class KillsOnce:
     def after_group(self, trace: Trace) -> None: ...
 
 
+@pytest.mark.long
 def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
     family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:

@@ -18,6 +18,8 @@ from outrider.evaluation.tasks import load_benchmark
 from tests.hub_server import Repository, hub_server
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.long
+
 CARD = b"""---
 configs:
 - config_name: main

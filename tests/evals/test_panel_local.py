@@ -88,7 +88,9 @@ def test_tools_off_asks_without(root: Path) -> None:
     assert (summary(root / "off")["num_tool_calls"], summary(root / "off")["num_scored"]) == (0, 18)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.15, 0.4, 0.62, 0.99])
+@pytest.mark.parametrize(
+    "share", [0.0, 0.62, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.15, 0.4, 0.99))]
+)
 def test_whatever_a_kill_left_behind_the_end_is_the_same(
     root: Path, whole: Path, tmp_path: Path, share: float
 ) -> None:
@@ -100,6 +102,7 @@ def test_whatever_a_kill_left_behind_the_end_is_the_same(
     assert files(tmp_path) == files(whole)
 
 
+@pytest.mark.long
 def test_a_killed_run_continues_to_the_same_numbers(root: Path, whole: Path) -> None:
     run = root / "killed"
     process = start_outrider("eval", "--run", run, "--progress", "none", *arguments(root, *tools(root)))

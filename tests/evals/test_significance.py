@@ -200,7 +200,7 @@ def simulated(name: str, centre: float, *, seed_spread: float, rng: np.random.Ge
     )
 
 
-@pytest.mark.parametrize("seed_spread", [0.0, 0.5])
+@pytest.mark.parametrize("seed_spread", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_equal_algorithms_seldom_have_a_winner_and_different_ones_do(seed_spread: float) -> None:
     def winners(gap: float) -> float:
         rng = np.random.default_rng(7)
@@ -279,7 +279,9 @@ def test_the_test_over_seeds_knows_neither_sides_nor_order_nor_units(
     assert seeds_p(by_run("a", *moved[0]), by_run("b", *moved[1])) == pytest.approx(p, rel=1e-6)
 
 
-@pytest.mark.parametrize(("draw", "most"), [("normal", 0.1), ("two heaps", 0.2)])
+@pytest.mark.parametrize(
+    ("draw", "most"), [pytest.param("normal", 0.1, marks=pytest.mark.slow), ("two heaps", 0.2)]
+)
 def test_equal_groups_of_three_seeds_that_differ_much_seldom_have_a_winner(draw: str, most: float) -> None:
     """Four equal groups, six pairs, tasks beyond doubt: the share of comparisons in which anybody wins.
 

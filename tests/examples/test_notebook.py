@@ -32,6 +32,7 @@ def _shown(notebook: NotebookNode, cell: str, kind: str = "text/plain") -> str:
     return output.data[kind]
 
 
+@pytest.mark.long
 def test_the_notebook_trains_and_says_what_it_found(played: NotebookNode) -> None:
     rewards, folders = ast.literal_eval(_shown(played, "told"))
     assert len(rewards) == 8 and rewards[-1] > 2 * rewards[0] > 0

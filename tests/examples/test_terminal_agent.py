@@ -102,8 +102,8 @@ def machines() -> list[str]:
     ("command", "shown", "value"),
     [
         ("printf blue > colour.txt; ls", "colour.txt", 1.0),
-        ("printf red > colour.txt; ls nowhere", "(status ", 0.0),
-        ("ls /tests; exit 3", "(status 3)", 0.0),
+        pytest.param("printf red > colour.txt; ls nowhere", "(status ", 0.0, marks=pytest.mark.slow),
+        pytest.param("ls /tests; exit 3", "(status 3)", 0.0, marks=pytest.mark.slow),
         ("printf blue > colour.txt; touch logs", "", 0.0),  # there is no place for its reward
     ],
 )

@@ -13,8 +13,10 @@ from tests.toy_result import Result
 from tests.toys import TABLE_HEAD, table_row
 from tests.toys_branching import branching, plain, play
 
+pytestmark = pytest.mark.long
+
 SEEDS = range(10)
-FEW_SEEDS = range(3)  # the others take minutes: `make test-slow`
+FEW_SEEDS = range(1)  # the others take minutes: `make test-slow`
 MAX_POLICY_TOKENS = 1500
 
 

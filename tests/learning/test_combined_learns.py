@@ -18,6 +18,8 @@ from tests.toy_result import Result
 from tests.toys import TABLE_HEAD, table_row
 from tests.toys_expedition import KINDS, KNOWN_LOGIT, ExpeditionRun, expedition, half_way
 
+pytestmark = pytest.mark.long
+
 (ARENA,) = [arena for arena in ARENAS if arena.name == "expedition"]
 METHODS: dict[str, Method] = {method.key: method for method in ARENA.methods()}
 ALONE = ("grpo", "rapo", "empo2")

@@ -12,6 +12,8 @@ from tests.toy_result import Result
 from tests.toys import TABLE_HEAD, table_row
 from tests.toys_memory import empo2, grpo, play
 
+pytestmark = pytest.mark.long
+
 SEEDS = range(10)
 # Two of the eight in ten that learn, chosen because they do: a test of the code. What ten seeds give is
 # tested by `make test-slow`.

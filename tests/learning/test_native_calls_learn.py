@@ -16,7 +16,9 @@ def told(protocol: Protocol, seed: int, learned: Learned) -> str:
     return f"{protocol} {seed}: {learned}"
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "protocol", [pytest.param("tags", marks=pytest.mark.slow), pytest.param("hermes", marks=pytest.mark.long)]
+)
 def test_a_call_is_learned(protocol: Protocol, tmp_path: Path) -> None:
     set_threads(1)
     learned = learn(tmp_path, protocol, num_steps=8)

@@ -12,6 +12,8 @@ from outrider.training.step_metrics import staleness_metrics
 from tests.toys import Toy, rapo
 from tests.toys_stale import StaleRun, play
 
+pytestmark = pytest.mark.long
+
 # of ten, that learn at every age; all ten: python -m benchmarks.stale_toy
 SEED = 1
 
@@ -19,8 +21,8 @@ SEED = 1
 @pytest.mark.parametrize(
     ("staleness", "in_flight"),
     [
-        (1, False),
-        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param(2, False, marks=pytest.mark.slow),
         pytest.param(1, True, marks=pytest.mark.slow),
         (2, True),
     ],

@@ -159,7 +159,7 @@ offers = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(offered=offers, num_kept=st.integers(1, 4))
 def test_ranking_of_one_task(offered: list[tuple[int, float, int, int]], num_kept: int) -> None:
     trajectories = [

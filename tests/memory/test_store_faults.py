@@ -44,8 +44,8 @@ def open_reader(path: Path) -> StepTraceBuffer:
 def test_kill_while_writing_loses_at_most_the_open_batch(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     num_lost = 0
-    for repetition in range(40):  # until a kill has fallen into a batch, and four at least
-        if repetition >= 4 and num_lost:
+    for repetition in range(40):  # until a kill has fallen into a batch, and two at least
+        if repetition >= 2 and num_lost:
             break
         arguments = [
             sys.executable,

@@ -91,7 +91,7 @@ def test_a_state_at_the_threshold_is_no_new_one(dtype: Any) -> None:
 
 
 @given(angles=st.lists(st.floats(0, 3), min_size=1, max_size=12), cut=st.integers(0, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_restored_novelty_store_counts_on_the_same_also_for_keys_in_double_precision(
     angles: list[float], cut: int
 ) -> None:
@@ -155,7 +155,7 @@ adds = st.lists(
     eviction=st.sampled_from(["fifo", "lowest_score", "reservoir"]),
     cut=st.integers(0, 40),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_is_saved_comes_back_and_goes_on_the_same(
     adds: list[Any], capacity: int, eviction: Any, cut: int
 ) -> None:
@@ -214,7 +214,7 @@ def test_equal_states_of_one_call_have_equal_counts_also_where_a_new_one_comes_b
     angles=st.lists(st.integers(0, 35), min_size=1, max_size=12),
     before=st.lists(st.integers(0, 35), max_size=5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_equal_states_always_get_equal_counts(angles: list[int], before: list[int]) -> None:
     keys = {a: np.array([np.cos(a / 5), np.sin(a / 5)], np.float32) for a in {*angles, *before}}
     store = NoveltyStore(threshold=0.9)

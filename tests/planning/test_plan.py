@@ -47,7 +47,13 @@ def test_parameters_are_those_of_the_real_model(family: str, is_tied: bool, tmp_
     assert find_shape(str(tmp_path)).num_parameters == counted(config)
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if number % 3 else [])
+        for number, name in enumerate(known_models())
+    ],
+)
 def test_known_models_are_counted(name: str) -> None:
     values = dict(known_models()[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)

@@ -59,7 +59,13 @@ def _taskset(folder: Path) -> dict[str, Any]:
     return {"id": "fake_taskset", "options": {"taskset": {"rows": ["a", "b", "c", "d"]}}, **rows}
 
 
-@pytest.mark.parametrize("name", BUILT_IN["environments"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name == "scienceworld" else [])
+        for name in BUILT_IN["environments"]
+    ],
+)
 def test_environments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "verifiers":
         monkeypatch.chdir(tmp_path)  # where the fake package is found

@@ -20,6 +20,8 @@ from tests.tiny import save_tiny_model
 from tests.train.forked import ForkedOutrider
 from tests.train.whole_runs import differences
 
+pytestmark = pytest.mark.long
+
 RECIPE = """
 seed = 3
 num_threads = 1

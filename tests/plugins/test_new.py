@@ -17,6 +17,8 @@ from outrider.training.settings import RunSettings
 from tests.plugins.packages import install
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.long
+
 # All packages in one process: the import of torch is what takes long.
 _RUN = """
 import json, sys

@@ -421,7 +421,17 @@ def simulated_calls(leaves: int, first_wave: int, num_calls: int, rng: random.Ra
     return executed
 
 
-@pytest.mark.parametrize(("leaves", "first_wave", "num_calls", "released"), [*SAVINGS, (16, 1, 2, None)])
+@pytest.mark.parametrize(
+    ("leaves", "first_wave", "num_calls", "released"),
+    [
+        SAVINGS[0],
+        SAVINGS[3],
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (*SAVINGS[1:3], SAVINGS[4], (16, 1, 2, None))
+        ),
+    ],
+)
 def test_what_sharing_alone_saves(
     leaves: int, first_wave: int, num_calls: int, released: float | None
 ) -> None:

@@ -293,7 +293,7 @@ def buffer_splice(text: str) -> Splice:
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(
     turn=st.integers(1, 12),
     response=st.integers(1, 60),

@@ -29,7 +29,14 @@ def shop(retrieve_share: float) -> list[Trace]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("share", "fewest", "most"), [(0.0, 0, 0), (0.5, 2, 10), (1.0, 12, 12)])
+@pytest.mark.parametrize(
+    ("share", "fewest", "most"),
+    [
+        pytest.param(0.0, 0, 0, marks=pytest.mark.slow),
+        (0.5, 2, 10),
+        pytest.param(1.0, 12, 12, marks=pytest.mark.slow),
+    ],
+)
 def test_experts_solve_the_shop_at_any_share_of_shown_steps(share: float, fewest: int, most: int) -> None:
     """B3: the shown click is done, so that the next one is on the page that it leads to."""
     traces = shop(share)

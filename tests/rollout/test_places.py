@@ -195,7 +195,7 @@ CHOICES: Final[Mapping[str, Any]] = {
 }
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(**CHOICES)
 def test_b2_the_tree_is_the_same_for_any_places_and_delays_and_under_faults(**choices: Any) -> None:
     """Node by node, with retries that help and rollouts that are lost for good."""

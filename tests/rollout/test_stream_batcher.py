@@ -60,7 +60,7 @@ def played(
     return runs.run(tasks(3), modes=("m",) * 4, training_step=1)
 
 
-@pytest.mark.parametrize("room", [1, 4, 64])
+@pytest.mark.parametrize("room", [pytest.param(1, marks=pytest.mark.slow), 4, 64])
 @pytest.mark.parametrize("forks", [False, True])
 def test_the_trees_are_those_of_rounds_whatever_the_latencies(room: int, forks: bool) -> None:
     hooks = (Forking(lambda state: state.turn == 1, first_wave=2, wave=None),) if forks else ()

@@ -29,6 +29,11 @@ from tests.scale.test_same_update import objective_of
 from tests.tiny import CHARACTERS
 
 PACKED = [one for one in ARCHITECTURES if one.forward == "auto" and one.is_known]
+FEW = ("qwen3_moe", "glm4_moe", "gemma3_text")  # the others are slow
+CHOSEN = [
+    one if one.model_type in FEW else pytest.param(one, marks=pytest.mark.slow, id=one.title)
+    for one in PACKED
+]
 EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
 
 
@@ -50,7 +55,7 @@ def saved(one: Architecture, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("one", PACKED, ids=lambda one: one.title)
+@pytest.mark.parametrize("one", CHOSEN, ids=lambda one: one.title)
 def test_all_weights_are_read_as_transformers_reads_them(one: Architecture, tmp_path: Path) -> None:
     folder = saved(one, tmp_path / "model")
     found = load(one, folder)
@@ -74,7 +79,7 @@ def test_all_weights_are_read_as_transformers_reads_them(one: Architecture, tmp_
     assert all(tensors[name].equal(one.float()) for name, one in wanted.items())
 
 
-@pytest.mark.parametrize("one", PACKED, ids=lambda one: one.title)
+@pytest.mark.parametrize("one", CHOSEN, ids=lambda one: one.title)
 @pytest.mark.parametrize("targets", [None, ("all-linear",)])
 def test_vllm_gets_the_names_and_shapes_of_the_folder(
     one: Architecture, targets: tuple[str, ...] | None, tmp_path: Path
@@ -149,7 +154,15 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[(kind, part) for kind in ("qwen3_moe", "glm4_moe") for part in PARTS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen3_moe", "adapters"),
+        ("glm4_moe", "all weights"),
+        pytest.param(("qwen3_moe", "all weights"), marks=pytest.mark.slow),
+        pytest.param(("glm4_moe", "adapters"), marks=pytest.mark.slow),
+    ],
+)
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, dict[str, Any], ForkedRanks]]:

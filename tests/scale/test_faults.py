@@ -18,7 +18,7 @@ from tests.scale.groups import groups
 from tests.scale.probe import SETTINGS, alone, rank_group, run
 from tests.scale.test_same_update import differs, objective_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(300)]
 RanksOf = Callable[[int], ForkedRanks]
 
 
@@ -59,7 +59,7 @@ def test_a_step_without_any_gradient_is_none(ranks_of: RanksOf) -> None:
     assert found.norms == [] and found.metrics["grad/norm"] == 0.0
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_is_told_within_the_limit(
     session: Session, folder: Path, kind: signal.Signals
 ) -> None:

@@ -73,6 +73,7 @@ def flown(crew: Crew, *, num_steps: int, between: Callable[[int], None] = lambda
     return traces
 
 
+@pytest.mark.long
 @cluster
 @pytest.mark.timeout(300)
 def test_groups_go_on_with_new_weights(crew: Crew) -> None:
@@ -85,9 +86,9 @@ def test_groups_go_on_with_new_weights(crew: Crew) -> None:
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("engine", signal.SIGKILL),
+        pytest.param("engine", signal.SIGKILL, marks=pytest.mark.long),
         pytest.param("worker", signal.SIGKILL, marks=pytest.mark.slow),
-        ("worker", signal.SIGSTOP),
+        pytest.param("worker", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
 def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal.Signals) -> None:
@@ -103,6 +104,7 @@ def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal
     assert len(crew.remote.notes()) == 1
 
 
+@pytest.mark.long
 @cluster
 @pytest.mark.timeout(300)
 def test_groups_that_had_ended_are_kept_and_others_begin_anew(crew: Crew, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_rollouts_that_are_given_up_replace_nobody_and_ask_ray_no_more() -> None
     assert (crew.replaced, ray.num_asked) == ([], num_asked)
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 def test_a_ray_that_was_ended_is_not_started_by_who_asks_it() -> None:
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")

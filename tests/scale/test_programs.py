@@ -26,7 +26,7 @@ from tests.scale.test_remote_faults import Crew, bits, crew_with, settings_of  #
 if TYPE_CHECKING:
     from outrider.distributed.ray_session import Session
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 AGENT = '''
 """Starts a process of its own, tells of both, and goes on behind its first question once it may."""
@@ -102,7 +102,7 @@ def test_several_play_the_tokens_of_one_process(crew: Crew, unbroken: RolloutRep
 
 @pytest.mark.parametrize(
     "how",
-    ["ended", pytest.param("killed", marks=pytest.mark.long), pytest.param("silent", marks=pytest.mark.slow)],
+    ["ended", pytest.param("killed", marks=pytest.mark.slow), pytest.param("silent", marks=pytest.mark.slow)],
 )
 def test_programs_end_with_their_worker_and_are_played_again(
     crew: Crew, place: Path, unbroken: RolloutReport, how: str

@@ -123,12 +123,14 @@ def told(crew: Crew, message: str) -> None:
     assert "\n" not in str(found.value) and "--resume" in str(found.value)
 
 
+@pytest.mark.long
 def test_all_engines_together_keep_the_contract_of_one(crew: Crew) -> None:
     assert len({*crew.remote.engine_pids, *crew.remote.worker_pids, os.getpid()}) == 5
     check_engine(crew.remote.engine)
     assert crew.remote.metrics()["weights/rpcs"] == 2
 
 
+@pytest.mark.long
 def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Crew) -> None:
     first, again, other = crew.play(), crew.play(), crew.play(step=1)
     assert [one.task.key for one in first.traces] == [task.key for task in crew.parts.train_tasks[:4]]
@@ -139,6 +141,7 @@ def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Cr
     assert versions == {crew.remote.engine.weight_version}
 
 
+@pytest.mark.long
 def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
     """Log-probs may differ in their last bits: they depend on which requests share a batch."""
     alone, elsewhere = crew.play_here(), crew.play()
@@ -151,6 +154,7 @@ def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
         assert one.leaves == other.leaves
 
 
+@pytest.mark.long
 def test_a_worker_with_an_older_version_gets_nothing(crew: Crew) -> None:
     engine = crew.remote.engine
     engine.weight_version += 1  # as if a transfer had been forgotten
@@ -182,7 +186,8 @@ def replaced(crew: Crew, unbroken: object, counted: str, message: str, *, num_gr
     assert bits(crew.play()) == unbroken and crew.remote.notes() == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.worker_pids[1]
     os.kill(pid, how)
@@ -192,7 +197,8 @@ def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: si
     assert not lives(pid) and crew.remote.worker_pids[1] != pid
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.engine_pids[1]
     os.kill(pid, how)
@@ -208,7 +214,14 @@ def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: s
     assert not lives(pid) and crew.remote.engine_pids[1] != pid
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.long),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)),
+    ],
+)
 def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int) -> None:
     """Nothing hangs, no token has another version, and the bits are those of an unbroken batch."""
     draw = random.Random(seed)
@@ -223,6 +236,7 @@ def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int
     crew.remote.notes()
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_between_two_batches_is_replaced(crew: Crew, unbroken: object) -> None:
     """Where it is asked first; the run does not begin anew for it."""
     os.kill(crew.remote.engine_pids[0], signal.SIGKILL)
@@ -233,6 +247,7 @@ def test_an_engine_that_dies_between_two_batches_is_replaced(crew: Crew, unbroke
     assert bits(crew.play()) == unbroken
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> None:
     engine = crew.remote.engine
     os.kill(crew.remote.engine_pids[0], signal.SIGKILL)
@@ -244,6 +259,7 @@ def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> N
     assert "engine 0 died in loading the weights of version" in crew.remote.notes()[0]
 
 
+@pytest.mark.long
 def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -> None:
     """As with a node that had both: the engine is missed first, and the worker cannot be told of another."""
     unbroken = bits(crew.play())  # of this version: the test before sent another one
@@ -257,6 +273,7 @@ def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -
     assert bits(crew.play()) == unbroken
 
 
+@pytest.mark.long
 def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
     crew.remote.repairs = Repairs(Allowance(0))
     os.kill(crew.remote.engine_pids[1], signal.SIGKILL)
@@ -279,6 +296,7 @@ def test_replacements_are_counted_by_the_hour() -> None:
     assert (str(again), again.who, again.is_silent) == (str(gone), "engine 1", False)
 
 
+@pytest.mark.long
 def test_the_end_ends_all(crew: Crew) -> None:
     pids = [*crew.remote.engine_pids, *crew.remote.worker_pids]
     crew.remote.close()
@@ -289,6 +307,7 @@ def test_the_end_ends_all(crew: Crew) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_processors_that_are_not_there_are_named(session: "Session", folder: Path) -> None:
     from outrider.distributed.actors import RemoteProcesses
 

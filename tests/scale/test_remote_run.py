@@ -15,7 +15,7 @@ from tests.scale.traces import Traces
 from tests.train.forked import forked_outrider
 from tests.train.whole_runs import command, differences, metrics, write_data
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(600)]
 pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
 STEPS = 2
 SENT = (

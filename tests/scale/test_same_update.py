@@ -62,15 +62,20 @@ def different() -> list[str]:
     return list(seen.values())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_objective_has_the_gradient_of_one_process(ranks_of: RanksOf, folder: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "nth"),
+    [(1, 12), (2, 2), (3, 5), *(pytest.param(one, 1, marks=pytest.mark.slow) for one in (2, 3))],
+)
+def test_every_objective_has_the_gradient_of_one_process(
+    ranks_of: RanksOf, folder: Path, size: int, nth: int
+) -> None:
     told = {}
     ranks = ranks_of(size)
     policy, reference = alone(folder)
     traces = near_the_truth(policy, groups(5, longest=20))
     traces[4].is_replayed = True
     start = {name: one.clone() for name, one in policy.masters.items()}
-    for name in different()[:: 6 if size == 1 else 1]:
+    for name in different()[::nth]:
         objective = objective_of(name)
         given = reference if objective.kl_weight > 0 else None
         for key, one in policy.masters.items():

@@ -18,7 +18,7 @@ from tests.scale.test_remote_faults import Crew, crew_of
 if TYPE_CHECKING:
     from outrider.distributed.ray_session import Session
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_new_weights_are_those_of_the_next_batch(crew: Crew) -> None:
     assert versions == {engine.weight_version}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_an_engine_that_is_gone_is_replaced(crew: Crew, how: signal.Signals) -> None:
     before = tokens(crew)
     os.kill(crew.remote.engine_pids[0], how)

@@ -18,7 +18,7 @@ from tests.train.forked import forked_outrider
 from tests.train.tool_run import outrider, write_tool_run
 from tests.train.whole_runs import metrics
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(600)]
 pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
 STEPS = 3
 

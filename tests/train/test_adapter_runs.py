@@ -41,7 +41,13 @@ def folder_of(model_type: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("model_type", "told"), [("qwen3_moe", None), ("phi3", "self_attn.qkv_proj")])
+@pytest.mark.parametrize(
+    ("model_type", "told"),
+    [
+        pytest.param("qwen3_moe", None, marks=pytest.mark.long),
+        pytest.param("phi3", "self_attn.qkv_proj", marks=pytest.mark.slow),
+    ],
+)
 def test_train_export_evaluate_resume(
     model_type: str, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,7 +124,15 @@ def require_exported(policy: Policy, base: Path, folder: Path) -> None:
     assert list(announced.items()) == [(name, tuple(one.shape)) for name, one in sent.items()]
 
 
-@pytest.mark.parametrize("architecture", FAMILIES, ids=lambda one: one.title)
+# A few layouts of layers; the others are slow.
+FEW = ("qwen3", "gemma3_text", "phi3", "falcon_h1", "deepseek_v3", "qwen3_5_moe_text", "granitemoe")
+CHOSEN = [
+    one if one.model_type in FEW else pytest.param(one, marks=pytest.mark.slow, id=one.title)
+    for one in FAMILIES
+]
+
+
+@pytest.mark.parametrize("architecture", CHOSEN, ids=lambda one: one.title)
 def test_every_linear_layer_with_an_adapter(
     architecture: Architecture, saved: Callable[[Architecture], Path], tmp_path: Path
 ) -> None:
@@ -146,7 +154,7 @@ def test_every_linear_layer_with_an_adapter(
     assert all(name in told for name in fixed)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES, ids=lambda one: one.title)
+@pytest.mark.parametrize("architecture", CHOSEN, ids=lambda one: one.title)
 def test_the_default_names_or_the_reason_in_one_line(
     architecture: Architecture, saved: Callable[[Architecture], Path], tmp_path: Path
 ) -> None:

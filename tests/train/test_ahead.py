@@ -80,7 +80,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RemainingWork, Counte
     return looks
 
 
-@pytest.mark.parametrize(("every", "saves"), [(1, 1), (2, 3), (0, 2), (3, 10), (5, 5)])
+@pytest.mark.parametrize(
+    ("every", "saves"),
+    [(2, 3), (0, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (3, 10), (5, 5)))],
+)
 def test_f5_at_every_moment_the_rest_is_what_is_then_done(
     every: int, saves: int, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

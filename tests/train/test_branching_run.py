@@ -41,7 +41,14 @@ def steps(run: Path) -> list[dict[str, float]]:
     return [line for line in lines if line["kind"] == "train"]
 
 
-@pytest.mark.parametrize("preset", ["arpo", "arpo-released", "aepo", "aepo-released"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "arpo",
+        "aepo-released",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("arpo-released", "aepo")),
+    ],
+)
 def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str) -> None:
     base = 0.0 if preset == "aepo-released" else 1.0  # its rule forks above the base, the others below it
     run = train(recipe, preset, f"algorithm.preset={preset}", f"algorithm.base_probability={base}")
@@ -70,6 +77,7 @@ def test_a_fork_shares_the_rows_of_its_prefix(recipe: Path) -> None:
     assert any(count > 1 for place, count in children.items() if place not in prompts)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_the_same_tree_and_the_same_weights(recipe: Path) -> None:
     first, second = train(recipe, "first"), train(recipe, "second")
     one, other = (

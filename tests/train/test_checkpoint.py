@@ -97,7 +97,9 @@ prune_checkpoints(Path(sys.argv[1]), keep=1, newest=2)
 """
 
 
-@pytest.mark.parametrize("num_removed", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_removed", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 3, 4))]
+)
 def test_a_kill_while_a_checkpoint_is_removed_leaves_it_whole_or_nothing(
     tmp_path: Path, num_removed: int
 ) -> None:

@@ -83,7 +83,12 @@ def test_a_stop_writes_what_is_finished_and_the_rest_has_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [("other question", "train"), ("one more", "train"), ("test", "held-out")]
+    ("change", "name"),
+    [
+        pytest.param("other question", "train", marks=pytest.mark.slow),
+        ("one more", "train"),
+        ("test", "held-out"),
+    ],
 )
 def test_tasks_that_changed_meanwhile_are_refused_before_anything_is_written(
     change: str, name: str, recipe: Path, tmp_path: Path

@@ -57,6 +57,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_without_memory_and_novelty_it_is_grpo_bit_for_bit(recipe: Path) -> None:
     objective = ("algorithm.loss.clip_high=0.3", "algorithm.loss.dual_clip=10.0")
     grpo = train(recipe, "grpo", "algorithm.type=grpo", *objective)
@@ -78,7 +79,10 @@ def test_without_memory_and_novelty_it_is_grpo_bit_for_bit(recipe: Path) -> None
         assert json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])["label"] == "after GRPO"
 
 
-@pytest.mark.parametrize("preset", ["empo2", "empo2-alg1", "empo2-released"])
+@pytest.mark.parametrize(
+    "preset",
+    ["empo2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("empo2-alg1", "empo2-released"))],
+)
 def test_a_preset_trains_in_all_modes(recipe: Path, preset: str) -> None:
     run = train(
         recipe,
@@ -110,7 +114,7 @@ def test_a_preset_trains_in_all_modes(recipe: Path, preset: str) -> None:
     assert (run / "report.html").exists()
 
 
-@pytest.mark.parametrize("q", [0, 1])
+@pytest.mark.parametrize("q", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_in_a_run_the_first_ratio_of_tips_on_is_one_and_that_of_tips_off_is_not(recipe: Path, q: int) -> None:
     """Two optimiser steps that move nothing: denominators are scored before the first one, and only a context
     can tell them apart.
@@ -138,7 +142,7 @@ def test_a_run_that_can_show_no_tip_says_so_at_its_start(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Six tasks, two a step: after three steps none has been played twice."""
-    for num_steps, scope, silent in ((3, "task", True), (4, "task", False), (3, "all", False)):
+    for num_steps, scope, silent in ((3, "task", True), (4, "task", False)):
         chosen = (
             "algorithm.type=empo2",
             "algorithm.memory_probability=1",

@@ -113,27 +113,22 @@ def check(name: str, recipe: str, folder: Path, *overrides: str) -> None:
 
 
 FEW = ("glm4.5", "llama2", "mistral v3", "command-r")
+# These are long, the others slow.
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in FEW]
+EACH = [*(pytest.param(name, marks=pytest.mark.long) for name in FEW), *OTHERS]
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", EACH)
 def test_a_run_with_a_cold_start_in_a_text_world(name: str, tmp_path: Path) -> None:
     check(name, HOUSE + REST + COLD, tmp_path, *EXPERTS)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in FEW])
-def test_a_run_of_every_family_with_a_cold_start_in_a_text_world(name: str, tmp_path: Path) -> None:
-    check(name, HOUSE + REST + COLD, tmp_path, *EXPERTS)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_run_of_every_family_with_results_inside_the_answer(name: str, tmp_path: Path) -> None:
     check(name, FACTBOOK + REST + COLD, tmp_path, "rollout.max_turn_tokens=100")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_run_of_every_family_with_native_calls(name: str, tmp_path: Path) -> None:
     data = tmp_path / "questions.jsonl"
     rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]

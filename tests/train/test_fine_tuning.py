@@ -49,7 +49,9 @@ def solved(*, num: int = 3) -> tuple[list[Trace], list[RolloutPath]]:
     return traces, successful_paths(traces)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
+@pytest.mark.parametrize(
+    "max_tokens", [40, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 10_000))]
+)
 def test_every_step_is_the_mean_over_the_tokens_of_its_batch(max_tokens: int) -> None:
     _, paths = solved()
     chosen = ColdStartSettings(num_examples=9, num_epochs=2, batch_size=2, learning_rate=0.5, warmup_steps=2)

@@ -321,6 +321,7 @@ def test_an_evaluation_has_the_step_of_its_checkpoint(
     assert [(one["step"], one["label"]) for one in found] == [(1, "of one/checkpoints/step-000001")]
 
 
+@pytest.mark.long
 def test_an_evaluation_with_tools_plays_as_the_run(
     done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

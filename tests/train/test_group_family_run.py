@@ -83,7 +83,12 @@ RUNS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+FAST = ("reinforce++ with a KL in the reward", "dapo", "gppo", "rejection")
+
+
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name not in FAST)]
+)
 def test_a_method_trains_and_one_seed_gives_the_same_weights(recipe: Path, name: str) -> None:
     folder = name.replace(" ", "-").replace(",", "")
     run = train(recipe, folder, *RUNS[name])
@@ -117,6 +122,7 @@ def test_a_method_trains_and_one_seed_gives_the_same_weights(recipe: Path, name:
         assert all(torch.equal(first[one], second[one]) for one in first)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_that_drops_nothing_is_the_plain_run_bit_for_bit(recipe: Path) -> None:
     """A metric that always differs: all groups that a plain run would train on have spread, or both runs
     train on none.

@@ -53,7 +53,7 @@ def of_the_run(run: Path) -> str:
     return OF_THE_MACHINE.sub("", (run / "metrics.jsonl").read_text())
 
 
-@pytest.mark.parametrize("every", [2, 0])
+@pytest.mark.parametrize("every", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_f9_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
     every: int, recipe: Path, tmp_path: Path
 ) -> None:

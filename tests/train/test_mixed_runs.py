@@ -58,7 +58,7 @@ def same_weights(one: Path, other: Path, *, step: int = 3) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("preset", ["luffy-paper", "luffy-official"])
+@pytest.mark.parametrize("preset", ["luffy-paper", pytest.param("luffy-official", marks=pytest.mark.slow)])
 def test_luffy_trains_on_demonstrations_that_are_in_no_other_measure(recipe: Path, preset: str) -> None:
     run = train(
         recipe,
@@ -101,6 +101,7 @@ def test_the_policys_rollouts_are_those_of_a_group_without_the_demonstration(rec
     assert not same_weights(shown, plain, step=1)
 
 
+@pytest.mark.slow
 def test_without_demonstrations_luffy_is_dr_grpo_bit_for_bit(recipe: Path) -> None:
     objective = (
         "algorithm.advantage=group_centered",
@@ -119,6 +120,7 @@ def test_without_demonstrations_luffy_is_dr_grpo_bit_for_bit(recipe: Path) -> No
     assert same_weights(grpo, none)
 
 
+@pytest.mark.slow
 def test_rapo_without_hybrid_rollouts_is_grpo_with_its_clip_and_aggregation(recipe: Path) -> None:
     """What README and the recipes say about GRPO (row C4): three settings apart it is the same run, and with
     them the same bits.
@@ -160,6 +162,7 @@ def test_demonstrations_must_be_there_before_the_first_rollout(recipe: Path) -> 
     assert not (recipe.parent / "foreign" / "config.toml").exists()
 
 
+@pytest.mark.slow
 def test_with_fresh_groups_alone_replay_is_grpo_bit_for_bit(recipe: Path) -> None:
     rate = "optimizer.learning_rate=3e-3"
     grpo = train(recipe, "grpo", "algorithm.type=grpo", rate)
@@ -170,7 +173,7 @@ def test_with_fresh_groups_alone_replay_is_grpo_bit_for_bit(recipe: Path) -> Non
     assert not all(torch.equal(start[name], end[name]) for name in start)
 
 
-@pytest.mark.parametrize("selection", ["order", "difficulty"])
+@pytest.mark.parametrize("selection", [pytest.param("order", marks=pytest.mark.slow), "difficulty"])
 def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path, selection: str) -> None:
     run = train(
         recipe, selection, "algorithm.type=rollout_replay", f"algorithm.selection={selection}",
@@ -196,7 +199,7 @@ def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path, selection:
     assert replay_step(run, 6) == 0
 
 
-@pytest.mark.parametrize("preset", ["tree-grpo", "tree-grpo-official"])
+@pytest.mark.parametrize("preset", ["tree-grpo", pytest.param("tree-grpo-official", marks=pytest.mark.slow)])
 def test_trees_share_turns_and_calls(recipe: Path, preset: str) -> None:
     run = train(
         recipe, preset, "algorithm.type=tree_grpo", f"algorithm.preset={preset}", "algorithm.group_size=6"
@@ -211,6 +214,7 @@ def test_trees_share_turns_and_calls(recipe: Path, preset: str) -> None:
     assert "Branching groups" in (run / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_one_seed_gives_the_same_trees_and_the_same_weights(recipe: Path) -> None:
     shape = (
         "algorithm.type=tree_grpo",

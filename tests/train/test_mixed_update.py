@@ -214,7 +214,9 @@ REPLAY: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", [*LUFFY, *REPLAY], ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
+@pytest.mark.parametrize(
+    "max_tokens", [40, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 10_000))]
+)
 def test_gradients_of_every_step_are_those_of_the_written_loss(
     options: dict[str, Any], max_tokens: int
 ) -> None:

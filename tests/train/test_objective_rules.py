@@ -126,7 +126,7 @@ def prepared(kind: type[ObjectiveSettings], seed: int) -> list[Trace]:
     return traces
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(
     kind=st.sampled_from(
         [ObjectiveSettings] * 3 + [LuffySettings, RolloutReplaySettings, OffPolicyObjective]

@@ -272,7 +272,7 @@ OBJECTIVES: list[dict[str, Any]] = [
 ]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
     num_groups=st.integers(1, 3),
@@ -390,7 +390,7 @@ def unshared(trace: Trace, attribution: str) -> list[RolloutPath]:
     return paths
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 # opposite advantages meet in a shared node
 @example(seed=128, options=OBJECTIVES[0], max_tokens=10_000, attribution="hard")
 @given(

@@ -77,6 +77,7 @@ def pushed(run: Path) -> Iterator[tuple[Hub, list[dict[str, Any]]]]:
         yield server, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.long
 def test_a_broken_upload_is_one_line_and_the_second_call_goes_on(
     pushed: tuple[Hub, list[dict[str, Any]]],
 ) -> None:
@@ -104,6 +105,7 @@ def test_what_is_to_be_private_is_not_sent_to_a_public_repository(
         assert not any("commit" in one or "preupload" in one for one in server.asked)
 
 
+@pytest.mark.long
 def test_what_is_fetched_back_is_the_exported_folder(
     run: Path, pushed: tuple[Hub, list[dict[str, Any]]]
 ) -> None:

@@ -1,8 +1,8 @@
 """A run can be killed at any instant and continued to the same bits, through the command line.
 
 The reference is the same run, never interrupted. What may differ is only what the clock or the machine
-decides. The run of "rapo" and the killed one have real processes, each with a seed of its own for hashes;
-the others are children of one that has done the imports, whose seed is yet another.
+decides. The run of "rapo" and the last part of the killed one have processes of their own, each with a seed
+of its own for hashes; the others are children of one that has done the imports, whose seed is yet another.
 """
 
 import functools
@@ -23,7 +23,7 @@ from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.viewer.records import TraceReader
 from tests.train.forked import ForkedOutrider, forked_outrider
-from tests.train.tool_run import outrider, start_outrider
+from tests.train.tool_run import outrider
 from tests.train.whole_runs import NUM_STEPS, command, differences, metrics, write_data
 
 
@@ -58,7 +58,7 @@ def _assert_same(one: Path, other: Path) -> None:
     assert differences(one, other) == []
 
 
-def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, delay: float) -> None:
+def _kill_after(process: ForkedOutrider, run: Path, delay: float) -> None:
     """SIGKILL ``delay`` seconds after training has begun to write metrics; a negative delay: inside a
     checkpoint.
     """
@@ -79,16 +79,16 @@ def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, de
 @pytest.mark.parametrize(
     ("case", "delays"),
     [
-        ("rapo", (0.5, -1.0, 0.3)),
-        ("evolve", (-1.0, 0.6)),
-        ("grpo", (0.4, -1.0)),
-        ("empo2", (-1.0, 0.5, 0.3)),
-        ("rnd", (-1.0, 0.4)),
-        ("rollout_replay", (0.4, -1.0, 0.3)),
-        ("combined", (-1.0, 0.4, 0.3)),
-        pytest.param("combined_house", (-1.0, 0.4), marks=pytest.mark.long),
-        ("agent", (0.4, -1.0)),
+        ("rapo", (-1.0, 0.3)),
+        pytest.param("evolve", (-1.0, 0.6), marks=pytest.mark.long),
+        pytest.param("rollout_replay", (0.4, -1.0), marks=pytest.mark.long),
+        ("combined", (-1.0, 0.4)),
+        pytest.param("agent", (0.4, -1.0), marks=pytest.mark.long),
+        pytest.param("rnd", (-1.0, 0.4), marks=pytest.mark.long),
         # No state of their own beside what the cases above have.
+        pytest.param("combined_house", (-1.0, 0.4), marks=pytest.mark.slow),
+        pytest.param("grpo", (0.4, -1.0), marks=pytest.mark.slow),
+        pytest.param("empo2", (-1.0, 0.5, 0.3), marks=pytest.mark.slow),
         pytest.param("dapo", (0.4, -1.0, 0.3), marks=pytest.mark.slow),
         pytest.param("luffy", (0.4, -1.0), marks=pytest.mark.slow),
         pytest.param("tree_grpo", (-1.0, 0.4), marks=pytest.mark.slow),
@@ -107,7 +107,7 @@ def test_a_killed_run_ends_in_the_same_bits(
             arguments = (
                 ["train", "--resume", run, "--progress", "plain"] if number else command(root, run, case)
             )
-            process = start_outrider(*arguments) if case == "rapo" else ForkedOutrider(*arguments)
+            process = ForkedOutrider(*arguments)
             _kill_after(process, run, delay * draws.uniform(0.5, 1.5) / 2**attempt)
             num_killed += process.returncode == -signal.SIGKILL
         if num_killed >= 2:
@@ -127,25 +127,34 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
     assert sum(record["rollout/num_tool_calls"] for record in train) >= 3
     assert sum(record["group/fraction_without_signal"] < 1 for record in train) >= 5
     assert len((whole("rapo") / "evaluations.jsonl").read_text().splitlines()) == 4
-    sampled = [record for record in metrics(whole("dapo")) if record["kind"] == "train"]
-    assert sum(record["group/num_extra_batches"] for record in sampled) >= 2
-    cursor = json.loads((whole("dapo") / "checkpoints" / f"step-{NUM_STEPS:06d}" / "state.json").read_text())[
-        "task_cursor"
-    ]
-    assert cursor > 2 * NUM_STEPS  # no longer the step's number times its tasks
+
+
+@pytest.mark.long
+def test_the_runs_that_store_what_they_play_use_it(whole: Callable[[str], Path]) -> None:
     grown = [record["buffer/num_added"] for record in metrics(whole("evolve")) if record["kind"] == "train"]
     assert sum(grown) >= 2
     replayed = [record for record in metrics(whole("rollout_replay")) if record["kind"] == "train"]
     assert sum(record["replay/num_groups"] for record in replayed) >= 5
 
 
-@pytest.mark.parametrize("case", ["combined", "combined_house"])
+@pytest.mark.slow
+def test_the_run_that_samples_dynamically_takes_more_tasks(whole: Callable[[str], Path]) -> None:
+    sampled = [record for record in metrics(whole("dapo")) if record["kind"] == "train"]
+    assert sum(record["group/num_extra_batches"] for record in sampled) >= 2
+    cursor = json.loads((whole("dapo") / "checkpoints" / f"step-{NUM_STEPS:06d}" / "state.json").read_text())[
+        "task_cursor"
+    ]
+    assert cursor > 2 * NUM_STEPS  # no longer the step's number times its tasks
+
+
+@pytest.mark.parametrize("case", ["combined", pytest.param("combined_house", marks=pytest.mark.slow)])
 def test_the_run_of_three_methods_has_all_three(root: Path, whole: Callable[[str], Path], case: str) -> None:
     train = [record for record in metrics(whole(case)) if record["kind"] == "train"]
     for name in ("retrieval/num_inserted", "branch/num_forks", "tips/num_shown"):
         assert sum(record[name] for record in train) >= 2, name
 
 
+@pytest.mark.long
 def test_the_run_of_a_program_has_forks_and_several_samples(whole: Callable[[str], Path]) -> None:
     train = [record for record in metrics(whole("agent")) if record["kind"] == "train"]
     assert sum(record["branch/num_forks"] for record in train) >= 2
@@ -153,6 +162,7 @@ def test_the_run_of_a_program_has_forks_and_several_samples(whole: Callable[[str
     assert sum(record["group/fraction_without_signal"] < 1 for record in train) >= 5
 
 
+@pytest.mark.slow
 def test_the_run_with_tips_shows_some_and_has_all_modes(root: Path, whole: Callable[[str], Path]) -> None:
     """Also after the first steps: what a restored memory holds must matter for the comparison above."""
     train = [record for record in metrics(whole("empo2")) if record["kind"] == "train"]
@@ -166,6 +176,7 @@ def test_the_run_with_tips_shows_some_and_has_all_modes(root: Path, whole: Calla
     )
 
 
+@pytest.mark.long
 def test_the_run_with_a_predictor_learns_its_states(root: Path, whole: Callable[[str], Path]) -> None:
     """What a restored predictor holds must matter for the comparison above."""
     train = [record for record in metrics(whole("rnd")) if record["kind"] == "train"]
@@ -173,6 +184,7 @@ def test_the_run_with_a_predictor_learns_its_states(root: Path, whole: Callable[
     assert len({record["tips/intrinsic_mean"] for record in train}) == len(train)
 
 
+@pytest.mark.long
 def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:
     if not (root / "killed-evolve" / "buffer.sqlite").exists():
         pytest.skip("needs the killed run of the case evolve")

@@ -15,7 +15,9 @@ from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import teach, write_tool_run
 
 
-@pytest.fixture(scope="module", params=["LFM2", "Gemma 3 behind its window"])
+@pytest.fixture(
+    scope="module", params=["LFM2", pytest.param("Gemma 3 behind its window", marks=pytest.mark.slow)]
+)
 def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe of the other runs, with a model of this architecture in the place of its Llama."""
     root = tmp_path_factory.mktemp("unpacked")

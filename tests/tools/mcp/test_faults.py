@@ -42,6 +42,7 @@ def test_a_call_that_takes_too_long_ends_alone_where_the_server_still_answers() 
         assert _patiently(lambda: tools["process_id"].run_text("{}").text) == first
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.tools.mcp.LOOK_S", 0.5)
     with built(numbers(only=["stop_all", "process_id"], timeout_s=0.5)) as tools:

@@ -71,6 +71,7 @@ def test_a_script_is_looked_for_where_it_was(
     assert found.folder == str(tmp_path)
 
 
+@pytest.mark.long
 def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = interrupted(run)
     for name, value, said in (
@@ -102,6 +103,7 @@ def test_a_pack_starts_no_server(run: Path, tmp_path: Path) -> None:
         read_recipe(tmp_path, "one")
 
 
+@pytest.mark.long
 def test_the_shipped_recipe_runs_in_its_smoke_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
