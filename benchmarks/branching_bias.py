@@ -3,8 +3,8 @@ enumerate.
 
 Run ``python benchmarks/branching_bias.py``. Nothing is sampled: a rollout writes two turns of one of three
 actions, a tool result between them, and the expected estimate is a sum over all groups. Decisions are those
-of :mod:`outrider.algorithms.entropy_branching`, in the order of the rollouts' numbers; credit is leave-one-out
-with soft attribution, where a shared token has every leaf's advantage.
+of :mod:`outrider.algorithms.entropy_branching`, in the order of the rollouts' numbers; credit is
+leave-one-out with soft attribution, where a shared token has every leaf's advantage.
 
 Shapes: A = 3 actions; a gradient is [1 + A, A], the logits of the first turn and of the second after each
 first one.

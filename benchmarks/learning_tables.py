@@ -71,8 +71,8 @@ def toy_standings(results: "Mapping[str, Mapping[int, Result]]", *, num_seeds: i
     """Every method against the baseline, over seeds.
 
     A seed is a toy of its own (its combination is drawn from it) and the same for all methods, so the paired
-    test runs over seeds where :func:`~outrider.evaluation.statistics.verdict` speaks of tasks, and no other test
-    over seeds is asked for. Holm's correction is over all methods of the toy.
+    test runs over seeds where :func:`~outrider.evaluation.statistics.verdict` speaks of tasks, and no other
+    test over seeds is asked for. Holm's correction is over all methods of the toy.
     """
     samples = {key: _sample(key, found) for key, found in results.items() if found}
     base = samples.get(BASELINE)

@@ -45,7 +45,7 @@ def _sections(kind: type[BaseModel], prefix: str) -> Iterator[str]:
             one
             for marker in field_markers(kind, name)
             if not isinstance(marker, Name)
-            for one in marker.built_in()
+            for one in marker.builtin_classes()
         ]
         for inner in plugins or _classes(field.annotation):
             yield from _sections(inner, f"{prefix}{name}.")

@@ -112,8 +112,8 @@ def test_d6_a_configuration_is_shown_and_read_back_in_printable_text(name: str) 
 def test_d6_nothing_else_prints() -> None:
     """Or the next table would be of a console that anybody may steer."""
     source = Path(outrider.__file__).parent
-    own = {"printing.py", "terminal.py", "watch/progress.py"}
-    without_terminal = {"tools/python_worker.py", "environments/textworld/games.py"}  # a parent reads these
+    own = {"printing.py", "viewer/progress.py"}
+    without_terminal = {"tools/python/worker.py", "environments/textworld/games.py"}  # a parent reads these
     found = set()
     for path in source.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -327,7 +327,7 @@ class ToyRun:
                 self.scheduler(training=True).run(self.tasks, modes=modes, training_step=num_steps).traces
             )
             for trace in traces:
-                self.algorithm.credit(trace)
+                self.algorithm.assign_advantages(trace)
                 written = {id(node): node for _, path in trace.rollouts() for node in path if node.trainable}
                 # a shared node was written once
                 num_tokens += sum(len(node.token_ids) for node in written.values())

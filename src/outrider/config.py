@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # Paths in settings: where a relative path is looked up, and what is reported when nothing is there.
 #
-# A path in a recipe is relative to the recipe's folder and, if nothing is there, to the current folder; a path
-# on the command line the other way round. A run stores absolute paths.
+# A path in a recipe is relative to the recipe's folder and, if nothing is there, to the current folder; a
+# path on the command line the other way round. A run stores absolute paths.
 
 
 TreeT = TypeVar("TreeT")

@@ -78,8 +78,8 @@ class ClusterFault(OutriderError):
 
 
 class ProcessLost(ClusterFault):
-    """The process ``process`` (``engine 1``, ``rollout worker 0``) is dead, or silent (``is_silent``): another
-    one may take its place.
+    """The process ``process`` (``engine 1``, ``rollout worker 0``) is dead, or silent (``is_silent``):
+    another one may take its place.
     """
 
     def __init__(self, message: str, process: str, is_silent: bool = False) -> None:

@@ -59,8 +59,8 @@ def leaves(
 ) -> list[Leaf]:
     """Every setting, in the order of the tree.
 
-    ``sources``: who set a dotted key. ``unseen``: why somebody who reads the settings need not see the default
-    of a key. ``others``: who set what nobody gave and is not at its default.
+    ``sources``: who set a dotted key. ``unseen``: why somebody who reads the settings need not see the
+    default of a key. ``others``: who set what nobody gave and is not at its default.
     """
     plain = settings.model_dump(mode="json")
     return [

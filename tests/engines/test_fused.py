@@ -40,9 +40,9 @@ def tiny(config: LlamaConfig | Qwen2Config | Qwen3Config, dtype: torch.dtype) ->
 def test_a_fused_model_computes_the_bits_of_the_plain_one(
     kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_BLOCK", 32 * 7)  # several blocks of rows, the last one shorter
+    monkeypatch.setattr(fused, "_FUSED_BLOCK", 32 * 7)  # several blocks of rows, the last one shorter
     plain = tiny(kind(**SIZES), dtype)
-    monkeypatch.setattr(rotary, "_BLOCK", 32 * 4)
+    monkeypatch.setattr(rotary, "_ROTARY_BLOCK", 32 * 4)
     register()
     plain.config._attn_implementation = IMPLEMENTATION
     ours = copy.deepcopy(plain)

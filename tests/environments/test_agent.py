@@ -446,7 +446,7 @@ def test_a_request_that_has_arrived_is_a_turn_whether_or_not_the_program_waits(w
             [session] = scheduler.factory._gateway._sessions.values()  # type: ignore[attr-defined]
             wait_for(lambda: session.num_requests == 2)
             if way == "hangs up" and len(seen) == 1:
-                wait_for(lambda: session._waiting[-1]._answered.done())
+                wait_for(lambda: session._pending[-1]._future.done())
             return "b"
 
         scheduler.engine = ScriptedEngine(tokenizer=TOKENIZER, script=script, context_length=8192)

@@ -102,7 +102,7 @@ class Ended(Asking):
         pass
 
     @property
-    def asked(self) -> Any:  # type: ignore[override]
+    def request(self) -> Any:  # type: ignore[override]
         raise EnvironmentFault("the program asks nothing")
 
 

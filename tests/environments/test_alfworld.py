@@ -370,7 +370,8 @@ def test_games_are_the_same_on_every_machine_and_more_games_leave_the_first() ->
 def test_the_digest_tells_every_difference() -> None:
     changed: list[dict[str, Any]] = [
         {"floor_plan": 2}, {"receptacles": {**KITCHEN.receptacles, "safe 1": "Safe"}},
-        {"things": {**KITCHEN.things, "cup 1": "Mug"}}, {"locations": {**KITCHEN.locations, "cup 1": "fridge 1"}},
+        {"things": {**KITCHEN.things, "cup 1": "Mug"}},
+        {"locations": {**KITCHEN.locations, "cup 1": "fridge 1"}},
         {"goal": Goal(task_type="pick_and_place_simple", thing="Cup", receptacle="Fridge", text="t")},
     ]  # fmt: skip
     digests = {KITCHEN.digest, *(replace(KITCHEN, **one).digest for one in changed)}

@@ -145,5 +145,5 @@ def test_the_examples_memory_moves_the_baseline(example: ModuleType) -> None:
     algorithm = example.PastBaseline(example.PastBaselineSettings(memory_weight=0.5))
     modes = ("on_policy",) * 2
     for value, expected in ((0.0, 0.0), (1.0, 0.5), (1.0, 0.25)):  # remembered: 0, then 0.5
-        credit = algorithm.credit(build_group([value, value], key="task", modes=modes))
+        credit = algorithm.assign_advantages(build_group([value, value], key="task", modes=modes))
         assert credit.advantages.values.tolist() == [expected, expected]

@@ -116,9 +116,10 @@ class Takes:
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_rollout_whose_last_action_has_no_text_is_no_trajectory(ends: bool) -> None:
     """B6: its steps would not lead to its return. The record names the action."""
-    answer = lambda n, text: (  # noqa: E731
-        StepResult(message=None, done=True) if text == "take" and ends else say(" ok")
-    )
+
+    def answer(n: int, text: str) -> StepResult:
+        return StepResult(message=None, done=True) if text == "take" and ends else say(" ok")
+
     runs = scheduler(
         scripted(lambda request, text: "look."), Factory(lambda task, number: Fake(on_step=answer)),
         hooks=(Takes(),), limits=Limits(max_response_tokens=20, max_turn_tokens=10, max_splice_tokens=400),

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
 
 from outrider.cli import main  # noqa: E402
-from outrider.commands import doctor as cluster_doctor  # noqa: E402
+from outrider.commands import cluster_doctor  # noqa: E402
 from outrider.errors import ClusterFault  # noqa: E402
 
 

@@ -314,7 +314,8 @@ def test_a_worker_whose_tool_server_is_another_one_says_so(tmp_path: Path) -> No
     here = server_digests(settings.environment)
     assert here["tools.numbers"] == "numbers 1.0" and len(here["tools.numbers.add"]) == 64
     given = WorkerSettings(
-        recipe=Recipe.from_settings(settings), vocabulary_size=8, context_length=8, train_tasks=[], buffer=None,
+        recipe=Recipe.from_settings(settings), vocabulary_size=8, context_length=8, train_tasks=[],
+        buffer=None,
         servers={**here, "tools.numbers": "numbers 0.9"},
     )  # fmt: skip
     told = r"rollout worker 3 has another environment.tools.numbers \(numbers 1.0\) than .* \(numbers 0.9\)"

@@ -293,7 +293,7 @@ def test_replacements_are_counted_by_the_hour() -> None:
     with pytest.raises(ClusterFault, match=r"engine 1 died .*after 2 repairs within an hour, cluster\.max"):
         repairs.allow(gone)
     again = pickle.loads(pickle.dumps(gone))
-    assert (str(again), again.who, again.is_silent) == (str(gone), "engine 1", False)
+    assert (str(again), again.process, again.is_silent) == (str(gone), "engine 1", False)
 
 
 @pytest.mark.long

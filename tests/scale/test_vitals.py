@@ -36,7 +36,8 @@ def beats_of(
     monkeypatch.setattr(rollouts, "read_location", lambda pid: "task/3: an environment's step")
     ray = Unanswered()
     beats = HeartbeatMonitor(
-        ray, {"rollout worker 0": ray}, limit_s=4.0, rollout_status=RolloutStatus(), on_finished=lambda num: None,
+        ray, {"rollout worker 0": ray}, limit_s=4.0, rollout_status=RolloutStatus(),
+        on_finished=lambda num: None,
         busy_s=60.0, find_pid=lambda name: 1, note=notes.append,
     )  # fmt: skip
     return beats, now

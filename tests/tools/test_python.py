@@ -50,7 +50,7 @@ def server_pids(folder: Path) -> list[int]:
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 command = (entry / "cmdline").read_bytes()
-                if str(folder).encode() in command and b"python_server" in command:
+                if str(folder).encode() in command and b"python.server" in command:
                     found.append(int(entry.name))
     return sorted(found)
 
@@ -367,7 +367,7 @@ time.sleep(60)
 @needs_locks
 @pytest.mark.parametrize("state", ["idle", "busy", "fork"])
 def test_everything_ends_with_a_killed_parent(tmp_path: Path, state: str) -> None:
-    source = str(Path(sandbox.__file__).parents[2])
+    source = str(Path(sandbox.__file__).parents[3])
     command = [sys.executable, "-c", PARENT, str(tmp_path), state]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}

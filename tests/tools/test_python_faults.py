@@ -81,7 +81,7 @@ print(os.WTERMSIG(os.waitpid(worker, 0)[1]))
 
 
 def test_d2_a_parked_supervisor_still_ends_its_worker() -> None:
-    source = str(Path(sandbox.__file__).parents[2])
+    source = str(Path(sandbox.__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", PARKED],
         env={**os.environ, "PYTHONPATH": source},
@@ -203,7 +203,7 @@ for line in open('/proc/self/status'):
 
 @needs_locks
 def test_d7_a_worker_has_no_capabilities_whoever_started_it(tmp_path: Path) -> None:
-    source = str(Path(sandbox.__file__).parents[2])
+    source = str(Path(sandbox.__file__).parents[3])
     command = [sys.executable, "-c", CAPABILITIES]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=300

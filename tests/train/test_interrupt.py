@@ -115,7 +115,7 @@ WAITS = """
 COMMAND = """
 import concurrent.futures, hashlib, signal, time
 from outrider import cli
-from outrider.commands import training
+from outrider.commands import train as training
 # a shell's background jobs inherit that it is ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -62,7 +62,8 @@ def batch_of(
     numbers = torch.arange(len(rows))
     batch = PackedBatch(
         ids_N=numbers, positions_N=numbers, plan=TreePlan(segments=()), predictors_U=numbers,
-        targets_U=numbers, token_T=numbers, advantages_T=advantages, ratio_scale_T=torch.ones_like(advantages),
+        targets_U=numbers, token_T=numbers, advantages_T=advantages,
+        ratio_scale_T=torch.ones_like(advantages),
         engine_logprobs_T=engine[mask], rollout_index_T=rows, ordinal_T=numbers, turn_T=numbers,
         is_off_policy_T=foreign[mask], version_T=-torch.ones_like(numbers),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from synthetic_run import write_run
 
 from outrider import cli
-from outrider.commands import view as following
+from outrider.commands import watch as following
 from outrider.files import FileLock
 from outrider.viewer.progress import NullProgress
 from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress

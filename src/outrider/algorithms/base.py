@@ -162,8 +162,8 @@ class ObjectiveSettings(Settings):
     def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
         """Denominators of the importance ratio: the policy's log-probs when the update began, ``start_T``.
 
-        ``with_tips_T`` are those in the context that the rollouts acted in, NaN where it is the same one; None:
-        everywhere.
+        ``with_tips_T`` are those in the context that the rollouts acted in, NaN where it is the same one;
+        None: everywhere.
         """
         from outrider.algorithms.losses import OldLogprobs
 
@@ -405,11 +405,15 @@ class Algorithm:
         return Augmentation()
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """Write ``assign_advantages`` and ``ratio_scale`` on the trainable nodes of every rollout that has a return."""
+        """Write ``assign_advantages`` and ``ratio_scale`` on the trainable nodes of every rollout that has a
+        return.
+        """
         raise NotImplementedError(f"{type(self).__name__} has neither assign_advantages nor advantages")
 
     def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        """:meth:`assign_advantages` of all groups of a step, one entry a trace; for statistics that span them."""
+        """:meth:`assign_advantages` of all groups of a step, one entry a trace; for statistics that span
+        them.
+        """
         return [self.assign_advantages(trace) for trace in traces]
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":

@@ -1,7 +1,8 @@
 """RAPO (arXiv 2603.03078): GRPO whose hybrid rollouts reason on over retrieved steps of other agents.
 
 Equation -> function: Eq. 2, 5-10 in :mod:`outrider.algorithms.retrieval`; Eq. 8's ratio in
-:mod:`outrider.algorithms.sampler_correction`; Eq. 3-4 and Algorithm 1 in :mod:`outrider.algorithms.retrieval`.
+:mod:`outrider.algorithms.sampler_correction`; Eq. 3-4 and Algorithm 1 in
+:mod:`outrider.algorithms.retrieval`.
 """
 
 from collections import Counter

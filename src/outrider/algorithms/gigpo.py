@@ -27,8 +27,8 @@ from outrider.types import Origin
 
 # GiGPO's formulas (arXiv 2505.10978) as pure functions over the policy turns of one task's group.
 #
-# Sequences over turns hold one value a policy turn, rollout after rollout. float64 throughout; sums are rounded
-# once, so that no value depends on the order of the rollouts.
+# Sequences over turns hold one value a policy turn, rollout after rollout. float64 throughout; sums are
+# rounded once, so that no value depends on the order of the rollouts.
 
 
 Normalization = Literal["none", "std"]

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 # Settings that the group family adds to returns and groups: DAPO's punishment of length, KL in the reward,
 # dynamic sampling.
 #
-# Sources: docs/algorithms/objectives.md. All of it acts on credit: the recorded return of an episode stays the
-# environment's.
+# Sources: docs/algorithms/objectives.md. All of it acts on credit: the recorded return of an episode stays
+# the environment's.
 
 
 _BUFFER_SHARE = 5  # of the released script: 4096 of 20480 tokens

@@ -90,7 +90,8 @@ class RetrospexSettings(LocalSettings):
 
 # Action rescoring of Retrospex (Xiang et al., EMNLP 2024; ``dynamic_action_scoring`` of the released code).
 #
-# ``λ_t minmax(p) + (1 - λ_t) minmax(Q - V)`` with ``λ_t = max(b, d^t)``. Shape letter: C candidates of a turn.
+# ``λ_t minmax(p) + (1 - λ_t) minmax(Q - V)`` with ``λ_t = max(b, d^t)``. Shape letter: C candidates of a
+# turn.
 
 
 def policy_weight(turn: int, *, decay: float, floor: float) -> float:

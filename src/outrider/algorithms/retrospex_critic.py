@@ -123,7 +123,8 @@ def rows(vectors: NDArray[Any], indices: NDArray[Any]) -> Tensor:
 
 # Implicit Q-learning (arXiv 2110.06169): Q is never asked about an action that nobody took.
 #
-# V is an expectile of Q over recorded actions (Eq. 5), Q learns what was paid and V of what came then (Eq. 6).
+# V is an expectile of Q over recorded actions (Eq. 5), Q learns what was paid and V of what came then (Eq.
+# 6).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,10 +78,10 @@ def shaped_ratio(*, ratio: Tensor, scale: Tensor) -> Tensor:
 
 # Correction for an engine whose policy differs from the trainer's: weights, masks and rejection.
 #
-# Shapes: T tokens in the flat packed layout. ``old`` is the trainer's policy when the update began, ``sampler``
-# the policy as the engine computed it, ``w = old / sampler``. ``mask`` is True for the tokens that count;
-# whatever stands at the others changes nothing. A statistic over a rollout needs all tokens of that rollout in
-# one call. Nothing here carries gradient but :func:`over_rollouts`.
+# Shapes: T tokens in the flat packed layout. ``old`` is the trainer's policy when the update began,
+# ``sampler`` the policy as the engine computed it, ``w = old / sampler``. ``mask`` is True for the tokens
+# that count; whatever stands at the others changes nothing. A statistic over a rollout needs all tokens of
+# that rollout in one call. Nothing here carries gradient but :func:`over_rollouts`.
 
 
 Level = Literal["token", "sequence", "geometric"]
@@ -160,10 +160,10 @@ def sampler_weights_per_token(
     0 (``zero``).
 
     Truncated importance sampling is ``truncate`` with an upper bound; masked importance sampling (IcePop) is
-    ``zero`` with both. ``decision_level`` holds the bounds against the weights of another level: ``level="token",
-    decided_by="geometric"`` drops whole rollouts and leaves the other tokens their own weights. None switches
-    a bound off. The denominators of the aggregation stay as they are, also for what is dropped. Raises
-    ValueError for impossible bounds and for ``decision_level`` with ``truncate``.
+    ``zero`` with both. ``decision_level`` holds the bounds against the weights of another level:
+    ``level="token", decided_by="geometric"`` drops whole rollouts and leaves the other tokens their own
+    weights. None switches a bound off. The denominators of the aggregation stay as they are, also for what is
+    dropped. Raises ValueError for impossible bounds and for ``decision_level`` with ``truncate``.
     """
     low, high = lower or 0.0, math.inf if upper is None else upper
     if not 0.0 <= low < high:

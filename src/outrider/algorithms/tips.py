@@ -139,8 +139,8 @@ def visit_bonus(num_visits: int) -> float:
 
 # Tips in the environment's own words: what it answered to an action (``memory.writer = "environment"``).
 #
-# No model writes anything: a record is an action and the first line of the answer, be it what was found or why
-# nothing was done.
+# No model writes anything: a record is an action and the first line of the answer, be it what was found or
+# why nothing was done.
 
 
 def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]:

@@ -5,17 +5,7 @@ until a command needs them.
 import argparse
 
 from outrider import __version__
-from outrider.commands import buffer as buffers
-from outrider.commands import critic as critics
-from outrider.commands import doctor as workplace
-from outrider.commands import eval as evaluation
-from outrider.commands import pack as packs
-from outrider.commands import plan as planning
-from outrider.commands import prompt as prompts
-from outrider.commands import push as pushing
-from outrider.commands import replay as looking
-from outrider.commands import train as training
-from outrider.commands import view as viewing
+from outrider.commands import buffer, critic, doctor, eval, pack, plan, prompt, push, replay, train, view
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -27,17 +17,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(interrupted="")  # how to go on after Ctrl-C, where that is possible
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (
-        training,
-        prompts,
-        planning,
-        evaluation,
-        buffers,
-        critics,
-        looking,
-        pushing,
-        viewing,
-        packs,
-        workplace,
+        train,
+        prompt,
+        plan,
+        eval,
+        buffer,
+        critic,
+        replay,
+        push,
+        view,
+        pack,
+        doctor,
     ):
         module.add(commands)
     return parser

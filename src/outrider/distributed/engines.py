@@ -349,8 +349,8 @@ _EVERYBODY = ""
 
 
 class StreamEngineActor:
-    """See :class:`outrider.distributed.engines.EngineActor`, whose methods run in a thread here, one at a time; all
-    workers are one client.
+    """See :class:`outrider.distributed.engines.EngineActor`, whose methods run in a thread here, one at a
+    time; all workers are one client.
     """
 
     def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:

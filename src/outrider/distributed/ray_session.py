@@ -60,8 +60,8 @@ class Recipe:
 
 
 # What the processes of a run ask Ray for: processors, and on GPUs a GPU a rank, ``tensor_parallel`` an
-# engine. Where both are in one place (``colocate``), a rank and its engine have half of one GPU each: Ray gives
-# them the same one, and vLLM sleeps while the rank works.
+# engine. Where both are in one place (``colocate``), a rank and its engine have half of one GPU each: Ray
+# gives them the same one, and vLLM sleeps while the rank works.
 
 
 Bundle = dict[str, float]
@@ -357,8 +357,8 @@ class Session:
         return {} if self.is_local else {"runtime_env": {"env_vars": dict(_OWN_END)}}
 
     def reserve(self, bundles: Sequence[Mapping[str, float]], *, subject: str) -> Any:
-        """So many processors and GPUs at each of several places; ``subject`` says who asks. Raises ClusterFault
-        where they do not come in time: Ray itself would wait for ever.
+        """So many processors and GPUs at each of several places; ``subject`` says who asks. Raises
+        ClusterFault where they do not come in time: Ray itself would wait for ever.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 

@@ -415,7 +415,8 @@ class HeartbeatMonitor:
             self._busy.add(name)
             self._note(
                 f"{name} works but has not answered for {self._limit_s:g} s (cluster.heartbeat_s), last seen "
-                f"at {self.last_location(name) or 'its start'}: a step that holds Python's lock delays the others"
+                f"at {self.last_location(name) or 'its start'}: a step that holds Python's lock delays the "
+                "others"
             )
         return is_busy
 
@@ -465,9 +466,9 @@ class _Call:
 
 
 class RemoteGroupPlayer:
-    """See :class:`outrider.training.async_rollouts.GroupPlayer`. Where a process is gone another one takes its place,
-    and the groups that it broke are begun again: beside others at first, then alone on their worker; a group
-    that breaks it alone is masked.
+    """See :class:`outrider.training.async_rollouts.GroupPlayer`. Where a process is gone another one takes
+    its place, and the groups that it broke are begun again: beside others at first, then alone on their
+    worker; a group that breaks it alone is masked.
     """
 
     def __init__(

@@ -194,11 +194,12 @@ def pieces(sizes: Mapping[str, int], *, room: int = PIECE_BYTES) -> Iterator[lis
 
 
 # Weights from the GPUs of the trainer ranks straight into those of vLLM (``cluster.weights`` = ``nccl`` or
-# ``ipc``), through the trainer's side of vLLM's weight transfer (0.32). The process that was started sees none.
+# ``ipc``), through the trainer's side of vLLM's weight transfer (0.32). The process that was started sees
+# none.
 #
-# All ranks gather tensor by tensor; rank 0 sends them, and calls the engines meanwhile. A broadcast of NCCL has
-# no limit of its own: the call of the ranks has one, and ends them, and the run begins anew from its newest
-# checkpoint then. None of this has run on a GPU.
+# All ranks gather tensor by tensor; rank 0 sends them, and calls the engines meanwhile. A broadcast of NCCL
+# has no limit of its own: the call of the ranks has one, and ends them, and the run begins anew from its
+# newest checkpoint then. None of this has run on a GPU.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

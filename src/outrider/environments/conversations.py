@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """What the policy is asked. ``tools`` are those that this one question tells of. The turn ends after
-    ``max_tokens`` (None: the rollout's own limit) or at one of the strings in ``stop``. ``single_call``: of the
-    tool calls of a turn, more than one cannot be taken.
+    ``max_tokens`` (None: the rollout's own limit) or at one of the strings in ``stop``. ``single_call``: of
+    the tool calls of a turn, more than one cannot be taken.
     """
 
     messages: tuple[Message, ...]

@@ -19,8 +19,8 @@ def supervised_command(
     command: Sequence[str], *, stdin_fd: int | None = None, status_fd: int = 2
 ) -> list[str]:
     """A command as its keeper's arguments; to be started in a session of its own. ``stdin_fd`` is the
-    descriptor of the command's standard input (None: it has none), ``status_fd`` the one that gets a line on what
-    became of it: ``ENDED`` and its status (negative: a signal), or why it cannot be started.
+    descriptor of the command's standard input (None: it has none), ``status_fd`` the one that gets a line on
+    what became of it: ``ENDED`` and its status (negative: a signal), or why it cannot be started.
     """
     return [
         sys.executable,

@@ -1,1 +1,3 @@
-"""Evaluation of models and runs: task sets, grading, reports, comparisons with statistics, packs, and the hub."""
+"""Evaluation of models and runs: task sets, grading, reports, comparisons with statistics, packs, and the
+hub.
+"""

@@ -155,7 +155,8 @@ def tables(comparison: Comparison) -> list[TextTable]:
 def _group_table(comparison: Comparison) -> TextTable:
     conditions = comparison.conditions
     intro = (
-        f"Split {conditions.split}, panel {conditions.panel_hash[:12]}, temperature {conditions.temperature:g}. "
+        f"Split {conditions.split}, panel {conditions.panel_hash[:12]}, temperature "
+        f"{conditions.temperature:g}. "
         if conditions
         else ""
     )

@@ -396,7 +396,8 @@ def from_trace(trace: Trace, sample: int) -> FinishedRollout:
     nodes = [node for node in path if node.trainable]
     return FinishedRollout(
         task=trace.task, sample=sample, outcome=leaf.outcome,
-        turns=tuple(node.message.content for node in nodes), token_ids=tuple(node.token_ids for node in nodes),
+        turns=tuple(node.message.content for node in nodes),
+        token_ids=tuple(node.token_ids for node in nodes),
         episode_return=leaf.episode_return, success=leaf.success, metrics=leaf.metrics,
         num_tool_calls=sum(node.metadata.get("num_tool_calls", 0) for node in path),
         num_tokens=sum(len(node.token_ids) for node in nodes),

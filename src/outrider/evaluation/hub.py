@@ -79,9 +79,9 @@ def list_files(folder: Path) -> tuple[tuple[str, int], ...]:
 def upload(
     api: HfApi, folder: Path, repo: str, *, kind: Literal["model", "dataset"], private: bool, message: str
 ) -> str:
-    """Send a folder; its address. The repository is made where it is not there, and ``message`` is the commit's
-    message. Raises ConfigError for ``private`` where there is a public one, HubError where the hub fails; the
-    same call then goes on, and sends no file again that has arrived.
+    """Send a folder; its address. The repository is made where it is not there, and ``message`` is the
+    commit's message. Raises ConfigError for ``private`` where there is a public one, HubError where the hub
+    fails; the same call then goes on, and sends no file again that has arrived.
     """
     with _hub_errors(repo):
         api.create_repo(repo, private=private, exist_ok=True, repo_type=kind)
@@ -299,7 +299,8 @@ def model_card(
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {repo.rpartition('/')[2]}",
-        f"{base_name}, trained with `{method}` on tasks of `{environment}` by Outrider {__version__}: {step} steps, "
+        f"{base_name}, trained with `{method}` on tasks of `{environment}` by Outrider {__version__}: "
+        f"{step} steps, "
         f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
         "" if base.license else "The licence of the model that training began with applies.",
         _scores(run.evaluations, step),
@@ -591,8 +592,8 @@ def push_run(
 
     Raises :class:`ConfigError` for a name that no repository can have and for ``private`` where there is a
     public one, :class:`CheckpointError` as
-    :func:`~outrider.training.export.export_run` does, and :class:`HubError` where the hub fails; the same call
-    then goes on, and sends no file again that has arrived.
+    :func:`~outrider.training.export.export_run` does, and :class:`HubError` where the hub fails; the same
+    call then goes on, and sends no file again that has arrived.
     """
     checkpoint = find_checkpoint(run, step)
     require_target(repo, dry_run=dry_run)

@@ -74,8 +74,8 @@ class LoggedRollout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedEvaluation:
     """All rollouts of one evaluation. ``created`` is when its record was last written, ``summary`` its own
-    score with the interval's bounds. One that has not ended has ``num_requested`` rollouts in the end, 0 where
-    nobody knows.
+    score with the interval's bounds. One that has not ended has ``num_requested`` rollouts in the end, 0
+    where nobody knows.
     """
 
     task: str

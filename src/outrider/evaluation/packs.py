@@ -344,7 +344,8 @@ def _group(toy: str, method: str, members: Sequence[ExactResult]) -> dict[str, A
     rounded = np.asarray([[round(entry, DECIMALS)] for entry in returns], dtype=np.float64)
     iqm = iqm_estimate(Sample(name=method, scores=rounded), seed=0, within=(0.0, 1.0))
     return {
-        "toy": toy, "method": method, "returns": {str(entry.seed): entry.expected_return for entry in members},
+        "toy": toy, "method": method,
+        "returns": {str(entry.seed): entry.expected_return for entry in members},
         "mean": math.fsum(returns) / len(returns), "interquartile_mean": iqm.value,
         "ci_low": iqm.low if iqm.has_interval else None, "ci_high": iqm.high if iqm.has_interval else None,
     }  # fmt: skip
@@ -395,7 +396,8 @@ def portable(
 def local(
     tree: Mapping[str, Any], local_paths: Mapping[str, Path], inputs: Mapping[str, PackedInput]
 ) -> dict[str, Any]:
-    """The other way: what is ``local_paths`` by dotted key stands in for what stayed on the machine that packed.
+    """The other way: what is ``local_paths`` by dotted key stands in for what stayed on the machine that
+    packed.
 
     Raises PackError for a path that is not given, and for one whose content is not what the run was computed
     with.

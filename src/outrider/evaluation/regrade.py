@@ -50,7 +50,8 @@ def describe_changes(regraded: RegradeReport) -> list[str]:
     lines = [f"{len(changed)} of {regraded.num_graded} verdicts changed"]
     lines += [
         one_line(
-            f"  {old.task_key}, sample {old.sample}: was {_describe_verdict(old)}; is {_describe_verdict(new)}"
+            f"  {old.task_key}, sample {old.sample}: was {_describe_verdict(old)}; is "
+            f"{_describe_verdict(new)}"
         )
         for old, new in changed[:_NUM_SHOWN]
     ]
@@ -96,8 +97,8 @@ def _plain(result: SampleResult) -> dict[str, Json]:
 # ``outrider eval --regrade RUN``: the kept replies of an evaluation, graded by the present graders. No model
 # is needed.
 #
-# Nothing of the evaluation changes. What comes out goes beside it, as ``regraded-1.json``, ``regraded-2.json``
-# and so on.
+# Nothing of the evaluation changes. What comes out goes beside it, as ``regraded-1.json``,
+# ``regraded-2.json`` and so on.
 
 
 _GRADING_KEYS: Final = {"rules", "metric", "judge", "tasks", "panel", "max_faults_in_a_row", "watchdog_s"}
@@ -160,7 +161,8 @@ def _settings(folder: Path, results: Sequence[SampleResult], overrides: Sequence
     answered = [result for result in results if not result.outcome.is_fault or result.answered is not None]
     if num_without_turns := sum(result.turns is None for result in answered):
         raise ConfigError(
-            f"{folder} cannot be graded again: {num_without_turns} of its {len(answered)} answers were kept without "
+            f"{folder} cannot be graded again: {num_without_turns} of its {len(answered)} answers were "
+            "kept without "
             "the reply, by an earlier version or in a pack; evaluate again, with --tasks and a new --run"
         )
     if not (folder / SETTINGS).is_file():
@@ -185,7 +187,8 @@ def _tasks(settings: EvalTasksSettings, identity: Mapping[str, Json], folder: Pa
     eval_tasks = load_tasks(settings, task_set)
     if eval_tasks.panel_hash != identity.get("panel_hash"):
         raise ConfigError(
-            f"these {len(eval_tasks.tasks)} tasks ({eval_tasks.panel_hash}) are not those that {folder} answered "
+            f"these {len(eval_tasks.tasks)} tasks ({eval_tasks.panel_hash}) are not those that {folder} "
+            "answered "
             f"({identity.get('panel_hash')}): give them as --tasks NAME=FILE"
         )
     return eval_tasks
@@ -217,7 +220,8 @@ def _grade(
         return grader.grade(
             FinishedRollout(
                 task=tasks[result.task_key], sample=result.sample, outcome=result.answered or result.outcome,
-                turns=result.turns, token_ids=result.token_ids, metrics=metrics, num_tool_calls=result.num_tool_calls,
+                turns=result.turns, token_ids=result.token_ids, metrics=metrics,
+                num_tool_calls=result.num_tool_calls,
                 num_tokens=result.num_tokens,
             )
         )  # fmt: skip

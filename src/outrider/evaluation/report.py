@@ -51,9 +51,9 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTasksReport:
-    """``summary`` with what it is a summary of. ``num_requested``: samples that were asked for. ``num_unjudged``
-    of the faults are the judge's alone: those answers are kept. ``first_faults`` are some of them, to show
-    what went wrong.
+    """``summary`` with what it is a summary of. ``num_requested``: samples that were asked for.
+    ``num_unjudged`` of the faults are the judge's alone: those answers are kept. ``first_faults`` are some of
+    them, to show what went wrong.
     """
 
     name: str
@@ -113,7 +113,8 @@ class EvalTasksReport:
         }  # fmt: skip
         return {
             "tasks": self.name, "panel_hash": self.panel_hash, "num_tasks": self.num_tasks,
-            "num_left_out": self.num_left_out, "num_samples": self.num_samples, "num_owed": self.num_requested,
+            "num_left_out": self.num_left_out, "num_samples": self.num_samples,
+            "num_owed": self.num_requested,
             "num_scored": summary.num_scored, "num_unjudged": self.num_unjudged,
             "num_uncounted": summary.num_uncounted, "outcomes": dict(summary.outcomes),
             "faults": dict(summary.faults), "scores": {entry.name: _plain(entry) for entry in self.scores},

@@ -72,9 +72,9 @@ class EvalTasksSummary:
     """Means over tasks of means over a task's scored samples; ``num_tool_calls`` and ``num_tokens`` are per
     answer, tokens without the ``num_uncounted`` answers whose tokens nobody counted.
 
-    ``pass_at_k`` maps k to pass@k over the ``num_tasks_at_k[k]`` tasks with at least k scored samples. ``score``
-    is avg@k. ``outcomes`` counts scored samples by how they ended, ``faults`` the others. NaN where nothing
-    was scored. ``task_...`` hold what was averaged, by task key.
+    ``pass_at_k`` maps k to pass@k over the ``num_tasks_at_k[k]`` tasks with at least k scored samples.
+    ``score`` is avg@k. ``outcomes`` counts scored samples by how they ended, ``faults`` the others. NaN where
+    nothing was scored. ``task_...`` hold what was averaged, by task key.
     """
 
     num_tasks: int
@@ -241,8 +241,8 @@ def _task_metrics(groups: Mapping[str, Sequence[SampleResult]]) -> dict[str, dic
 #
 # A JSONL file. The first line says what was evaluated, each further one is a
 # :class:`~outrider.evaluation.results.SampleResult`. A line counts once it is whole and on disk; a finished
-# sample is never played again, a fault is, and its later result takes its place. An answer that only its judge
-# failed is not played again either: it is judged again.
+# sample is never played again, a fault is, and its later result takes its place. An answer that only its
+# judge failed is not played again either: it is judged again.
 
 
 RESULTS: Final = "results.jsonl"  # of an evaluation's folder, and what it comes to:

@@ -47,7 +47,9 @@ _MODE = "evaluation"
 
 
 class Player(Protocol):
-    """``identity``: what results depend on; ``rollout_status`` of its rollouts are for the one who watches."""
+    """``identity``: what results depend on; ``rollout_status`` of its rollouts are for the one who
+    watches.
+    """
 
     identity: Mapping[str, Json]
     rollout_status: RolloutStatus

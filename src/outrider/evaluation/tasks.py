@@ -122,9 +122,9 @@ def _iter_changes(
 # Task sets by name, from the Hugging Face hub or from a file of the user's, and the panel that an
 # evaluation freezes.
 #
-# A name stands for a data set, its columns, its metric and its prompt. The metric is the one that ARPO reports
-# (arXiv 2507.19849, section 4): token F1 for the Wikipedia questions, a judge for open ones, mathematical
-# equality for mathematics.
+# A name stands for a data set, its columns, its metric and its prompt. The metric is the one that ARPO
+# reports (arXiv 2507.19849, section 4): token F1 for the Wikipedia questions, a judge for open ones,
+# mathematical equality for mathematics.
 
 
 PROMPTS: Final[Mapping[Kind, str]] = {
@@ -652,7 +652,8 @@ def open_eval_tasks(settings: EvalTasksSettings) -> EvalSetup:
         )
     identity["environment"] = environment_identity(settings.environment) | dict(plugin_digests(settings))
     return EvalSetup(
-        eval_tasks=eval_tasks, factory=task_set.make(), stop=task_set.stop, limits=_limits(settings), scorer=scorer,
+        eval_tasks=eval_tasks, factory=task_set.make(), stop=task_set.stop, limits=_limits(settings),
+        scorer=scorer,
         tools=settings.environment.tool_names(),
         identity=identity,
     )  # fmt: skip

@@ -59,8 +59,8 @@ class Verified:
 
 
 def verify(pack: Path, *, local_paths: Mapping[str, Path]) -> Verified:
-    """Check files, tables and panels, in this order. ``local_paths`` are paths for what recipes name and the pack
-    does not hold.
+    """Check files, tables and panels, in this order. ``local_paths`` are paths for what recipes name and the
+    pack does not hold.
 
     Raises PackError, in one line that names the file, for the first thing that does not hold.
     """
@@ -147,7 +147,9 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """``folder`` takes the runs that are played, ``local_paths`` has paths for what the pack does not hold."""
+    """``folder`` takes the runs that are played, ``local_paths`` has paths for what the pack does not
+    hold.
+    """
 
     pack: Path
     verified: Verified
@@ -257,11 +259,8 @@ class Replay:
         ]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
-            raise PackError(
-                f"{row.name} could not be played: {(process.stderr.strip().splitlines() or ['no reason'])[-1]}"[
-                    :300
-                ]
-            )
+            last_line = (process.stderr.strip().splitlines() or ["no reason"])[-1]
+            raise PackError(f"{row.name} could not be played: {last_line}"[:300])
         path = self.folder / "toys" / row.toy / f"{row.method}-{row.seed}.json"
         result = parse_exact_result(path.read_bytes(), row.name)
         if result.settings != row.settings:

@@ -436,8 +436,8 @@ def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
 #
 # A record is ``{question, messages: [{role, content}], reward, task_key?, agent?, trajectory_id?,
 # num_tokens?}``; :mod:`outrider.memory.chat_files` reads the other usual forms. Messages up to the first of
-# the assistant are the prompt; each message of the assistant is a step; what follows it, up to the next one, is
-# its observation.
+# the assistant are the prompt; each message of the assistant is a step; what follows it, up to the next one,
+# is its observation.
 
 
 ANSWER_MARKS = ("<answer>", "\\boxed{")

@@ -113,9 +113,9 @@ def _add(states: _States, key: Key, unit: NDArray[np.float64]) -> None:
 
 # How new a state is, by random network distillation (Burda et al., arXiv 1810.12894), on a text's embedding.
 #
-# A predictor learns what a fixed random network says of the states that were seen: where it is wrong, few like
-# them were. It is the other novelty reward of EMPO² (arXiv 2602.23008, appendix F). Shape letters: N states, D
-# dimensions of a key, H hidden units, F features.
+# A predictor learns what a fixed random network says of the states that were seen: where it is wrong, few
+# like them were. It is the other novelty reward of EMPO² (arXiv 2602.23008, appendix F). Shape letters: N
+# states, D dimensions of a key, H hidden units, F features.
 
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -302,9 +302,9 @@ class StepTraceBuffer:
 
         Per task the ``keep_best`` best of the old and the new trajectories remain (see
         :func:`~outrider.memory.step_store.select_best`); ``min_reward`` drops offered ones below it.
-        ``questions`` gives the question of a task key (:func:`~outrider.memory.step_store.prompt_question` the
-        prompt otherwise) and must be the one that queries use. ``count_tokens`` counts the tokens of a step
-        and, where ``Trajectory.num_tokens`` is 0, breaks ties. A batch holds whole tasks and at least
+        ``questions`` gives the question of a task key (:func:`~outrider.memory.step_store.prompt_question`
+        the prompt otherwise) and must be the one that queries use. ``count_tokens`` counts the tokens of a
+        step and, where ``Trajectory.num_tokens`` is 0, breaks ties. A batch holds whole tasks and at least
         ``batch_steps`` steps, and is one transaction and one revision.
 
         Raises :class:`~outrider.errors.DataError` for a reward that is not finite or an id used by another

@@ -319,8 +319,8 @@ def checksum(*parts: str | bytes) -> int:
 
 # Checksums of the rows of a Step-Trace Buffer, by the file's format. They find damage, not malice.
 #
-# Format 1 had texts, rewards and vectors under them; format 2 has every column that queries and rollbacks read.
-# A file stays in the format that it was made in.
+# Format 1 had texts, rewards and vectors under them; format 2 has every column that queries and rollbacks
+# read. A file stays in the format that it was made in.
 
 
 COUNTERS: Final = ("revision", "oldest_revision", "generation", "num_trajectories", "num_steps")
@@ -647,11 +647,11 @@ def _load_steps(
 
 # The Step-Trace Buffer on disk: one SQLite file in WAL mode, written in transactions of whole tasks.
 #
-# Every committed batch raises ``revision`` by one. Trajectories carry the revision that added them and the one
-# that removed them; a rollback alone deletes, so any revision before it can be read or restored. A batch is
-# announced by a marker row in its own transaction and takes the marker away when it commits: a marker without a
-# living writer is a batch that died. Process crashes lose at most that batch; a power failure may also lose the
-# commits since the last :meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
+# Every committed batch raises ``revision`` by one. Trajectories carry the revision that added them and the
+# one that removed them; a rollback alone deletes, so any revision before it can be read or restored. A batch
+# is announced by a marker row in its own transaction and takes the marker away when it commits: a marker
+# without a living writer is a batch that died. Process crashes lose at most that batch; a power failure may
+# also lose the commits since the last :meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

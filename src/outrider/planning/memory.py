@@ -90,7 +90,8 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
         "gradients": GRADIENT * trained,
         # in float32 masters and working copy are one memory
         "working copy": b * trained if alone and b < MASTER else 0.0,
-        # one process copies its working copy; ranks hold theirs in float32 shards (outrider.distributed.learner)
+        # one process copies its working copy; ranks hold theirs in float32 shards
+        # (outrider.distributed.learner)
         "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
         "gathered layers": 0.0 if alone else gathered_bytes(shape, training),
         "activations kept": activation_bytes(shape, training),

@@ -126,7 +126,8 @@ def _require_no_namesake(name: str) -> None:
     existing = [file for file in ours if file.is_file()]
     if existing and Path(loaded) in ours and Path(loaded) != existing[0]:
         raise ConfigError(
-            f"the module {top!r} of this process is {loaded}, not {existing[0]}: give one of them another name",
+            f"the module {top!r} of this process is {loaded}, not {existing[0]}: give one of them another "
+            "name",
         )
 
 
@@ -216,9 +217,8 @@ def _distribution(root: Path, top: str) -> Distribution | None:
 def _digest(root: Path, top: str, file: Path) -> str:
     total = hashlib.sha256()
     for source in _sources(root, top, file):
-        total.update(
-            f"{source.relative_to(root).as_posix() if source.is_relative_to(root) else source.name}\0".encode(),
-        )
+        label = source.relative_to(root).as_posix() if source.is_relative_to(root) else source.name
+        total.update(f"{label}\0".encode())
         total.update(hashlib.sha256(source.read_bytes()).digest())
     return total.hexdigest()
 

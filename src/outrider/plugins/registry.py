@@ -149,9 +149,9 @@ def package_label(point: EntryPoint) -> str:
 # From a name to a class, its settings and what is built of it: one way for what is built in and for what is
 # not.
 #
-# A plug-in is a class. ``Settings`` is its section of a recipe, and it is built by ``build(settings, context)``
-# where it has that class method, else by being called with its settings. The context is that of its kind (for
-# an algorithm :class:`outrider.algorithms.base.AlgorithmContext`).
+# A plug-in is a class. ``Settings`` is its section of a recipe, and it is built by
+# ``build(settings, context)`` where it has that class method, else by being called with its settings. The
+# context is that of its kind (for an algorithm :class:`outrider.algorithms.base.AlgorithmContext`).
 
 
 # What the settings of a kind must be, as a string: no kind is imported for the sake of another one.
@@ -235,7 +235,8 @@ def _require_settings(kind: Kind, label: str, cls: type) -> None:
         )
     if settings is not None and not (isinstance(settings, type) and issubclass(settings, base)):
         raise ConfigError(
-            f"{label} ({find_origin(cls)}): its Settings are no subclass of {base.__module__}.{base.__name__}",
+            f"{label} ({find_origin(cls)}): its Settings are no subclass of "
+            f"{base.__module__}.{base.__name__}",
         )
 
 

@@ -259,8 +259,9 @@ Enqueue = Callable[[Trace, int, Fork | None], None]
 # A rollout's turns have *rounds*, as if all rollouts of its group were played in lock step: those from the
 # prompt begin in round 0, and a fork in the round behind that of the turn in front of which it leaves, as in
 # the released loop. Points are decided in the order of round and rollout, each as soon as nothing can come
-# before it any more. No rollout waits for a decision, because it would hold its place: it goes on, its point is
-# kept, and a fork that is granted later begins later. So the tree is the same with one place as with a hundred.
+# before it any more. No rollout waits for a decision, because it would hold its place: it goes on, its point
+# is kept, and a fork that is granted later begins later. So the tree is the same with one place as with a
+# hundred.
 
 
 _Position = tuple[int, int]  # round and rollout: the order of decisions
@@ -270,8 +271,8 @@ _Position = tuple[int, int]  # round and rollout: the order of decisions
 class _Point:
     """In front of a turn that was ``turn_node``, undecided.
 
-    ``max_forks`` rollouts should leave here, exactly so many without a ``state``: that is what the hook is asked
-    with again once the group's streak is known. ``fork`` is there as long as it may be granted.
+    ``max_forks`` rollouts should leave here, exactly so many without a ``state``: that is what the hook is
+    asked with again once the group's streak is known. ``fork`` is there as long as it may be granted.
     """
 
     position: _Position
@@ -283,11 +284,11 @@ class _Point:
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """``next_rounds`` maps every rollout that has not ended to the first round in which it may still come to a
-    point.
+    """``next_rounds`` maps every rollout that has not ended to the first round in which it may still come to
+    a point.
 
-    ``offsets`` are the rounds of all rollouts minus their turns; ``active_forks`` says where forks that have not
-    ended began.
+    ``offsets`` are the rounds of all rollouts minus their turns; ``active_forks`` says where forks that have
+    not ended began.
     """
 
     trace: Trace
@@ -474,9 +475,9 @@ def _make_point(brancher: Brancher, state: EpisodeState, position: _Position) ->
 # Trees that grow in rounds: a finished chain first, then expansions that leave it, or one another, in front
 # of any turn.
 #
-# Where :mod:`outrider.rollout.branching` decides in the middle of an episode, a round is drawn once all rollouts
-# of its tree have ended (Tree-GRPO, arXiv 2509.21240). The points that they passed are kept until then, as the
-# same forks.
+# Where :mod:`outrider.rollout.branching` decides in the middle of an episode, a round is drawn once all
+# rollouts of its tree have ended (Tree-GRPO, arXiv 2509.21240). The points that they passed are kept until
+# then, as the same forks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,8 +485,8 @@ class Expansion(Forgetful):
     """The shape of a group, as a hook that says it to the scheduler: ``num_trees`` M, ``num_expansions`` N in
     each of ``num_rounds`` L.
 
-    ``num_trained_leaves`` K of the 1 + N L leaves of a tree are trained on. Rollouts are numbered tree by tree, the
-    chain first.
+    ``num_trained_leaves`` K of the 1 + N L leaves of a tree are trained on. Rollouts are numbered tree by
+    tree, the chain first.
     """
 
     num_trees: int

@@ -77,8 +77,8 @@ def truncate_text(text: str, limit: int, *, renderer: ChatRenderer) -> str:
 # Conversations that are rendered again before every turn, as servers do (``history_thinking = "strip"``):
 # earlier turns without their thinking.
 #
-# Where the new rendering begins with the context so far, it only goes on; else the context begins anew, and the
-# rollout becomes one sample more.
+# Where the new rendering begins with the context so far, it only goes on; else the context begins anew, and
+# the rollout becomes one sample more.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,8 @@ class Context:
             return False
         metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout} | message_parts(messages)
         state.last_node = state.trace.append(
-            parent=state.last_node.node_id, origin=origin, token_ids=token_ids, message=join_messages(messages),
+            parent=state.last_node.node_id, origin=origin, token_ids=token_ids,
+            message=join_messages(messages),
             metadata=metadata,
         )  # fmt: skip
         state.num_response_tokens += len(token_ids)
@@ -239,8 +240,8 @@ class Context:
 
 
 def message_parts(messages: Sequence[Message]) -> dict[str, object]:
-    """What :func:`join_messages` loses, for the node's metadata: where each message of several ends, whose it is,
-    and the id of the call that it answers.
+    """What :func:`join_messages` loses, for the node's metadata: where each message of several ends, whose it
+    is, and the id of the call that it answers.
     """
     if len(messages) == 1 and not messages[0].tool_call_id:
         return {}

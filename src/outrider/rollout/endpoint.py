@@ -111,8 +111,8 @@ class Collector:
         *,
         on_rollout_done: Callable[[Task, int, Collected], None] = lambda task, rollout, collected: None,
     ) -> tuple[Collected, ...]:
-        """Play these rollouts of tasks; ``on_rollout_done`` gets each as soon as it has ended, in the thread that
-        played it.
+        """Play these rollouts of tasks; ``on_rollout_done`` gets each as soon as it has ended, in the thread
+        that played it.
 
         Raises EngineFault (see above), ModelError (the server will never answer) and what ``on_rollout_done``
         raises, once running episodes have ended.

@@ -212,8 +212,8 @@ def report_sampled_turn(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointTurn:
-    """``response`` is for the environment, ``history_message`` stands in later requests, and ``text`` is the turn in the
-    environment's own form, as a trajectory keeps it.
+    """``response`` is for the environment, ``history_message`` stands in later requests, and ``text`` is the
+    turn in the environment's own form, as a trajectory keeps it.
     """
 
     response: Message

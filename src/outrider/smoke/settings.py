@@ -228,8 +228,8 @@ def describe_omissions(settings: RunSettings) -> str:
 
 
 def smoke_checkpoint(checkpoint: str, names: SmokeAssets) -> str | None:
-    """The newest checkpoint of the run that ``checkpoint`` is one of, whatever its step, if that was a smoke run;
-    the weights of another model are left out. What is not there stays as it is, and is told.
+    """The newest checkpoint of the run that ``checkpoint`` is one of, whatever its step, if that was a smoke
+    run; the weights of another model are left out. What is not there stays as it is, and is told.
     """
     run = Path(checkpoint).parent.parent
     if not (run / RECORD).is_file():

@@ -70,10 +70,10 @@ class ChatRenderer:
     spells a special token (a chat marker in a question, a page or a retrieved step) gets a space after its
     first character: only the template writes markers.
 
-    Not every template knows every conversation. Where it has no system message (``supports_system``), or drops
-    it, its text goes in front of the first user message, and where roles must alternate, neighbours of one
-    role become one message: both joined by an empty line, as Mistral's and Gemma's makers do. Tools that a
-    template does not show are told in the system message, in the words of ``call_format``.
+    Not every template knows every conversation. Where it has no system message (``supports_system``), or
+    drops it, its text goes in front of the first user message, and where roles must alternate, neighbours of
+    one role become one message: both joined by an empty line, as Mistral's and Gemma's makers do. Tools that
+    a template does not show are told in the system message, in the words of ``call_format``.
 
     ``template_kwargs`` are variables of the template (``enable_thinking`` …). ``observations`` are the roles
     that answer a turn. ``history_thinking``: whether a conversation that is rendered again shows the

@@ -87,8 +87,8 @@ def _overlap(ids: Sequence[int], ending: Sequence[int]) -> int:
 # Text in the middle of a conversation, as ids and back, as if the whole conversation were encoded at once.
 #
 # SentencePiece tokenizers (Llama 2, Mistral, Phi-3, T5) put a blank in front of whatever they encode, some of
-# them behind every special token too, and drop the first blank of whatever they decode. A turn, a result or one
-# token that is encoded or decoded alone would gain or lose a blank.
+# them behind every special token too, and drop the first blank of whatever they decode. A turn, a result or
+# one token that is encoded or decoded alone would gain or lose a blank.
 
 
 _PROBE: Final = "a b\na  b"

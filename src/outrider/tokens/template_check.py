@@ -55,7 +55,8 @@ ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
         "a call that cannot be read, then what was wrong": (_ANSWER, _result()),
         "thinking and a call, then its result": (_assistant_message(thinks=True, num_calls=1), _result()),
         "a result, thinking, then another result": (
-            _assistant_message(num_calls=1), _result(), _assistant_message(thinks=True, num_calls=1), _result(),
+            _assistant_message(num_calls=1), _result(), _assistant_message(thinks=True, num_calls=1),
+            _result(),
         ),
         "a call, its result, an answer, then a user message": (
             _assistant_message(num_calls=1), _result(), _ANSWER, _OBSERVATION,

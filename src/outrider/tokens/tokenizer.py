@@ -61,7 +61,8 @@ def token_bytes(
     A vocabulary spells bytes in one of two ways: byte-level BPE writes one letter per byte, SentencePiece
     writes ``<0xE4>``. For other vocabularies, all bytes of a character belong to the token that completes it.
     SentencePiece also writes a blank in front of a first word, and templates white space in front of an
-    answer. If ``visible_text`` (the turn's text as it is passed on) is given, white space in front of it is left out.
+    answer. If ``visible_text`` (the turn's text as it is passed on) is given, white space in front of it is
+    left out.
     """
     text = decode_text(tokenizer, token_ids, skip_special_tokens=False)
     pieces = _vocabulary_bytes(tokenizer, token_ids)

@@ -391,8 +391,8 @@ def read_between_words(
 ) -> ParsedCalls:
     """Calls among words, for the forms whose calls have tags of their own.
 
-    ``read_call`` is given where one opens and how many calls are in front of it. It says which call that is, or
-    what is wrong with it, and where the reading goes on.
+    ``read_call`` is given where one opens and how many calls are in front of it. It says which call that is,
+    or what is wrong with it, and where the reading goes on.
     """
     words: list[str] = []
     calls: list[ToolCall] = []

@@ -200,7 +200,9 @@ def _adapt(key: str, hint: Any, definitions: dict[str, Any]) -> tuple[TypeAdapte
     for item in _enums(hint):
         if wrong := [member.name for member in item if not _is_scalar(member)]:
             raise Undescribed(
-                f"the value of {item.__name__}.{wrong[0]}, which {key!r} takes, is no text or number: a model "
+                f"the value of {item.__name__}.{wrong[0]}, which {key!r} takes, is no text or "
+                "number: a model "
+                ""
                 "has to write it"
             )
         if not len(item):
@@ -210,7 +212,8 @@ def _adapt(key: str, hint: Any, definitions: dict[str, Any]) -> tuple[TypeAdapte
         schema = adapter.json_schema()
     except Exception as error:  # its own exceptions, and those of a class that brings its own schema
         raise Undescribed(
-            f"the type hint {_type_name(hint)} of {key!r} cannot be made from JSON ({_line(error)}): use text, "
+            f"the type hint {_type_name(hint)} of {key!r} cannot be made from JSON ({_line(error)}): use "
+            "text, "
             "numbers, lists, an Enum, Literal, a dataclass or a pydantic model"
         ) from error
     own = schema.pop("$defs", {})

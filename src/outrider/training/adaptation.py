@@ -39,8 +39,8 @@ from outrider.viewer.trackers import make_trackers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a trial (``number`` from 0) leaves: the record, ``cumulative`` with the best try of every task where
-    solved tasks are not played again, that of the trial ``own``, and its rollouts.
+    """What a trial (``number`` from 0) leaves: the record, ``cumulative`` with the best try of every task
+    where solved tasks are not played again, that of the trial ``own``, and its rollouts.
     """
 
     number: int

@@ -69,7 +69,8 @@ def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
         targets -= unfit
     elif refused := sorted(targets & unfit):
         raise ModelError(
-            f"{_SETTING}: {_join_names(_short_names(refused))} cannot have adapters, because the model does more with "
+            f"{_SETTING}: {_join_names(_short_names(refused))} cannot have adapters, because the model "
+            "does more with "
             "its weights than one product: leave it out"
         )
     try:

@@ -368,9 +368,9 @@ def prefetch_rollouts(
 # Groups of several steps under way at once (``cluster.in_flight``), taken in the order of their tasks.
 #
 # Update u begins with weights of version u. A group of update u is begun once version u - k is out (k =
-# ``cluster.max_staleness``), and the engines never go back, so none of its tokens is older than k versions when
-# it is trained on; nothing is thrown away for its age. Which version a turn meets depends on who is fast:
-# the same seed does not give the same bits.
+# ``cluster.max_staleness``), and the engines never go back, so none of its tokens is older than k versions
+# when it is trained on; nothing is thrown away for its age. Which version a turn meets depends on who is
+# fast: the same seed does not give the same bits.
 
 
 GroupName = tuple[int, int]  # step, and number in it

@@ -51,8 +51,8 @@ def write_checksummed(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_checksummed(path: Path) -> dict[str, Any]:
-    """Reads what :func:`write_checksummed` wrote; a file of an earlier Outrider, which has no checksum, is taken
-    as it is (:func:`has_checksum` asks for it).
+    """Reads what :func:`write_checksummed` wrote; a file of an earlier Outrider, which has no checksum, is
+    taken as it is (:func:`has_checksum` asks for it).
 
     Raises OSError, and ValueError for what is damaged.
     """
@@ -63,8 +63,8 @@ def read_checksummed(path: Path) -> dict[str, Any]:
 
 
 def has_checksum(path: Path) -> bool:
-    """Whether a file that :func:`read_checksummed` has read has a checksum of its own: without one nobody can tell
-    that it is whole.
+    """Whether a file that :func:`read_checksummed` has read has a checksum of its own: without one nobody can
+    tell that it is whole.
     """
     return _read(path).get(_OWN) is not None
 
@@ -421,8 +421,8 @@ def newest_step(folder: Path) -> int | None:
 
 
 def prune_checkpoints(folder: Path, *, max_checkpoints: int, newest: int) -> None:
-    """Remove all but the last ``max_checkpoints`` checkpoints up to step ``newest``, which has just been written, and
-    the one of step 0.
+    """Remove all but the last ``max_checkpoints`` checkpoints up to step ``newest``, which has just been
+    written, and the one of step 0.
 
     From that one other algorithms can start. Those of later steps were damaged, or the run would not have
     gone back behind them; what a kill left half written goes too.

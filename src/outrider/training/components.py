@@ -40,8 +40,8 @@ class RemoteRollouts(Protocol):
         on_finished: Callable[[int, int], None],
         prefetch: "RolloutPrefetch | None" = None,
     ) -> Rollouts:
-        """Plays the groups of training, with the algorithm's hooks, or of an evaluation; ``prefetch`` where that
-        is beside an update.
+        """Plays the groups of training, with the algorithm's hooks, or of an evaluation; ``prefetch`` where
+        that is beside an update.
         """
         ...
 

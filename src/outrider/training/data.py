@@ -118,8 +118,8 @@ def _stage_starts(stages: Sequence[StageSettings]) -> list[int]:
 # The tasks of a run, and what may be wrong with them although they can be played: evaluation tasks that are
 # training tasks, questions that occur twice, and questions with different answers.
 #
-# Tasks with answers are compared by their questions (and metadata), others by their keys too: what a simulator
-# says first may be the same for many tasks.
+# Tasks with answers are compared by their questions (and metadata), others by their keys too: what a
+# simulator says first may be the same for many tasks.
 
 
 _LONGEST: Final = 60  # characters of a question in a message
@@ -456,7 +456,8 @@ def add_off_policy_groups(
     if not cut:
         return added.groups, added.metrics
     note(
-        f"step {step + 1}: limits cut {cut.total()} of {len(experts.rollouts)} demonstrations: {cut_line(cut)}"
+        f"step {step + 1}: limits cut {cut.total()} of {len(experts.rollouts)} demonstrations: "
+        f"{cut_line(cut)}"
     )
     return added.groups, added.metrics | {"rollout/num_demonstrations_cut": float(cut.total())}
 

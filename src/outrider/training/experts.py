@@ -294,7 +294,10 @@ def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: E
     ]
     if environment.call_format is None:
         if num := sum(map(bool, native_names)):
-            message = f"{file}: {num} of {len(demonstrations)} demonstrations call tools natively, and {_describe_action_format(environment)}"
+            message = (
+                f"{file}: {num} of {len(demonstrations)} demonstrations call tools natively, and "
+                f"{_describe_action_format(environment)}"
+            )
             if num == len(demonstrations) and not environment.keeps_conversations:
                 raise DataError(message)
             _LOG.warning(message)

@@ -17,9 +17,9 @@ from outrider.engines.local.unpacked import Unpacked, compute_hidden, compute_lo
 # Log-probs of given tokens and entropies from hidden states, in blocks: no tensor of all logits in memory.
 #
 # In float32 or better the probabilities of the first block are kept: the backward pass writes the gradient of
-# the logits into their memory, which it would need anyway. Those of other blocks are computed again. Blocks are
-# large because the product packs all of the vocabulary's weights at every call; what follows goes a few rows at
-# a time, which stay in the processor's cache.
+# the logits into their memory, which it would need anyway. Those of other blocks are computed again. Blocks
+# are large because the product packs all of the vocabulary's weights at every call; what follows goes a few
+# rows at a time, which stay in the processor's cache.
 # Shape letters: T scored tokens, B tokens of a block, C tokens of a chunk, E hidden size, V vocabulary.
 
 

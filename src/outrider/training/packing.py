@@ -25,9 +25,9 @@ class RolloutPath:
     (``rollout``).
 
     ``group`` is the number of its group there: rollouts of one group share their beginnings.
-    ``nodes_with_tips`` are the nodes of the rendering that the policy acted in, where that is another one (tips that
-    the update leaves out). ``succeeded`` is the environment's verdict. ``is_replayed``: an earlier policy
-    wrote it. ``first_ordinal`` is the number of the first trained token of a part of a rollout.
+    ``nodes_with_tips`` are the nodes of the rendering that the policy acted in, where that is another one
+    (tips that the update leaves out). ``succeeded`` is the environment's verdict. ``is_replayed``: an earlier
+    policy wrote it. ``first_ordinal`` is the number of the first trained token of a part of a rollout.
     """
 
     nodes: Sequence[Node]

@@ -49,8 +49,9 @@ def clip(gradients: Iterable[Tensor], *, norm: float, max_norm: float) -> None:
 
 # The processes that compute one update together, as the update sees them; here there is one.
 #
-# Every rank has all rollouts of a step and computes some. What one of them decides, all decide, because a rank
-# that goes on alone waits for the others for ever: decisions are made of what :meth:`Ranks.gather` gives.
+# Every rank has all rollouts of a step and computes some. What one of them decides, all decide, because a
+# rank that goes on alone waits for the others for ever: decisions are made of what :meth:`Ranks.gather`
+# gives.
 
 
 ValueT = TypeVar("ValueT")
@@ -228,8 +229,8 @@ def _theirs(model: PreTrainedModel, ids_N: Tensor) -> Tensor:
 # The policy in training: float32 master weights behind a working copy in the model's own precision.
 #
 # Small RL updates vanish in bfloat16, so gradients are accumulated and applied in float32; the working copy
-# (which the local engine shares) is rounded from the masters after every step. Shape letters: N packed tokens,
-# U scored tokens, T entries of :class:`~outrider.training.packing.PackedBatch`, V vocabulary.
+# (which the local engine shares) is rounded from the masters after every step. Shape letters: N packed
+# tokens, U scored tokens, T entries of :class:`~outrider.training.packing.PackedBatch`, V vocabulary.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -91,8 +91,8 @@ def check_inputs(
     allow_changed_plugins: bool = False,
 ) -> list[str]:
     """A line where the difference may come from other versions, which have been told, or is in a plug-in's
-    code and wanted (``allow_changed_plugins``). Raises CheckpointError for any other one; what an earlier Outrider
-    did not record is not compared.
+    code and wanted (``allow_changed_plugins``). Raises CheckpointError for any other one; what an earlier
+    Outrider did not record is not compared.
     """
     changed = [name for name, digest in now.items() if recorded.get(name, digest) != digest]
     version_changes = [name for name in changed if other_versions and name in _VERSIONED_INPUTS]
@@ -105,7 +105,8 @@ def check_inputs(
             else "put its code back, go on with --changed-plugins"
         )
         raise CheckpointError(
-            f"not what this run began with: {', '.join(_describe_change(name, recorded, now) for name in refused)}; "
+            "not what this run began with: "
+            f"{', '.join(_describe_change(name, recorded, now) for name in refused)}; "
             f"{advice}, "
             "or begin a new run with model.initial_checkpoint"
         )
@@ -536,7 +537,8 @@ class RunState:
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_retained)
         self.files.resume(self.step)
         if num_retained and are_whole:
-            self.write_record_checksums()  # else a kill before the next checkpoint would leave the new label as damage
+            # else a kill before the next checkpoint would leave the new label as damage
+            self.write_record_checksums()
         # Its keys and values, if any, are of other weights.
         self.parts.engine.load(int(state.get("weight_version", self.parts.engine.weight_version + 1)))
         self.note(f"continuing from step {self.step}")

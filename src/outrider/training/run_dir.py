@@ -352,8 +352,8 @@ class RunDirectory:
     def open(
         cls, path: Path, overrides: Sequence[str] = (), *, allow_changed_plugins: bool = False
     ) -> "tuple[RunDirectory, RunSettings]":
-        """An existing run and its settings, with more of what may grow; ``allow_changed_plugins``: also with other
-        code of its plug-ins.
+        """An existing run and its settings, with more of what may grow; ``allow_changed_plugins``: also with
+        other code of its plug-ins.
 
         Raises CheckpointError when there is none, and ConfigError for overrides that a run cannot go on
         with.

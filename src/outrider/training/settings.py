@@ -453,7 +453,9 @@ class RunSettings(Settings):
         if self.algorithm.retrieves or shows_steps:
             source = "cold_start.retrieve_share" if shows_steps else f"algorithm.type = {self.algorithm.type}"
             raise ValueError(
-                f"{source} puts steps into the conversation, which environment.type = {self.environment.type} "
+                f"{source} puts steps into the conversation, which environment.type = "
+                f"{self.environment.type} "
+                ""
                 "leaves to a program: it cannot answer them"
             )
 

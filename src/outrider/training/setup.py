@@ -219,8 +219,8 @@ def build(
 ) -> Components:
     """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet.
 
-    A ``resumed`` run has weights and a filled buffer: neither is made again. ``start_learner`` makes what learns,
-    ``start_remote`` what plays where that is not this process.
+    A ``resumed`` run has weights and a filled buffer: neither is made again. ``start_learner`` makes what
+    learns, ``start_remote`` what plays where that is not this process.
     """
     require_experts(settings)
     set_threads(settings.num_threads, device=settings.model.device)
@@ -383,8 +383,8 @@ def run_training(
     start_learner: StartLearner = local_learner,
     start_remote: StartRemote | None = None,
 ) -> None:
-    """Run or continue; ``start_learner`` makes what learns, ``start_remote`` what plays in other processes. ``on_start``
-    gets a function that asks the trainer to stop soon, and returns whether the display says so.
+    """Run or continue; ``start_learner`` makes what learns, ``start_remote`` what plays in other processes.
+    ``on_start`` gets a function that asks the trainer to stop soon, and returns whether the display says so.
 
     Raises ConfigError for the folder of an adaptation, and what set-up and training raise; all that was
     opened is closed.

@@ -641,8 +641,8 @@ def step_record(
     update_metrics: Mapping[str, float],
     counts_before: Sequence[Mapping[str, int]],
 ) -> dict[str, float]:
-    """All metrics but those of the clock. ``mix_metrics`` and ``update_metrics`` are those of what joined the rollouts and
-    of the update.
+    """All metrics but those of the clock. ``mix_metrics`` and ``update_metrics`` are those of what joined the
+    rollouts and of the update.
 
     The algorithm's counts run over the whole training; a step's own are what came since ``counts_before``.
     """

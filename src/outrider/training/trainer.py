@@ -62,7 +62,8 @@ def assign_step_advantages(parts: Components, traces: Sequence[Trace]) -> list[G
 
 
 # Where the rollouts of a training step come from: played when their turn comes, played beside the step
-# before (:mod:`outrider.training.async_rollouts`), or in flight for several steps (:mod:`outrider.training.async_rollouts`).
+# before (:mod:`outrider.training.async_rollouts`), or in flight for several steps
+# (:mod:`outrider.training.async_rollouts`).
 
 
 @dataclass(slots=True, kw_only=True)

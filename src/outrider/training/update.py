@@ -69,8 +69,8 @@ def check_logprob_mismatch(policy: Policy, mismatches: Sequence[Tensor], limit: 
 # Log-probs in the context that rollouts acted in, where the update renders another one (EMPO², arXiv
 # 2602.23008, App. C).
 #
-# The numerator of the ratio is the student, the policy that sees no tips. The denominator is the acting policy
-# (Table 3) or the student when the update began (Algorithm 1): :mod:`outrider.algorithms.losses`.
+# The numerator of the ratio is the student, the policy that sees no tips. The denominator is the acting
+# policy (Table 3) or the student when the update began (Algorithm 1): :mod:`outrider.algorithms.losses`.
 #
 # Shape letters: T entries of a :class:`~outrider.training.packing.PackedBatch`.
 

@@ -118,8 +118,8 @@ class StageClock:
     """One stage of ``total`` units (None: unknown), of which ``done`` were done before it began.
 
     ``num_parallel`` units are under way at a time and end in bursts: no pace is told from the first of them.
-    ``time_left`` gives the seconds that are left in place of the stage's own pace: it knows what comes besides
-    units.
+    ``time_left`` gives the seconds that are left in place of the stage's own pace: it knows what comes
+    besides units.
     """
 
     def __init__(

@@ -58,8 +58,8 @@ class Series:
 class Chart:
     """A chart of up to four series that share a unit.
 
-    ``is_share``: values are shares of 0 to 1, written in per cent. ``x_tick_labels`` are names of x that are no
-    numbers of the axis: they must lie left of all others.
+    ``is_share``: values are shares of 0 to 1, written in per cent. ``x_tick_labels`` are names of x that are
+    no numbers of the axis: they must lie left of all others.
     """
 
     title: str

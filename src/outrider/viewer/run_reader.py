@@ -375,7 +375,8 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
         return None
     if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
         notes.append(
-            f"evaluations.jsonl: {evaluation.label!r} has no {', '.join(undefined)}: {evaluation.num_faults} fault(s)"
+            f"evaluations.jsonl: {evaluation.label!r} has no {', '.join(undefined)}: "
+            f"{evaluation.num_faults} fault(s)"
         )
     return evaluation
 

@@ -230,9 +230,9 @@ def _number(text: str | None) -> float | None:
 
 # Search in the text of all turns, file by file, newest step first, without loading a run into memory.
 #
-# A file's texts are one piece of bytes for the search; ASCII letters are found in either case. What was read is
-# kept compressed within a bound, since people change one letter and search again. What takes the time (reading,
-# lower case, compression) is Arrow's and lets other threads run.
+# A file's texts are one piece of bytes for the search; ASCII letters are found in either case. What was read
+# is kept compressed within a bound, since people change one letter and search again. What takes the time
+# (reading, lower case, compression) is Arrow's and lets other threads run.
 
 
 MOST_HITS: Final = 200

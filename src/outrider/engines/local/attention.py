@@ -142,8 +142,8 @@ def _block_gradients(
 # Attention over ragged rows, registered with transformers as the implementation ``outrider``.
 #
 # Linear layers see one packed row of tokens without padding; only attention knows where sequences begin. Two
-# plans exist: :class:`TreePlan` (training: a segment attends to its ancestors and itself, so a shared prefix is
-# computed once) and :class:`CachePlan` (generation: keys and values live in slots, one per rollout).
+# plans exist: :class:`TreePlan` (training: a segment attends to its ancestors and itself, so a shared prefix
+# is computed once) and :class:`CachePlan` (generation: keys and values live in slots, one per rollout).
 #
 # Shape letters: N packed tokens, B rows, S slots, T cache positions, H query heads, K key-value heads, D head
 # size.

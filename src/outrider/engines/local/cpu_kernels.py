@@ -54,8 +54,9 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 # Weights of linear layers in the layout that the CPU's matrix kernels read.
 #
-# A decoding step multiplies a few dozen rows with every weight; bringing the weights into that layout costs as
-# much as the product, and is the same work at every step. The packed copies live as long as a generation does.
+# A decoding step multiplies a few dozen rows with every weight; bringing the weights into that layout costs
+# as much as the product, and is the same work at every step. The packed copies live as long as a generation
+# does.
 
 
 _MIN_ROWS = 2
@@ -115,8 +116,8 @@ def _is_packable(module: nn.Linear) -> bool:
 # Attention modules of the Llama and Qwen families with the rotary embedding as one operation, a block of
 # rows at a time.
 #
-# Written with slices and concatenations, its backward pass makes a tensor of zeros for every slice. Values are
-# the same bits. Shape letters: B rows, N tokens of a row, H heads, D head size.
+# Written with slices and concatenations, its backward pass makes a tensor of zeros for every slice. Values
+# are the same bits. Shape letters: B rows, N tokens of a row, H heads, D head size.
 
 
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
@@ -189,9 +190,10 @@ def _apply_rotary(x_BNHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
 
 # RMSNorm and SwiGLU of the Llama and Qwen families, a block of rows at a time on CPU.
 #
-# Eager elementwise operations on thousands of rows stream every intermediate value through memory; a block that
-# stays in the processor's cache does not, and only inputs are kept for the backward pass. The forward pass does
-# the operations of the transformers modules in their order and precision, so its values are the same bits.
+# Eager elementwise operations on thousands of rows stream every intermediate value through memory; a block
+# that stays in the processor's cache does not, and only inputs are kept for the backward pass. The forward
+# pass does the operations of the transformers modules in their order and precision, so its values are the
+# same bits.
 #
 # Shape letters: N rows, E hidden size, F intermediate size.
 

@@ -442,9 +442,9 @@ def _unnamed(request: Request) -> str:
 # Generation on the unpacked path: one request after the other, with transformers' own cache.
 #
 # Slower than :class:`outrider.engines.local.engine.LocalEngine`, whose rows share every product, and its bits
-# are the request's alone: no other request of the batch takes part in them. A context that several requests ask
-# for is computed once and its cache copied; a fork is computed from its first token, because a cache of states
-# or of a sliding window cannot be cut back to where the fork leaves.
+# are the request's alone: no other request of the batch takes part in them. A context that several requests
+# ask for is computed once and its cache copied; a fork is computed from its first token, because a cache of
+# states or of a sliding window cannot be cut back to where the fork leaves.
 
 
 Ids = tuple[int, ...]

@@ -367,7 +367,8 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any], name: str) ->
     if mismatched := sorted(info["mismatched_keys"]):
         key, file_shape, config_shape = mismatched[0]
         raise ModelError(
-            f"{prefix}its files have {key}{_more(mismatched)} in the shape {list(file_shape)}, its configuration "
+            f"{prefix}its files have {key}{_more(mismatched)} in the shape {list(file_shape)}, its "
+            "configuration "
             f"asks for {list(config_shape)}: config.json and weights belong to different models"
         )
     if missing := sorted(info["missing_keys"]):

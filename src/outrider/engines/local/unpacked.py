@@ -191,8 +191,8 @@ def _with_cache(model: PreTrainedModel, parts: tuple[Tensor, ...]) -> Tensor:
 def cached_logits(
     model: PreTrainedModel, ids_N: Tensor, start: int, cache: DynamicCache, *, num_logits: int = 1
 ) -> Tensor:
-    """[K, V] of the last ``num_logits`` of N tokens behind the ``start`` that the cache holds; it holds these too
-    then.
+    """[K, V] of the last ``num_logits`` of N tokens behind the ``start`` that the cache holds; it holds these
+    too then.
     """
     run: Any = model
     positions = torch.arange(start, start + len(ids_N), device=ids_N.device)[None]

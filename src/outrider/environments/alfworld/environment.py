@@ -144,9 +144,9 @@ class AlfworldEnvironment:
 # ALFWorld: household tasks as text games (Shridhar et al. 2021, arXiv 2010.03768), made offline or
 # published.
 #
-# Six types: put a thing somewhere, look at it under a lamp, put it there clean, hot or cool, or put two there.
-# A game that is won pays 1 at its end, else 0. Games made offline come from the package's floor plans, rules
-# and texts; the published ones are played by the package itself.
+# Six types: put a thing somewhere, look at it under a lamp, put it there clean, hot or cool, or put two
+# there. A game that is won pays 1 at its end, else 0. Games made offline come from the package's floor plans,
+# rules and texts; the published ones are played by the package itself.
 
 
 class AlfworldFactory:

@@ -144,8 +144,8 @@ class Goal:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scene:
     """A game. ``receptacles`` and ``things``: kind of each name, in the order in which they are listed
-    (``cabinet 2`` before ``cabinet 1``, as the original lists them). ``locations``: the receptacle of each thing
-    at the start.
+    (``cabinet 2`` before ``cabinet 1``, as the original lists them). ``locations``: the receptacle of each
+    thing at the start.
     """
 
     floor_plan: int
@@ -453,9 +453,9 @@ def listed(names: Sequence[str]) -> str:
 
 # Games of the six types, made from a floor plan and a seed.
 #
-# The floor plans say which receptacles and kinds of things a room has; how many of a kind there are, where they
-# lie and what is asked for is drawn here. So scores on these games compare with no published one. The sliced
-# variants are left out, as the original's text games leave them out.
+# The floor plans say which receptacles and kinds of things a room has; how many of a kind there are, where
+# they lie and what is asked for is drawn here. So scores on these games compare with no published one. The
+# sliced variants are left out, as the original's text games leave them out.
 
 
 MOST_OF_A_KIND: Final = 3

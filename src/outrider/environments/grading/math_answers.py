@@ -213,10 +213,10 @@ def _line(process: "subprocess.Popen[bytes]", seconds: float) -> Any:
 # Whether two mathematical answers are equal, by ``math-verify``, in processes that are killed where it does
 # not return.
 #
-# What clearly explodes (power towers, high powers of groups, huge powers of ten, integrals, factorials) is not
-# sent there at all, which saves the time until the limit; such answers are compared as strings and counted as
-# undecided when they differ. That is no defence: one short answer can keep a computer algebra system busy in
-# one call for years. The processes are (:mod:`math_pool`).
+# What clearly explodes (power towers, high powers of groups, huge powers of ten, integrals, factorials) is
+# not sent there at all, which saves the time until the limit; such answers are compared as strings and
+# counted as undecided when they differ. That is no defence: one short answer can keep a computer algebra
+# system busy in one call for years. The processes are (:mod:`math_pool`).
 
 
 MAX_CHARS = 200

@@ -133,8 +133,9 @@ class GymConfig(SeedSettings):
 
 # Python's and NumPy's global generators, with a state of its own for every episode.
 #
-# Games that draw from them (GEM seeds them in ``reset`` and draws in ``step``) would take each other's numbers
-# where several episodes are played in one process: the same seed would be another game from run to run.
+# Games that draw from them (GEM seeds them in ``reset`` and draws in ``step``) would take each other's
+# numbers where several episodes are played in one process: the same seed would be another game from run to
+# run.
 
 
 _INSIDE = threading.Lock()
@@ -245,7 +246,8 @@ def _check_recipe(config: GymConfig, recipe: Recipe) -> None:
             )
         except Exception as error:
             raise ConfigError(
-                f"{config.id}: reset(seed=...) has to give an observation and a dictionary{describe_exception(error)}"
+                f"{config.id}: reset(seed=...) has to give an observation and a "
+                f"dictionary{describe_exception(error)}"
             ) from error
         try:
             result = environment.step(recipe.action.read(recipe.action.probe(0)).action)

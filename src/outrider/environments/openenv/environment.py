@@ -40,7 +40,9 @@ _PAUSE_S: Final = 0.2  # between looks at whether the server has a free session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contact:
-    """How a server is spoken to, which :func:`outrider.environments.openenv.environment.check_server` has found out."""
+    """How a server is spoken to, which :func:`outrider.environments.openenv.environment.check_server` has
+    found out.
+    """
 
     name: str
     server: Server
@@ -150,7 +152,9 @@ class OpenEnvEnvironment:
             self._leave()
             if time.monotonic() >= deadline or self._closed.wait(_PAUSE_S):
                 raise EnvironmentFault(
-                    f"{self._contact.name} has no free session: {answer.error_text}; environment.num_sessions is "
+                    f"{self._contact.name} has no free session: {answer.error_text}; "
+                    "environment.num_sessions is "
+                    ""
                     f"{self._config.num_sessions}"
                 )
 

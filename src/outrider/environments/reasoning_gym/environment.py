@@ -144,8 +144,8 @@ def check_package() -> None:
 # Reasoning-gym's items as tasks, made in a process of their own.
 #
 # Several data sets go through sets of strings, whose order differs from process to process. There the hash
-# seed is fixed, as it is in the verifier's sandbox: every run has the same tasks, and an answer is held against
-# the item that was asked.
+# seed is fixed, as it is in the verifier's sandbox: every run has the same tasks, and an answer is held
+# against the item that was asked.
 
 
 _GENERATOR_PROGRAM: Final = "outrider.environments.reasoning_gym.items"
@@ -202,8 +202,8 @@ def _task(row: dict[str, Any], package: str) -> Task:
 
 # Verdicts of reasoning-gym's verifiers, from within the sandbox of the Python tool.
 #
-# Several of them give an answer to ``eval``, or to a parser that does: a policy's text would run in the process
-# that trains.
+# Several of them give an answer to ``eval``, or to a parser that does: a policy's text would run in the
+# process that trains.
 
 
 _CACHE_SIZE: Final = 65_536

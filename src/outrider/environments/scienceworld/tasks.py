@@ -181,7 +181,8 @@ def parse_action(text: str, *, lower: bool = True, verbatim: bool = False) -> Pa
     if len(commands) > 1:
         return ParsedAction(
             problem=(
-                f"Found {len(commands)} commands; nothing was done. Write exactly one <action>command</action>."
+                f"Found {len(commands)} commands; nothing was done. Write exactly one "
+                "<action>command</action>."
             )
         )
     action = commands[0].strip() if verbatim else " ".join(commands[0].split())

@@ -314,8 +314,8 @@ def render_prompt(opening: Opening) -> str:
 # TextWorld: small text adventures made on the spot (Côté et al. 2018, arXiv 1806.11532), with forks through
 # the package itself.
 #
-# The return is the game's score over its largest; a step's reward is what the step added, so rewards add up to
-# the return. A game that is won or lost ends; ``max_moves`` cuts the others.
+# The return is the game's score over its largest; a step's reward is what the step added, so rewards add up
+# to the return. A game that is won or lost ends; ``max_moves`` cuts the others.
 
 
 class TextWorldFactory:

@@ -112,8 +112,8 @@ GameSettings = Annotated[QuestGame | CoinCollector | TreasureHunter | Cooking, F
 # The shelf of made TextWorld games on disk, and how they are made.
 #
 # Games are made by a child process (``python -m`` of this module) with a fixed order of hashing: TextWorld's
-# own order of sets reaches the bytes of some games, and its generator keeps state for the whole process. A game
-# is kept only when its own walkthrough wins it.
+# own order of sets reaches the bytes of some games, and its generator keeps state for the whole process. A
+# game is kept only when its own walkthrough wins it.
 
 
 PACKAGE_VERSION: Final = "1.7.0"

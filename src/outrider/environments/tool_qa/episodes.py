@@ -246,8 +246,8 @@ class ToolEpisode(ABC):
 # One tool-reasoning episode with native tool calls: every call gets a tool message, a turn without calls
 # answers.
 #
-# Calls and their faults come read (:func:`outrider.environments.base.turn_message`). The answer is the text of
-# the last turn: its ``\boxed{}`` where there is one.
+# Calls and their faults come read (:func:`outrider.environments.base.turn_message`). The answer is the text
+# of the last turn: its ``\boxed{}`` where there is one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

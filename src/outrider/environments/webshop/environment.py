@@ -110,8 +110,8 @@ def _click(name: str) -> ShopAction:
 # WebShop: buying what an instruction asks for in a text web shop (Yao et al. 2022, arXiv 2207.01206),
 # written new.
 #
-# The score is the task score of :mod:`outrider.environments.webshop.reward`, 0 for an episode that never buys.
-# Without files of your own it plays on a small invented catalogue.
+# The score is the task score of :mod:`outrider.environments.webshop.reward`, 0 for an episode that never
+# buys. Without files of your own it plays on a small invented catalogue.
 
 
 _COUNTED: Final = ("num_turns", "num_invalid", "num_inadmissible", "num_searches", "num_cut_pages")

@@ -110,9 +110,9 @@ class BrowserSettings(Settings):
 
 # Bytes of a page as text, with the character sets that browsers read for its labels.
 #
-# Source: WHATWG Encoding Standard, "Names and labels", and HTML Standard, "Determining the character encoding".
-# Python's codecs of the same names are often smaller sets: a page that says ``iso-8859-1`` or ``gb2312`` is
-# written in ``windows-1252`` or ``gb18030``.
+# Source: WHATWG Encoding Standard, "Names and labels", and HTML Standard, "Determining the character
+# encoding". Python's codecs of the same names are often smaller sets: a page that says ``iso-8859-1`` or
+# ``gb2312`` is written in ``windows-1252`` or ``gb18030``.
 
 
 # By the name that Python has for a label: what browsers read instead.

@@ -363,7 +363,8 @@ def select_tools(settings: "McpConfig", *, server: str, version: str, tools: Map
     if len(tools_by_tag) < len(listed):
         duplicate = next(tool for tool in listed if tools_by_tag[tool.name] is not tool)
         raise ConfigError(
-            f"MCP server {settings.name}: {duplicate.listed_name!r} and {tools_by_tag[duplicate.name].listed_name!r} are "
+            f"MCP server {settings.name}: {duplicate.listed_name!r} and "
+            f"{tools_by_tag[duplicate.name].listed_name!r} are "
             f"both the tag {duplicate.name!r}: choose one of them with only"
         )
     return Listing(server=server, version=version, tools=tools_by_tag)

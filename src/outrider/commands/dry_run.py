@@ -1,0 +1,209 @@
+"""What ``--dry-run`` checks beside the settings: files, tasks, tools, trackers and the model. It plays no
+rollout, downloads and writes nothing, and starts no simulator and no program of an agent.
+"""
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from outrider.config import require_paths
+from outrider.engines.names import find_model
+from outrider.environments.base import EnvironmentFactory, TaskSet, prompt_tools
+from outrider.environments.task_sets import make_task_set
+from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
+from outrider.plugins.imports import describe_exception, search_folders
+from outrider.seeding import reset_seed
+from outrider.types import Message, Task, ToolSchema
+from outrider.viewer.trackers import require_installed
+
+if TYPE_CHECKING:
+    from outrider.tokens import ChatRenderer
+    from outrider.training.settings import RunSettings
+
+
+# The first prompt of a task, as an environment writes it and a chat template renders it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstPrompt:
+    """The messages and tools with which an episode of ``task`` begins."""
+
+    task: Task
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...]
+
+    def lines(self) -> list[str]:
+        """The messages by role, each of their lines on one of its own, and the names of the tools."""
+        lines: list[str] = []
+        for message in self.messages:
+            lines += f"[{message.role}] {message.content}".split("\n")
+        if self.tools:
+            names = ", ".join(str(tool["name"]) for tool in self.tools)
+            lines.append(f"tools, which the chat template describes: {names}")
+        return lines
+
+
+def first_prompt(factory: EnvironmentFactory, task: Task, *, run_seed: int, step: int) -> FirstPrompt:
+    """Start an episode and end it. ``step`` is the training step that it would belong to, -1 for an
+    evaluation. Raises EnvironmentFault for whatever breaks in an environment.
+    """
+    try:
+        environment = factory(task)
+        try:
+            messages = tuple(environment.reset(reset_seed(run_seed, step, task.key)))
+            tools = tuple(prompt_tools(environment))
+        finally:
+            environment.close()
+        if wrong := [message for message in messages if not isinstance(message, Message)]:
+            raise TypeError(f"reset returned a {type(wrong[0]).__name__} among the messages")
+    except OutriderError:
+        raise
+    except Exception as error:  # somebody else's code
+        raise EnvironmentFault(
+            f"the environment cannot start task {task.key!r}{describe_exception(error)}"
+        ) from error
+    return FirstPrompt(task=task, messages=messages, tools=tools)
+
+
+def load_renderer(settings: "RunSettings", folder: str) -> "ChatRenderer":
+    """The renderer with the tokenizer of a model folder or Hugging Face id. Raises ModelError."""
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from outrider.training.setup import make_checked_renderer
+
+    disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # damaged files raise whatever their readers raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"cannot load the tokenizer of {settings.model.name!r}: {reason}"[:500]) from error
+    if tokenizer.chat_template is None:
+        raise ModelError(f"model {settings.model.name!r} has no chat template; use an instruct model")
+    note = logging.getLogger(__name__).info
+    return make_checked_renderer(tokenizer, settings.model, settings.environment, note=note)
+
+
+def rendered_ids(prompt: FirstPrompt, renderer: "ChatRenderer") -> tuple[int, ...]:
+    """The ids that the policy sees first. Raises ModelError if the template cannot render the messages."""
+    return renderer.prompt(prompt.messages, prompt.tools)
+
+
+def rendered_text(ids: Sequence[int], renderer: "ChatRenderer") -> str:
+    """These ids as text, with the template's markers."""
+    from outrider.tokens import decode_text
+
+    return decode_text(renderer.tokenizer, ids, skip_special_tokens=False)
+
+
+T = TypeVar("T")
+_MAX_PROMPT_CHARS: Final = 4_000  # characters of the prompt
+
+
+def check_run(settings: "RunSettings") -> list[str]:
+    """Lines about what was found. Raises ConfigError, one line, for the first thing without which the run
+    would fail.
+    """
+    try:
+        return list(_checks(settings))
+    except ConfigError:
+        raise
+    except OutriderError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _checks(settings: "RunSettings") -> Iterator[str]:
+    from outrider.training.experts import require_experts
+
+    require_experts(settings)
+    require_paths(settings, search_folders())
+    require_installed(settings.trackers)
+    model_source, folder = find_model(settings.model.name)
+    if not settings.environment.starts_quickly:
+        yield (
+            f"tasks: not opened, because environment.type = {settings.environment.type} starts a program; "
+            "outrider prompt RECIPE starts it"
+        )
+        yield f"model: {model_source}"
+        return
+    task_set = _call_plugin("the environment cannot be built", lambda: make_task_set(settings.environment))
+    try:
+        prompt = yield from _tasks(settings, task_set)
+    finally:
+        task_set.close()
+    yield f"model: {model_source}"
+    if prompt is None:
+        if folder is not None:
+            load_renderer(settings, folder)
+        return
+    if folder is None:
+        yield f"first prompt of {prompt.task.key}:"
+        yield from _truncate(prompt.lines())
+        return
+    renderer = load_renderer(settings, folder)
+    ids = rendered_ids(prompt, renderer)
+    yield f"first prompt of {prompt.task.key}, {len(ids)} tokens as the chat template renders it:"
+    yield from _truncate(rendered_text(ids, renderer).split("\n"))
+
+
+def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, FirstPrompt | None]:
+    """Tasks of both splits, demonstrations, tools, and the first prompt."""
+    from outrider.training.data import read_eval_tasks, task_notes, training_tasks
+
+    split = settings.evaluation.split
+    train = _call_plugin("the training tasks cannot be read", lambda: training_tasks(task_set, settings))
+    test = _call_plugin(
+        f"the tasks of the split {split} cannot be read",
+        lambda: read_eval_tasks(task_set, settings.evaluation),
+    )
+    if train:
+        yield f"tasks: {_format_count(train)} to train on"
+    yield f"tasks: {_format_count(test)} to evaluate on (split {split})"
+    yield from task_notes(task_set, settings, train, test)[1]
+    if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None:
+        from outrider.training.experts import read_demonstrations
+
+        demonstrations = read_demonstrations(settings.cold_start.demonstrations, train)
+        num_demonstrated = sum(demonstrations.get(task.key) is not None for task in train)
+        yield f"cold_start.demonstrations: {num_demonstrated} of {len(train)} training tasks have one"
+    if settings.environment.keeps_conversations:
+        yield "first prompt: written by the program; outrider prompt RECIPE starts it"
+        return None
+    factory = _call_plugin("the environment cannot start", task_set.make)
+    try:
+        if names := settings.environment.tool_names():
+            yield f"tools: {', '.join(names)}"
+        task = next(iter(test or train), None)
+        if task is None:
+            return None
+        return first_prompt(factory, task, run_seed=settings.seed, step=-1)
+    finally:
+        factory.close()
+
+
+def _call_plugin(problem: str, call: Callable[[], T]) -> T:
+    """What somebody else's code returns. Raises EnvironmentFault, one line, for what it raises."""
+    try:
+        return call()
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise EnvironmentFault(f"{problem}{describe_exception(error)}") from error
+
+
+def _format_count(tasks: Sequence[Task]) -> str:
+    num_answered = sum(bool(task.answers) for task in tasks)
+    if not num_answered:
+        return str(len(tasks))
+    return f"{len(tasks)}, {'all' if num_answered == len(tasks) else num_answered} with answers"
+
+
+def _truncate(lines: Sequence[str]) -> Iterator[str]:
+    chars_left = _MAX_PROMPT_CHARS
+    for number, line in enumerate(lines):
+        if chars_left <= 0:
+            yield f"({len(lines) - number} more lines)"
+            return
+        yield f"| {line[:chars_left]}"
+        chars_left -= len(line)
