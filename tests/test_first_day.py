@@ -49,7 +49,7 @@ QUICK = [  # arguments, exit status, and a part of what is told
 _RUN = """
 import contextlib, io, json, os, sys
 from outrider.cli import main
-import outrider.train.settings
+import outrider.training.settings
 for arguments, folder in json.loads(sys.argv[1]):
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0, arguments

@@ -322,7 +322,7 @@ def _plugin_sections(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
     """Refuses, before torch is imported, what can be refused without it; the new folder."""
     from outrider.engines.names import require_known_model
-    from outrider.training.experts import require_experts
+    from outrider.training.no_expert import require_experts
     from outrider.training.run_dir import require_free
 
     folder = _new_folder(run)

@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.engines.local import cpu_kernels as onednn
-from outrider.engines.local.model import product_rate, resolve_precision
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
 from outrider.printing import Terminal, print_lines
-from outrider.training.resume import chosen_instructions
 from outrider.training.settings import RunSettings
 
 # The processor's part of ``outrider doctor``: what it has, which ways are taken, how fast it multiplies.
@@ -35,6 +31,10 @@ _ROWS, _LIMIT_S = 2048, 1.0
 
 def processor() -> str:
     """Model, instruction sets, what torch uses of them, and the variables that choose otherwise."""
+    import torch
+
+    from outrider.training.resume import chosen_instructions
+
     info = read_processor()
     sets = " ".join(sorted(info.instruction_sets)) or "instruction sets unknown on this system"
     used = f"torch uses {torch.backends.cpu.get_cpu_capability()}"
@@ -43,9 +43,14 @@ def processor() -> str:
 
 def kernels() -> str:
     """Which way a decoding step's linear layers take in each precision, and which precision ``auto`` is."""
+    import torch
+
+    from outrider.engines.local.cpu_kernels import can_pack
+    from outrider.engines.local.model import resolve_precision
+
     ways = {
-        "float32": "packed" if onednn.can_pack(torch.float32) else "plain",
-        "bfloat16": "packed" if onednn.can_pack(torch.bfloat16) else "plain, slower than float32",
+        "float32": "packed" if can_pack(torch.float32) else "plain",
+        "bfloat16": "packed" if can_pack(torch.bfloat16) else "plain, slower than float32",
     }
     text = ", ".join(f"{precision} {way}" for precision, way in ways.items())
     return f'{text}; model.precision = "auto" takes {resolve_precision("auto", "cpu")}'
@@ -53,6 +58,10 @@ def kernels() -> str:
 
 def matrix_rate() -> str:
     """Measured in about a second, at the threads that a run has by default, and what follows for the demo."""
+    import torch
+
+    from outrider.engines.local.model import product_rate
+
     threads, before = RunSettings.model_fields["num_threads"].default, torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -287,14 +296,10 @@ def _processors() -> str:
 
 
 def _processor() -> str:
-    # WALLS
-
     return processor()
 
 
 def _linear_layers() -> str:
-    # WALLS
-
     return kernels()
 
 
@@ -311,8 +316,6 @@ def _fast_bfloat16() -> str:
 
 
 def _matrix_rate() -> str:
-    # WALLS
-
     return matrix_rate()
 
 

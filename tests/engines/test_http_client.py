@@ -8,7 +8,7 @@ import sys
 _SCRIPT = """
 import asyncio, sys, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from outrider.engines.chat import http_client
+from outrider.engines import chat as http_client
 
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):

@@ -191,7 +191,7 @@ def remote_of(limit: int, told: list[tuple[str, int]], *, builds: list[Any]) -> 
         return made
 
     remote._new_engine, remote._new_worker = another("engine"), another("rollout worker")
-    remote._told, remote._end = lambda: "settings", lambda one, pid: None
+    remote._worker_settings, remote._end = lambda: "settings", lambda one, pid: None
     remote.workers, remote.worker_pids = [actor(use_engine=Died()), actor(use_engine="told")], [1, 2]
     remote._engines, remote.engine_pids = ["one", "two"], [3, 4]
     remote.engine = SimpleNamespace(put=lambda number, one: told.append(("put", number)))
@@ -204,7 +204,7 @@ def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> Non
     remote = remote_of(1, told, builds=[])
     remote.replace({"engine 1": ProcessLost("engine 1 died in load; ...", "engine 1")}, num_groups=0)
     assert told == [("engine", 1), ("put", 1), ("rollout worker", 0)]
-    counts = {name: one for name, one in remote.repairs.take_counts().items() if one}
+    counts = {name: one for name, one in remote.repairs.pop_counts().items() if one}
     assert counts == {"cluster/engine_deaths": 1.0, "cluster/worker_deaths": 1.0}
     notes = remote.notes()
     assert ["engine 1 died" in notes[0], "rollout worker 0 died" in notes[1]] == [True, True]

@@ -303,7 +303,7 @@ def test_all_ranks_are_asked_in_one_order_whoever_asks() -> None:
         put=lambda one: one, wait=lambda left, **given: (left[:1], left[1:]), get=lambda one: one
     )
     group._ray, group._timeout_s, group._actors = ray, 60.0, [Actor(0), Actor(1)]
-    group._in_turn = threading.Lock()
+    group._call_lock = threading.Lock()
     assert group.call("update") == ["update", "update"]
     others[0].join(60.0)
     assert asked == [["update", "send"], ["update", "send"]]

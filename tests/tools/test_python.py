@@ -351,7 +351,7 @@ def test_after_close_every_call_is_a_fault(tmp_path: Path) -> None:
 
 PARENT = """
 import os, sys, threading, time
-from outrider.tools.python import PythonTool, PythonToolConfig
+from outrider.tools.python.tool import PythonTool, PythonToolConfig
 tool = PythonTool(PythonToolConfig(scratch_folder=sys.argv[1], wall_seconds=60))
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(8)  # a worker of a data loader: it holds a copy of the socket

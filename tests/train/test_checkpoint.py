@@ -93,7 +93,7 @@ def counted(real):
             os.kill(os.getpid(), signal.SIGKILL)
     return call
 os.unlink, os.rmdir = counted(unlink), counted(rmdir)
-prune_checkpoints(Path(sys.argv[1]), keep=1, newest=2)
+prune_checkpoints(Path(sys.argv[1]), max_checkpoints=1, newest=2)
 """
 
 

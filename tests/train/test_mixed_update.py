@@ -31,9 +31,10 @@ from outrider.training.update_metrics import MetricAccumulator
 from outrider.types import Origin, Task
 from tests.objectives import nested
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (
+from tests.train.test_pack_update import (  # noqa: F401
     Recorder,
     assert_equal_gradients,
+    double_precision,
     eager,
     gradients_of,
     random_trace,

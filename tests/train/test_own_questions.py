@@ -13,7 +13,8 @@ from outrider.config import load_settings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.errors import CheckpointError, ConfigError, DataError
-from outrider.training.experts import read_demonstrations, require_experts
+from outrider.training.experts import read_demonstrations
+from outrider.training.no_expert import require_experts
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings
 from outrider.training.setup import run_training

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskSet
-from outrider.errors import ConfigError, DataError, EnvironmentFault, OutriderError, ToolFault
+from outrider.errors import DataError, EnvironmentFault, OutriderError, ToolFault
 from outrider.files import append, readable
 from outrider.memory.chat_files import import_trajectories, question_key
 from outrider.memory.step_buffer import StepTraceBuffer
@@ -21,33 +21,6 @@ from outrider.tokens.call_formats import CALL_FORMATS
 from outrider.tokens.tool_calls import split_thinking
 from outrider.training.settings import RunSettings
 from outrider.types import Step, Task, Trajectory
-
-_FILE = "a file of trajectories (docs/formats.md)"
-
-
-def require_experts(settings: RunSettings) -> None:
-    """Raises ConfigError for a cold start, or a buffer to be filled, without the experts that it needs."""
-    if settings.environment.has_experts:
-        return
-    kind = settings.environment.type
-    why = (
-        f"{'questions of your own' if kind == 'tools' else 'its tasks'} "
-        f"(environment.type = {kind}) have no expert"
-    )
-    if settings.cold_start.num_examples and settings.cold_start.demonstrations is None:
-        raise ConfigError(
-            f"cold_start.num_examples = {settings.cold_start.num_examples}, and {why}: name {_FILE} with "
-            "cold_start.demonstrations, or begin without a cold start (cold_start.num_examples=0)"
-        )
-    if settings.algorithm.retrieves and settings.train.num_steps > 0 and settings.buffer.path is None:
-        raise ConfigError(
-            f"algorithm.type = {settings.algorithm.type} retrieves from a buffer, and {why} to fill one: "
-            f"make it from {_FILE} with `outrider buffer "
-            "import FILE --out steps.sqlite`, or from an agent with `outrider buffer build RECIPE --endpoint "
-            "URL --out steps.sqlite`, and set buffer.path=steps.sqlite; "
-            "or train without retrieval (algorithm.num_hybrid=0)"
-        )
-
 
 # Which rollouts a buffer build has paid for already: the buffer keeps only the best of them, so it cannot
 # tell.

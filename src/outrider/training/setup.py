@@ -31,8 +31,9 @@ from outrider.training.buffers import open_buffer
 from outrider.training.checkpoint import STATE, checkpoints_newest_first, newest_step, require_intact
 from outrider.training.components import Components, RemoteRollouts, token_counter
 from outrider.training.data import read_eval_tasks, task_notes, training_tasks
-from outrider.training.experts import read_demonstrations, require_experts
+from outrider.training.experts import read_demonstrations
 from outrider.training.learner import Learner, LocalLearner
+from outrider.training.no_expert import require_experts
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
 from outrider.training.restarts import Allowance, run_with_restarts
 from outrider.training.resume import require_continuable

@@ -340,8 +340,6 @@ def get_listing(settings: "McpConfig") -> Listing:
         raise ToolUnavailable("the package mcp is not installed: pip install 'outrider[mcp]'")
 
     def request_listing() -> Listing:
-        # WALLS
-
         return fetch_listing(settings)
 
     return _listings.get(settings.model_dump_json(), request_listing)
