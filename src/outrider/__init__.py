@@ -5,11 +5,16 @@ imported when used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from outrider import deprecated
+
 if TYPE_CHECKING:
     from outrider.api import evaluate, evaluate_tasks, load_run, train
 
 __version__ = "0.3.0"
 __all__ = ["__version__", "evaluate", "evaluate_tasks", "load_run", "train"]
+
+
+deprecated.install()
 
 
 def __getattr__(name: str) -> Any:

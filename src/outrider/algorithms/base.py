@@ -3,6 +3,7 @@
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from outrider import deprecated
 from outrider.algorithms.advantages import (
     Float64Array,
     RolloutAdvantages,
@@ -385,6 +387,17 @@ class Algorithm:
     hooks: tuple[Hook, ...] = ()
     modes: tuple[str, ...] = ()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Accept ``credit``, the old name of :meth:`assign_advantages`, for one more version."""
+        super().__init_subclass__(**kwargs)
+        if "credit" in vars(cls) and "assign_advantages" not in vars(cls):
+            warnings.warn(
+                f"{cls.__name__}.credit is now assign_advantages; the old name goes with the next version",
+                FutureWarning,
+                stacklevel=2,
+            )
+            cls.assign_advantages = vars(cls)["credit"]  # type: ignore[method-assign]
+
     @property
     def label(self) -> str:
         """Name of the method in evaluations after training."""
@@ -405,7 +418,7 @@ class Algorithm:
         return Augmentation()
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """Write ``assign_advantages`` and ``ratio_scale`` on the trainable nodes of every rollout that has a
+        """Write ``credit`` and ``ratio_scale`` on the trainable nodes of every rollout that has a
         return.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither assign_advantages nor advantages")
@@ -481,3 +494,6 @@ class AlgorithmContext:
     buffer: StepTraceBuffer | None
     load_embedder: Callable[[str], CachedEmbedder]
     read_demonstrations: Callable[[str, Sequence[Task]], Demonstrations]
+
+
+deprecated.keep_old_names(__name__)

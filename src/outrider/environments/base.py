@@ -13,6 +13,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar, runtime_checkable
 
+from outrider import deprecated
 from outrider.config import Settings
 from outrider.environments.conversations import OwnConversations, Refusal, Refusing
 from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult, ToolFault
@@ -543,3 +544,6 @@ class RoundAware(Protocol):
     def begin_round(self) -> None:
         """All running episodes wait for the policy's next turns."""
         ...
+
+
+deprecated.keep_old_names(__name__)

@@ -94,7 +94,7 @@ def group_to_dict(trace: Trace) -> dict[str, Any]:
         "without_memory": trace.without_memory,
         "is_replayed": trace.is_replayed,
         "pruned": sorted(trace.pruned),
-        "nodes": [_dump(Node, node) for node in trace.nodes],
+        "nodes": [_dump(Node, node) | {"metadata": _plain(node.metadata)} for node in trace.nodes],
         # in the order in which they ended: nothing reads it, and nothing has to be told apart
         "leaves": [_dump(Leaf, leaf) for leaf in trace.leaves.values()],
     }
@@ -122,8 +122,17 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _dump(kind: type, value: object) -> Any:
+def _dump(kind: Any, value: object) -> Any:
     return _adapter(kind).dump_python(value, mode="json", fallback=str)
+
+
+def _plain(value: object) -> Any:
+    """Plain values of metadata. pydantic would replace lone surrogates in the keys of a mapping."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return _dump(Any, value)
 
 
 def _parse(kind: Callable[..., _ValueT], value: object) -> _ValueT:

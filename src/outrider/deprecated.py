@@ -1,0 +1,88 @@
+"""Old names of the contracts that plug-ins implement. They work for one more version, with a warning."""
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any, Final
+
+MODULES: Final[Mapping[str, tuple[str, ...]]] = {
+    "outrider.algorithms.algorithm": ("outrider.algorithms.base",),
+    "outrider.algorithms.context": ("outrider.algorithms.base",),
+    "outrider.algorithms.common": (),
+    "outrider.algorithms.common.advantages": ("outrider.algorithms.advantages",),
+    "outrider.algorithms.common.batch_advantages": ("outrider.algorithms.advantages",),
+    "outrider.algorithms.common.group_settings": ("outrider.algorithms.grpo",),
+    "outrider.algorithms.common.on_policy": ("outrider.algorithms.grpo",),
+    "outrider.algorithms.common.loss_settings": ("outrider.algorithms.loss_settings",),
+    "outrider.algorithms.common.losses": ("outrider.algorithms.losses",),
+    "outrider.algorithms.common.objectives": ("outrider.algorithms.losses",),
+    "outrider.algorithms.common.token_loss": ("outrider.algorithms.losses",),
+    "outrider.algorithms.common.ratios": ("outrider.algorithms.sampler_correction",),
+    "outrider.memory.embedder": ("outrider.memory.embedders",),
+    "outrider.tokens.calls": ("outrider.tokens.tool_calls", "outrider.tokens.call_formats"),
+    "outrider.tokens.calls.format": ("outrider.tokens.tool_calls",),
+    "outrider.tokens.calls.schemas": ("outrider.tokens.tool_calls",),
+    "outrider.tokens.parsed": ("outrider.tokens.tool_calls",),
+}
+"""Old module -> the modules that have its names now."""
+NAMES: Final[Mapping[str, str]] = {
+    "GroupCredit": "GroupAdvantages",
+    "write_credit": "assign_advantages",
+    "TaskFamily": "TaskSet",
+    "FoundCalls": "ParsedCalls",
+    "fault_of": "find_call_error",
+    "flaw_of": "find_schema_flaw",
+    "form_named": "get_call_format",
+}
+"""Old name -> new name, in every module above and in those that call :func:`keep_old_names`."""
+
+
+def keep_old_names(module: str) -> None:
+    """Let the old names of ``module`` be read, with a warning. mypy still rejects them."""
+
+    def find(name: str) -> Any:
+        new_name = NAMES.get(name)
+        if new_name is None or new_name not in vars(sys.modules[module]):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        _warn(f"{module}.{name}", f"{module}.{new_name}")
+        return vars(sys.modules[module])[new_name]
+
+    sys.modules[module].__getattr__ = find  # type: ignore[method-assign]
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"{old} is now {new}; the old name goes with the next version", FutureWarning, stacklevel=4)
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in MODULES:
+            return None
+        is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
+        return spec_from_loader(fullname, self, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        old = module.__name__
+
+        def find(name: str) -> Any:
+            new_name = NAMES.get(name, name)
+            for target in MODULES[old]:
+                if not name.startswith("__") and hasattr(import_module(target), new_name):
+                    _warn(f"{old}.{name}", f"{target}.{new_name}")
+                    return getattr(import_module(target), new_name)
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+
+        module.__getattr__ = find  # type: ignore[method-assign]
+
+
+def install() -> None:
+    """Let old modules be imported. Called once, by the package itself."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedModules())

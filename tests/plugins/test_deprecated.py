@@ -1,0 +1,58 @@
+"""Plug-ins that were written for the names of 0.3.0 still work, with a warning that names the new ones."""
+
+import subprocess
+import sys
+
+import pytest
+
+from outrider.algorithms.base import Algorithm, GroupAdvantages
+from outrider.deprecated import MODULES, NAMES
+from outrider.trace import Trace
+
+
+def test_an_algorithm_with_the_old_method_is_one() -> None:
+    with pytest.warns(FutureWarning, match="Old.credit is now assign_advantages"):
+
+        class Old(Algorithm):
+            def credit(self, trace: Trace) -> GroupAdvantages:
+                raise NotImplementedError("the old method")
+
+    with pytest.raises(NotImplementedError, match="the old method"):
+        Old().advantages([object()])  # type: ignore[list-item]
+
+
+def test_old_modules_and_names_lead_to_the_new_ones() -> None:
+    code = """
+import warnings
+warnings.simplefilter("ignore")
+from outrider.algorithms.algorithm import Algorithm
+from outrider.algorithms.base import GroupCredit, write_credit
+from outrider.environments.base import TaskFamily
+from outrider.tokens.calls import FoundCalls, CallFormat, read_turn
+from outrider.tokens.calls.format import FoundCalls as same
+from outrider.memory.embedder import HashEmbedder
+from outrider.algorithms.common.loss_settings import LossSettings
+import outrider.algorithms.base as new, outrider.environments.base as environments
+assert Algorithm is new.Algorithm and GroupCredit is new.GroupAdvantages
+assert TaskFamily is environments.TaskSet
+assert FoundCalls is same and write_credit is new.assign_advantages
+warnings.simplefilter("error")
+try:
+    from outrider.algorithms.base import GroupCredit
+except FutureWarning as warning:
+    print(warning)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (
+        "outrider.algorithms.base.GroupCredit is now outrider.algorithms.base.GroupAdvantages" in done.stdout
+    )
+
+
+def test_names_that_never_were_are_unknown() -> None:
+    import outrider.algorithms.base as base
+
+    with pytest.raises(AttributeError, match="has no attribute 'Grpo'"):
+        base.Grpo  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        import outrider.algorithms.rapo  # type: ignore[import-not-found]  # noqa: F401
+    assert not set(NAMES) & set(NAMES.values()) and all(name.startswith("outrider.") for name in MODULES)
