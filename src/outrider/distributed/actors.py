@@ -179,7 +179,7 @@ class RemoteProcesses:
             kind = StreamEngineActor
         placement = self._trainer_placement if self._resources.colocates else None
         actor = self._actor(
-            kind, number, 1 if kind is EngineActor else 1000, places=placement, **self._resources.engine
+            kind, number, 1 if kind is EngineActor else 1000, placement=placement, **self._resources.engine
         )
         return actor.remote(self._recipe, number, str(self._folder), self._carrier)
 
