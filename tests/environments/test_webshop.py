@@ -376,10 +376,10 @@ def test_splits_are_disjoint_complete_and_the_same_in_every_instance(split_by: s
 
 def test_splits_are_the_same_in_another_process() -> None:
     program = (
-        "from outrider.environments.tool_qa.datasets import panel_hash\n"
+        "from outrider.environments.tool_qa.datasets import hash_tasks\n"
         "from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet\n"
         "family = WebShopTaskSet(WebShopConfig())\n"
-        "print(*(panel_hash(family.tasks(split)) for split in ('train', 'valid', 'test')))"
+        "print(*(hash_tasks(family.tasks(split)) for split in ('train', 'valid', 'test')))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "4711"}
     run = subprocess.run(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from outrider.cli import main
 from outrider.errors import ConfigError, DataError, PackError
+from outrider.evaluation.pack_replay import Replayed, cheapest_first
 from outrider.evaluation.packs import (
     CHECKSUM,
     EXACT,
@@ -30,7 +31,7 @@ from outrider.evaluation.packs import (
     read_manifest,
 )
 from outrider.evaluation.results import SampleResult, write_results
-from outrider.evaluation.verify import Replayed, cheapest_first, verify
+from outrider.evaluation.verify import verify
 from outrider.rollout.evaluate import interval
 from outrider.types import Outcome
 from tests.evals.pack_runs import write_exact, write_questions, write_run

@@ -13,8 +13,9 @@ from benchmarks.learning_toys import ARENAS, play, save_result
 from benchmarks import learning
 from outrider.cli import main
 from outrider.errors import ConfigError, PackError
+from outrider.evaluation.pack_replay import replay_row
 from outrider.evaluation.packs import make_pack
-from outrider.evaluation.verify import Verified, replay_row, verify
+from outrider.evaluation.verify import Verified, verify
 from outrider.training.policy import set_threads
 from tests.evals.test_pack import changed_line, resealed
 from tests.train.tool_run import write_tool_run
@@ -126,7 +127,7 @@ def test_a_toy_is_played_again_in_a_clone_only(
 
     pack, verified = toys
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr("outrider.evaluation.verify.subprocess.run", in_process)
+    monkeypatch.setattr("outrider.evaluation.pack_replay.subprocess.run", in_process)
     assert replay_row(pack, verified, None, folder=tmp_path / "run", given={}, progress="none").endswith(
         "it agrees"
     )
@@ -145,7 +146,7 @@ def test_a_command_in_a_pack_is_never_executed(
         return subprocess.CompletedProcess(command, 1, "", "stopped here")
 
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr("outrider.evaluation.verify.subprocess.run", instead)
+    monkeypatch.setattr("outrider.evaluation.pack_replay.subprocess.run", instead)
     with pytest.raises(PackError, match="stopped here"):
         replay_row(*toys, "lock/grpo-0", folder=tmp_path / "run", given={}, progress="none")
     [command] = started

@@ -61,7 +61,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     print_checks(parsed.pack, verified, Terminal())
     if parsed.no_replay:
         return 0
-    from outrider.evaluation.verify import replay_row
+    from outrider.evaluation.pack_replay import replay_row
 
     with TemporaryDirectory() as folder:
         options = {"folder": parsed.run or Path(folder), "given": local_paths, "progress": parsed.progress}
