@@ -132,7 +132,7 @@ def test_the_test_of_a_new_algorithm_fails_if_its_setting_has_no_effect(
     tests = [name for name in names if name.startswith("test_")]
     for name in tests:
         names[name]()
-    credit = names["WordShiftAlgorithm"].credit
+    credit = names["WordShiftAlgorithm"].assign_advantages
 
     def without_memory(self: Any, trace: Any) -> Any:
         self._means.clear()
