@@ -74,7 +74,6 @@ class RetrospexSettings(LocalSettings):
     allow_training: bool = False
 
     def no_training(self) -> str:
-        """See :class:`~outrider.engines.base.EngineSettings`."""
         if self.allow_training:
             return ""
         return (
@@ -378,16 +377,13 @@ class RescoringEngine:
         return chosen
 
     def release(self, cache_keys: Sequence[str]) -> None:
-        """See :class:`Engine`."""
         self._reader.clear(cache_keys)
         self._inner.release(cache_keys)
 
     def free_cache(self) -> None:
-        """See :class:`Engine`."""
         self._inner.free_cache()
 
     def load(self, version: int) -> None:
-        """See :class:`Engine`."""
         self._inner.load(version)
         self.weight_version = self._inner.weight_version
 

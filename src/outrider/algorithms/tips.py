@@ -116,7 +116,6 @@ class CountNovelty(NoveltyStore):
     metric: ClassVar[str] = "tips/state_visits"
 
     def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
-        """See :class:`Novelty`."""
         counts = self.visit_together(task_key, keys)
         return [visit_bonus(count) for count in counts], [float(count) for count in counts]
 
@@ -127,7 +126,6 @@ class DistilledNovelty(RandomDistillation):
     metric: ClassVar[str] = "tips/novelty_error"
 
     def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
-        """See :class:`Novelty`."""
         visits = self.visit_together(keys)
         return [bonus for bonus, _ in visits], [error for _, error in visits]
 

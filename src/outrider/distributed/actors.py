@@ -339,7 +339,6 @@ class RemoteProcesses:
         )
 
     def group_player(self, parts: Components) -> GroupPlayer:
-        """See :class:`outrider.training.components.RemoteRollouts`."""
         return RemoteGroupPlayer(
             self._session.ray,
             self,
@@ -353,11 +352,9 @@ class RemoteProcesses:
         )
 
     def probes(self, trace: Trace) -> list[Trace]:
-        """See :class:`outrider.training.components.RemoteRollouts`."""
         return probes(self.engine, trace, num=len(self._engines))
 
     def busy_s(self) -> float:
-        """See :class:`outrider.training.components.RemoteRollouts`."""
         return self.engine.busy_s()
 
     def metrics(self) -> dict[str, float]:
@@ -365,7 +362,6 @@ class RemoteProcesses:
         return self.engine.sent | self.repairs.pop_counts()
 
     def notes(self) -> list[str]:
-        """See :class:`outrider.training.components.RemoteRollouts`."""
         return self.repairs.pop_notes()
 
     def close(self) -> None:

@@ -161,11 +161,9 @@ class EngineActor:
         return self._busy_s
 
     def release(self, client: str, cache_keys: Sequence[str]) -> None:
-        """See :class:`outrider.engines.base.Engine`."""
         self._engine(client).release(cache_keys)
 
     def free_cache(self) -> None:
-        """See :class:`outrider.engines.base.Engine`."""
         for engine in self._engines.values():
             engine.free_cache()
 
@@ -245,7 +243,6 @@ class RemoteEngine:
         return [generations[index] for index in range(len(requests))]
 
     async def stream(self, request: Request) -> Generation:
-        """See :class:`outrider.rollout.batching.StreamingEngine`."""
         number = self._engine_index(request)
         call = self._actors[number].stream.remote(request, self.weight_version, self.or_newer)
         action, setting = "generate", "cluster.turn_timeout_s"
@@ -396,33 +393,27 @@ class StreamEngineActor:
             return await asyncio.to_thread(method, *arguments)
 
     async def build(self) -> tuple[int, int]:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         result: tuple[int, int] = await self._call(self._inner.build)
         return result
 
     async def load(self, parcel: Parcel) -> tuple[int, int]:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         result: tuple[int, int] = await self._call(self._inner.load, parcel)
         return result
 
     async def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         generations: list[Generation] = await self._call(self._inner.generate, _EVERYBODY, requests, version)
         return generations
 
     async def release(self, client: str, cache_keys: Sequence[str]) -> None:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         await self._call(self._inner.release, _EVERYBODY, cache_keys)
 
     async def free_cache(self) -> None:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         await self._call(self._inner.free_cache)
 
     async def clear(self, client: str) -> None:
         """Nothing: what is kept is everybody's, and no bits are promised."""
 
     async def busy_s(self) -> float:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         return self._inner.busy_s()
 
 
@@ -445,7 +436,6 @@ class VllmEngineActor:
         self._since = self._busy_s = 0.0
 
     async def build(self) -> tuple[int, int]:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         settings = self._recipe.settings()
         model, cluster = settings.model, settings.cluster
         engine = cast(VllmSettings, settings.engine)
@@ -472,7 +462,6 @@ class VllmEngineActor:
         return os.getpid(), requests.context_length
 
     async def load(self, parcel: Parcel) -> tuple[int, int]:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         require_newer(self._number, self._version, parcel.version)
         with self._renewing():
             checksum = await self._engine.load(parcel.version, self._pieces(parcel))
@@ -537,7 +526,6 @@ class VllmEngineActor:
     async def generate(
         self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
     ) -> list[Generation]:
-        """See :class:`outrider.distributed.engines.EngineActor`."""
         version = await self._await_version(version, or_newer)
         with self._busy():
             return await stream_all(self._engine, requests, version)
@@ -672,11 +660,9 @@ class EnginePool(RemoteEngine):
         return self._retrying(partial(super().generate, requests))
 
     def free_cache(self) -> None:
-        """See :class:`RemoteEngine`."""
         self._retrying(super().free_cache)
 
     def busy_s(self) -> float:
-        """See :class:`RemoteEngine`."""
         return self._retrying(super().busy_s)
 
     def _retrying(self, call: Callable[[], _AnswerT]) -> _AnswerT:

@@ -162,13 +162,11 @@ class GlooRanks:
         self._shape = shape
 
     def gather(self, value: ValueT) -> list[ValueT]:
-        """See :class:`outrider.training.policy.Ranks`."""
         values: list[ValueT | None] = [None] * self.size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
     def share(self, paths: Sequence[RolloutPath]) -> list[RolloutPath]:
-        """See :class:`outrider.training.policy.Ranks`."""
         return assign_to_ranks(paths, num_ranks=self.size, cost=self._shape.cost)[self.rank]
 
 
@@ -448,13 +446,11 @@ class ShardedScorer(Scorer):
         self.scoring = scoring
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """See :class:`outrider.training.policy.Scorer`."""
         scores = super().score(batch)
         reshard(self.scoring)
         return scores
 
     def dummy_forward(self) -> Tensor:
-        """See :class:`outrider.training.policy.Scorer`."""
         loss = super().dummy_forward()
         reshard(self.scoring)
         return loss
@@ -501,7 +497,6 @@ class ShardedPolicy(ShardedScorer, Policy):
         return math.sqrt(math.fsum(self.ranks.gather(own)))
 
     def drop_gradients(self) -> None:
-        """See :class:`outrider.training.policy.Policy`."""
         super().drop_gradients()
         self.scoring.reshard()  # type: ignore[operator]  # a step that is skipped had no backward pass
 

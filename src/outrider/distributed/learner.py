@@ -412,7 +412,6 @@ class ShardedLearner:
         version: int | None = None,
         probes: Sequence[Trace] = (),
     ) -> UpdateReport:
-        """See :class:`outrider.training.learner.Learner`."""
         [first, *_] = self._group.call(
             "update", list(traces), algorithm.objective, _own_loss(algorithm), version, list(probes)
         )
@@ -425,7 +424,6 @@ class ShardedLearner:
         return report
 
     def score(self, traces: Sequence[Trace]) -> None:
-        """See :class:`outrider.training.learner.Learner`."""
         [node_values, *_] = self._group.call("score", list(traces))
         for trace, values in zip(traces, node_values, strict=True):
             for node, kl in zip(trace.nodes, values, strict=True):
@@ -439,21 +437,17 @@ class ShardedLearner:
             on_step(done, total, values)
 
     def save(self, folder: Path) -> None:
-        """See :class:`outrider.training.learner.Learner`."""
         self._group.call("save", str(folder))
 
     def load(self, folder: Path, *, num_steps: int) -> None:
-        """See :class:`outrider.training.learner.Learner`."""
         [(self.num_steps, self.learning_rate), *_] = self._group.call("load", str(folder), num_steps)
         self._mark_stale()
 
     def freeze_reference(self, path: Path) -> int:
-        """See :class:`outrider.training.learner.Learner`."""
         self._group.call("freeze_reference", str(path))
         return file_checksum(path)
 
     def load_reference(self, path: Path, *, checksum: int | None) -> None:
-        """See :class:`outrider.training.learner.Learner`."""
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing: it holds the weights that the KL term refers to; put it back"
@@ -465,13 +459,11 @@ class ShardedLearner:
         self._group.call("load_reference", str(path.parent))
 
     def export(self, folder: Path) -> None:
-        """See :class:`outrider.training.learner.Learner`."""
         if self._is_stale:
             self._sync()
         export(self.language_model, folder, check=False)
 
     def close(self) -> None:
-        """See :class:`outrider.training.learner.Learner`."""
         self._group.close()
         self.session.close()
 

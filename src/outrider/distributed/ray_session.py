@@ -101,7 +101,6 @@ class Resources:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """See :attr:`rank`."""
         return self._actor(0.5 if self.colocates else self.tensor_parallel)
 
     def _with_gpus(self, num: float) -> Bundle:

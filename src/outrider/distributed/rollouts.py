@@ -493,7 +493,6 @@ class RemoteGroupPlayer:
         self._beats = self._new_beats()
 
     def begin(self, step: PendingStep, groups: Sequence[int], *, is_again: bool) -> None:
-        """See :class:`outrider.training.async_rollouts.GroupPlayer`."""
         snapshots = self._ray.put([hook.snapshot() for hook in self._copied])  # once for all groups
         for number in groups:
             job = Job(
@@ -533,7 +532,6 @@ class RemoteGroupPlayer:
         return call.name[1] % len(self._crew.workers)
 
     def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
-        """See :class:`outrider.training.async_rollouts.GroupPlayer`."""
         results: dict[GroupName, GroupResult] = {}
         broken: list[tuple[_Call, ProcessLost]] = []
         if self._known_replacements != self._crew.num_replaced:  # an evaluation has other workers now
@@ -585,7 +583,6 @@ class RemoteGroupPlayer:
         return None
 
     def cancel(self) -> None:
-        """See :class:`outrider.training.async_rollouts.GroupPlayer`."""
         for worker in self._crew.workers:
             worker.leave.remote()
         self._calls.clear()

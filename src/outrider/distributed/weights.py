@@ -56,11 +56,9 @@ class ObjectStore:
         self._ray = ray
 
     def put(self, piece: bytes) -> Any:
-        """See :class:`Carrier`."""
         return self._ray.put(piece)
 
     def get(self, handle: Any) -> bytes:
-        """See :class:`Carrier`."""
         return bytes(self._ray.get(handle))
 
     def drop(self, handle: Any) -> None:

@@ -58,7 +58,6 @@ class AsyncGroupEngine(RemoteEngine):
         return generation
 
     def release(self, cache_keys: Sequence[str]) -> None:
-        """See :class:`RemoteEngine`."""
         super().release([self._scoped_key(key) for key in cache_keys])
 
     def _scoped_key(self, key: str) -> str:

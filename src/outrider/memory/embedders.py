@@ -102,7 +102,6 @@ class HashEmbedder:
         return cls()
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """See :class:`Embedder`."""
         counts = np.zeros((len(texts), self.dim), np.float64)
         for row, text in enumerate(texts):
             for word, count in Counter(_WORD.findall(text.lower())).items():
@@ -166,7 +165,6 @@ class MiniLmEmbedder:
         return MiniLmEmbedder, self._arguments
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """See :class:`Embedder`."""
         vectors = np.empty((len(texts), self.dim), np.float64)
         for row, text in enumerate(texts):
             ids = np.array(
@@ -217,7 +215,6 @@ class SentenceTransformerEmbedder:
         return SentenceTransformerEmbedder, self._arguments
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """See :class:`Embedder`."""
         if not texts:
             return np.empty((0, self.dim), np.float32)
         ends = [replace_surrogates(text[-self._max_chars :]) for text in texts]

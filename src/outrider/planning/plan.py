@@ -55,7 +55,6 @@ class Plan:
 
     @property
     def update_seconds(self) -> float:
-        """See :meth:`Workload.update_seconds`."""
         ranks, peak = self.fit.layout.trainers, self.options.device.peak
         return self.work.update_seconds(self.shape, ranks=ranks, peak=peak)
 

@@ -68,9 +68,7 @@ class Rollouts(Protocol):
 
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
-    ) -> RolloutReport:
-        """See :meth:`Scheduler.run`."""
-        ...
+    ) -> RolloutReport: ...
 
 
 @dataclass(frozen=True, slots=True, order=True)

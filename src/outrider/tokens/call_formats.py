@@ -44,18 +44,15 @@ class Hermes:
     markers = (_OPEN, _CLOSE)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         return read_between_words(text, _START, _block)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         payloads = [{"name": call.name, "arguments": call.raw or dict(call.arguments)} for call in calls]
         return "\n".join(
             f"{_OPEN}\n{json.dumps(payload, ensure_ascii=False)}\n{_CLOSE}" for payload in payloads
         )
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         return (
             f"You may call these functions:\n<tools>\n{list_schemas(tools)}\n</tools>\n"
             f"To call one, write a JSON object between {_OPEN} and {_CLOSE}:\n"
@@ -108,7 +105,6 @@ class Llama3Json:
     markers = (_LLAMA_TAG,)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         start = _start(text, tools)
         if start is None:
             return ParsedCalls(content=text)
@@ -135,12 +131,10 @@ class Llama3Json:
         return result()
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         payloads = ({"name": call.name, "parameters": call.raw or dict(call.arguments)} for call in calls)
         return "; ".join(json.dumps(payload, ensure_ascii=False) for payload in payloads)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         return (
             f"You may call these functions:\n{list_schemas(tools)}\n"
             "To call one, reply with this JSON object alone:\n"
@@ -222,7 +216,6 @@ class Pythonic:
     markers = (_PYTHONIC_OPEN, _PYTHONIC_CLOSE, _PYTHONIC_TAG)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         words, blocks = _blocks(text)
         if not blocks:
             # a tool's name may be none to Python: that is a call which cannot be read, and no words
@@ -240,7 +233,6 @@ class Pythonic:
         return ParsedCalls(content=words, calls=tuple(calls), problems=tuple(problems))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         parts = (
             f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
             for call in calls
@@ -248,11 +240,9 @@ class Pythonic:
         return f"[{', '.join(parts)}]"
 
     def unwritable(self, tool: ToolSchema) -> str:
-        """See :class:`outrider.tokens.tool_calls.LimitedForm`."""
         return find_invalid_name(tool, tools=_is_tool_name, arguments=_is_name)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         return (
             f"You may call these functions:\n{list_schemas(tools)}\n"
             "To call one or more, reply with this list alone:\n"
@@ -381,19 +371,15 @@ class Qwen3Coder:
     markers = (_OPEN, _CLOSE)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         return read_between_words(text, _FUNCTION_START, partial(_function_block, tools=tools))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         return "\n".join(_written(call) for call in calls)
 
     def unwritable(self, tool: ToolSchema) -> str:
-        """See :class:`outrider.tokens.tool_calls.LimitedForm`."""
         return find_invalid_name(tool, tools=_FUNCTION_NAME.fullmatch, arguments=_FUNCTION_NAME.fullmatch)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
-        """See :class:`outrider.tokens.tool_calls.CallFormat`."""
         example = _written(ToolCall(name="NAME", arguments={"PARAMETER": "value"}))
         return (
             f"You may call these functions:\n<tools>\n{list_schemas(tools)}\n</tools>\n"

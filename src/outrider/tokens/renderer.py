@@ -265,7 +265,6 @@ class ChatRenderer:
     def parse(
         self, token_ids: Sequence[int], *, context: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
     ) -> ParsedTurn:
-        """See :meth:`outrider.tokens.renderer.Renderer.parse`."""
         return read_turn(self.turn_text(token_ids, context=context), self.call_format, tools)
 
     def parse_message(self, text: str, tools: Sequence[ToolSchema]) -> Message:

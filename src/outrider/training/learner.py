@@ -109,27 +109,22 @@ class LocalLearner:
 
     @property
     def language_model(self) -> LanguageModel:
-        """See :class:`Learner`."""
         return self.policy.language_model
 
     @property
     def trained(self) -> frozenset[str]:
-        """See :class:`Learner`."""
         return frozenset(self.policy.masters)
 
     @property
     def num_steps(self) -> int:
-        """See :class:`Learner`."""
         return self.policy.num_steps
 
     @property
     def learning_rate(self) -> float:
-        """See :class:`Learner`."""
         return self.policy.learning_rate
 
     @property
     def has_reference(self) -> bool:
-        """See :class:`Learner`."""
         return self.reference is not None
 
     def update(
@@ -141,7 +136,6 @@ class LocalLearner:
         version: int | None = None,
         probes: Sequence[Trace] = (),
     ) -> UpdateReport:
-        """See :class:`Learner`."""
         return update(
             self.policy,
             traces,
@@ -158,12 +152,10 @@ class LocalLearner:
         )
 
     def score(self, traces: Sequence[Trace]) -> None:
-        """See :class:`Learner`."""
         assert self.reference is not None
         measure_kl(self.policy, self.reference, traces, max_tokens=self.settings.update.max_tokens)
 
     def fit(self, paths: Sequence[RolloutPath], *, on_step: OnStep) -> None:
-        """See :class:`Learner`."""
         cold_start(
             self.policy,
             paths,
@@ -175,25 +167,20 @@ class LocalLearner:
         self.policy.fresh_optimizer()
 
     def save(self, folder: Path) -> None:
-        """See :class:`Learner`."""
         self.policy.save(folder)
 
     def load(self, folder: Path, *, num_steps: int) -> None:
-        """See :class:`Learner`."""
         self.policy.load(folder, num_steps=num_steps)
 
     def freeze_reference(self, path: Path) -> int:
-        """See :class:`Learner`."""
         self.reference = self.policy.frozen_copy()
         return save_reference(path, self.reference)
 
     def load_reference(self, path: Path, *, checksum: int | None) -> None:
-        """See :class:`Learner`."""
         assert self.reference is not None
         load_reference(path, self.reference, checksum=checksum)
 
     def export(self, folder: Path) -> None:
-        """See :class:`Learner`."""
         export(self.policy.language_model, folder, check=False)
 
     def close(self) -> None:

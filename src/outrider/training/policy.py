@@ -79,11 +79,9 @@ class SingleRank:
     size = 1
 
     def gather(self, value: ValueT) -> list[ValueT]:
-        """See :class:`Ranks`."""
         return [value]
 
     def share(self, paths: Sequence[RolloutPath]) -> list[RolloutPath]:
-        """See :class:`Ranks`."""
         return list(paths)
 
 

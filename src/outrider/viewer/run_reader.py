@@ -64,7 +64,6 @@ class RecordedProgress:
         num_parallel: int = 1,
         time_left: TimeLeft | None = None,
     ) -> None:
-        """See :class:`~outrider.viewer.progress.Progress`."""
         self._inner.stage(name, total, done=done, num_parallel=num_parallel, time_left=time_left)
         self._stage = self._clocks.begin(
             name, total, done=done, num_parallel=num_parallel, time_left=time_left
@@ -77,7 +76,6 @@ class RecordedProgress:
         self._write()
 
     def advance(self, done: int, **fields: Field) -> None:
-        """See :class:`~outrider.viewer.progress.Progress`."""
         self._inner.advance(done, **fields)
         self._stage.advance(done, dict(fields))
         self._state["done"] = done

@@ -91,17 +91,14 @@ class ProgramConfig(EnvironmentSettings):
 
     @property
     def call_format(self) -> str | None:
-        """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return self.tool_calls
 
     @property
     def keeps_conversations(self) -> bool:
-        """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return True
 
     @property
     def max_concurrent(self) -> int | None:
-        """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return self.max_programs
 
     def waiting_s(self, num_concurrent: int) -> float:

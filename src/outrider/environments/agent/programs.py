@@ -278,7 +278,6 @@ class Programs(RestartingProcess):
         super().__init__(lambda: _launch(settings_json))
 
     def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
-        """See :class:`~outrider.environments.agent.programs.ProgramRunner`."""
         return self.begin({"task": asdict(task), "environment": dict(environment)}, on_end)
 
 

@@ -112,7 +112,6 @@ class ReasoningGymConfig(EpisodeConfig):
 
     @property
     def call_format(self) -> str | None:
-        """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return None if self.protocol == "tags" else self.protocol
 
     @property

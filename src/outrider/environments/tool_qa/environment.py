@@ -176,12 +176,10 @@ class ToolsConfig(EpisodeConfig):
 
     @property
     def has_experts(self) -> bool:
-        """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return False
 
     @property
     def call_format(self) -> str | None:
-        """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return None if self.protocol == "tags" else self.protocol
 
     def tool_names(self) -> tuple[str, ...]:

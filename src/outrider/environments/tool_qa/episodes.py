@@ -57,16 +57,13 @@ class CallBudget:
         self._lock = threading.Lock()
 
     def set_share(self, begin: int, end: int, num_groups: int) -> None:
-        """See :class:`outrider.environments.base.CallCapped`."""
         if self._whole is not None:
             self.limit = self._whole * end // num_groups - self._whole * begin // num_groups
 
     def num_spent(self) -> int:
-        """See :class:`outrider.environments.base.CallCapped`."""
         return self.num_executed
 
     def resume_batch(self, num_spent: int) -> None:
-        """See :class:`outrider.environments.base.CallCapped`."""
         self._limited = self.limit is not None
         self.num_executed = num_spent
         self.begin_round()
@@ -270,17 +267,14 @@ class NativeToolEnvironment(ToolEpisode):
 
     @property
     def tool_schemas(self) -> Sequence[ToolSchema]:
-        """See :class:`outrider.environments.base.NativeTools`."""
         return self._tools.schemas
 
     @property
     def call_format(self) -> str:
-        """See :class:`outrider.environments.base.NativeTools`."""
         assert self._config.call_format is not None  # the factory asks for it
         return self._config.call_format
 
     def copy(self) -> Self:
-        """See :meth:`ToolEpisode.copy`."""
         twin = super().copy()
         twin._turns = list(self._turns)
         return twin
@@ -418,7 +412,6 @@ class ToolEnvironment(ToolEpisode):
         self._turns: list[Turn] = []
 
     def copy(self) -> Self:
-        """See :meth:`ToolEpisode.copy`."""
         twin = super().copy()
         twin._turns = list(self._turns)
         return twin
@@ -536,23 +529,18 @@ class ToolEnvironmentFactory:
         )
 
     def set_share(self, begin: int, end: int, num_groups: int) -> None:
-        """See :class:`outrider.environments.base.CallCapped`."""
         self._budget.set_share(begin, end, num_groups)
 
     def num_spent(self) -> int:
-        """See :class:`outrider.environments.base.CallCapped`."""
         return self._budget.num_spent()
 
     def resume_batch(self, num_spent: int) -> None:
-        """See :class:`outrider.environments.base.CallCapped`."""
         self._budget.resume_batch(num_spent)
 
     def begin_batch(self, *, limited: bool) -> None:
-        """See :class:`outrider.environments.base.RoundAware`."""
         self._budget.begin_batch(limited=limited)
 
     def begin_round(self) -> None:
-        """See :class:`outrider.environments.base.RoundAware`."""
         self._budget.begin_round()
 
     def close(self) -> None:

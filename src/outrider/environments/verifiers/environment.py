@@ -120,7 +120,6 @@ class Episodes(RestartingProcess):
         super().__init__(lambda: launch(config, lists=False))
 
     def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
-        """See :class:`~outrider.environments.agent.programs.ProgramRunner`."""
         request = {
             "key": task.key,
             "versions": task.metadata["versions"],

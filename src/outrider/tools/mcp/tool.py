@@ -109,7 +109,6 @@ class McpConfig(ToolSettings):
         return self
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """See :class:`outrider.tools.base.ToolSettings`."""
         rounds = math.ceil(num_concurrent / (self.num_servers * self.max_concurrent))
         return rounds * (self.timeout_s + LOOK_S) + self.start_timeout_s
 
@@ -386,7 +385,6 @@ class McpServer(ToolGroup):
 
     @classmethod
     def names(cls, settings: McpConfig) -> tuple[str, ...]:
-        """See :class:`outrider.tools.base.ToolGroup`."""
         return tuple(tool_tag(settings, name) for name in settings.only) or super().names(settings)
 
     @classmethod
