@@ -255,7 +255,7 @@ def play(settings: Any, *, seed: int, shuffled: bool = False, num_steps: int = N
     with TemporaryDirectory() as folder:
         run = HiddenRun(HiddenToy(seed=seed, num_turns=DEPTH), settings, folder=Path(folder))
         if shuffled:
-            run.algorithm.tips.memory = ShuffledMemory(by_state=True)
+            run.algorithm.tips.memory = ShuffledMemory(per_state=True)
         try:
             return run.train(max_policy_tokens=10**9, max_steps=num_steps)
         finally:
