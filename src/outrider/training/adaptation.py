@@ -26,12 +26,12 @@ from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.rollout.faults import fault_line, lost_reasons, require_room
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Leaf, Trace
-from outrider.training.components import Components, token_counter
+from outrider.training.components import Components
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build
+from outrider.training.step_metrics import evaluation_metrics
 from outrider.training.step_records import RecordFiles
-from outrider.training.trainer import evaluation_metrics
 from outrider.types import Task
 from outrider.viewer.progress import SET_UP, Progress, TokenMeter, WatchedProgress, make_progress
 from outrider.viewer.trackers import make_trackers
@@ -171,7 +171,7 @@ def _play(
         "trial", "score [95 % interval]", "mean return, no share", "tasks", "faults", title="no weight update"
     )
 
-    files = RecordFiles.from_run(run.path)
+    files = RecordFiles(run.path)
     trackers = make_trackers(
         settings.trackers, run_dir=run.path, config=settings.model_dump(mode="json"), warn=display.note
     )
@@ -207,9 +207,11 @@ def make_hook(parts: Components) -> TipHook | ReflexionHook:
     if parts.settings.evaluation.memory == "reflexion":
         return ReflexionHook()
     memory = parts.settings.algorithm.tip_memory or MemorySettings()
-    counter = token_counter(parts.renderer)
     return TipHook(
-        memory, embedder=load_embedder(memory.embedder), num_tokens=counter, seed=parts.settings.seed
+        memory,
+        embedder=load_embedder(memory.embedder),
+        num_tokens=parts.renderer.count_tokens,
+        seed=parts.settings.seed,
     )
 
 

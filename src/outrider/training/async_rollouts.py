@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -26,22 +26,14 @@ from outrider.rollout.hooks import Hook, Portable
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.components import Components
-from outrider.training.data import SampledStep, plan_step, play_step
+from outrider.training.data import QueuedStep, SampledStep, plan_step, play_step
 from outrider.types import Task
+
+if TYPE_CHECKING:
+    from outrider.training.resume import RunState
 
 QUEUE: Final = "queue.jsonl"
 _ValueT = TypeVar("_ValueT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedStep:
-    """A step that was played and not yet trained on. ``counts`` are the algorithm's from before, ``seconds``
-    what the rollouts took.
-    """
-
-    sampled: SampledStep
-    counts: Sequence[Mapping[str, int]]
-    seconds: float
 
 
 def write_queue(folder: Path, queued: QueuedStep) -> None:
@@ -350,20 +342,16 @@ class RolloutPrefetch:
 
 
 @contextmanager
-def prefetch_rollouts(
-    parts: Components, report: SampledStep, *, step: int, is_last: bool
-) -> Iterator[RolloutPrefetch | None]:
-    """Around the update of ``report``: the rollouts of the next ``step`` under way; None where the run plays
-    and trains in turn, or ends. They are given up where the update breaks.
+def prefetch_rollouts(parts: Components, sampled: SampledStep, *, step: int) -> Iterator[RolloutPrefetch]:
+    """Generate the rollouts of the next ``step`` during the update on ``sampled``; they are cancelled if the
+    update fails.
     """
-    remote, cluster = parts.remote, parts.settings.cluster
-    if remote is None or not cluster.max_staleness or cluster.in_flight or is_last:
-        yield None
-        return
+    remote = parts.remote
+    assert remote is not None  # the settings require engines in other processes
 
     def play(prefetch: RolloutPrefetch) -> SampledStep:
         rollouts = remote.rollouts(parts, training=True, on_finished=prefetch.on_finished, prefetch=prefetch)
-        return play_step(parts, rollouts, step=step, cursor=report.cursor)
+        return play_step(parts, rollouts, step=step, cursor=sampled.cursor)
 
     prefetch = RolloutPrefetch(play, counts=parts.algorithm.counts())
     try:
@@ -517,3 +505,19 @@ class AsyncRolloutQueue:
         for pending in steps:
             self._absorb(pending)
         return QueueSnapshot(steps=steps, counts=self._counts)
+
+
+def start_queue(parts: Components, state: "RunState", *, note: Callable[[str], None]) -> AsyncRolloutQueue:
+    """The queue of a run, with the steps that its checkpoint has. From now on ``state`` saves the queue."""
+    assert parts.remote is not None  # the settings require engines in other processes
+    queue = AsyncRolloutQueue(
+        parts,
+        parts.remote.group_player(parts),
+        step=state.step,
+        cursor=state.task_cursor,
+        snapshot=state.queue_snapshot,
+    )
+    if queue.num_restarted_groups:
+        note(f"{queue.num_restarted_groups} groups that had not ended at the checkpoint begin anew")
+    state.queue_snapshot, state.snapshot_queue = None, queue.snapshot
+    return queue

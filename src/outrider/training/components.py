@@ -13,7 +13,7 @@ from outrider.rollout.scheduler import Rollouts
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
 from outrider.training.settings import RunSettings
-from outrider.types import Message, Step, Task
+from outrider.types import Step, Task
 
 if TYPE_CHECKING:
     from outrider.training.async_rollouts import GroupPlayer, RolloutPrefetch
@@ -95,8 +95,3 @@ class Components:
     rollout_status: RolloutStatus = field(
         default_factory=RolloutStatus
     )  # of all rollouts: for the one who watches
-
-
-def token_counter(renderer: ChatRenderer) -> Callable[[str], int]:
-    """How many tokens a text inside a message has."""
-    return lambda text: len(renderer.bridge((), [Message(role="inline", content=text)]))

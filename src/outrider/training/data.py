@@ -7,7 +7,7 @@ stage that it was in.
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -315,6 +315,17 @@ class SampledStep:
             "group/num_missing": float(num_groups - len(self.trained)),
             "group/num_extra_batches": float(self.num_extra_batches),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedStep:
+    """The rollouts of a step that is not trained on yet. ``counts`` are the algorithm's from before them,
+    ``seconds`` their duration if they were generated during an earlier update, else 0.
+    """
+
+    sampled: SampledStep
+    counts: Sequence[Mapping[str, int]]
+    seconds: float
 
 
 def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) -> SampledStep:

@@ -309,7 +309,8 @@ class Policy(Scorer):
     ) -> None:
         super().__init__(language_model, uses_flex=uses_flex)
         self.settings = settings
-        choose_trained(self.model, lora=lora, trained_layers=trained_layers, seed=seed)
+        if lora is not None or trained_layers is not None:
+            choose_trained(self.model, lora=lora, trained_layers=trained_layers, seed=seed)
         if checkpoint_activations:
             checkpoint_layers(self.model)
         # Tied embeddings have one name here, hence one master and one optimiser state.

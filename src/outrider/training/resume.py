@@ -20,11 +20,11 @@ from outrider.config import Settings
 from outrider.engines.local.processor import read_processor
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError
-from outrider.files import readable
+from outrider.files import readable, whole_lines
 from outrider.metrics.writer import MetricsWriter
 from outrider.plugins.listing import PREFIX, plugin_digests
 from outrider.training.async_rollouts import (
-    QueuedStep,
+    QUEUE,
     QueueSnapshot,
     read_queue,
     read_snapshot,
@@ -32,12 +32,8 @@ from outrider.training.async_rollouts import (
     write_snapshot,
 )
 from outrider.training.checkpoint import (
-    STATE,
-    Records,
     checkpoints_newest_first,
     damaged,
-    file_checksum,
-    has_checksum,
     load_checkpoint,
     load_memory,
     prune_checkpoints,
@@ -45,10 +41,11 @@ from outrider.training.checkpoint import (
     save_checkpoint,
 )
 from outrider.training.components import Components
+from outrider.training.data import QueuedStep
 from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import RecordFiles
-from outrider.viewer.records import TraceReader
+from outrider.viewer.records import MemoryWriter, RolloutWriter, TraceReader, TraceWriter
 
 if TYPE_CHECKING:
     from outrider.training.learner import Learner
@@ -280,15 +277,20 @@ def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
     for checkpoint in checkpoints:
         try:
             state = read_state(checkpoint)
+            inputs, recorded = state["inputs"], state["settings"]
+        except KeyError as error:
+            raise damaged(checkpoint, error) from error
         except CheckpointError:
-            continue  # which is told where the checkpoint is loaded
+            if checkpoint == checkpoints[-1]:
+                raise
+            continue  # reported when the checkpoint is loaded
         check_inputs(  # again where it is loaded, which takes longer
-            state.get("inputs", {}),
+            inputs,
             plugin_digests(settings),
             other_versions=False,
             allow_changed_plugins=run.allow_changed_plugins,
         )
-        return check_settings(state.get("settings", {}), settings)
+        return check_settings(recorded, settings)
     return []
 
 
@@ -310,7 +312,8 @@ def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
 # to one.
 
 
-_COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations")
+_COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations", "weight_version")
+_REQUIRED: Final = ("tasks", "versions", "settings", "inputs", "buffer_digest", "reference_checksum")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -336,7 +339,6 @@ class RunState:
     snapshot_queue: Callable[[], QueueSnapshot] | None = None
     metrics: MetricsWriter = field(init=False)
     files: RecordFiles = field(init=False)
-    records: Records = field(init=False)
     _reference_checksum: int | None = None
     _tasks: dict[str, str] = field(init=False)
     _inputs: dict[str, str] = field(init=False)
@@ -344,8 +346,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
-        self.files = RecordFiles.from_run(self.run.path)
-        self.records = Records(self.run.path)
+        self.files = RecordFiles(self.run.path)
         self._tasks = {
             "train": hash_tasks(self.parts.train_tasks),
             "held-out": hash_tasks(self.parts.test_tasks),
@@ -361,10 +362,16 @@ class RunState:
         self.metrics.close()
 
     def begin(self) -> None:
-        """Forget what a run left that was killed before its first checkpoint."""
+        """Remove what a run left that was killed before its first checkpoint."""
         self.run.cut_evaluations(0)
         self.metrics.cut(0)
-        self.files.resume(-1)
+        self._remove_records(after=-1)
+
+    def _remove_records(self, *, after: int) -> None:
+        """Remove the traces, rollouts and memory changes of later steps."""
+        folder = self.run.path
+        for writer in (TraceWriter(folder / "traces"), RolloutWriter(folder), MemoryWriter(folder)):
+            writer.resume(after)
 
     def freeze_reference(self) -> None:
         """The KL term holds the policy to what it was when reinforcement learning began."""
@@ -405,7 +412,6 @@ class RunState:
             self.parts.learner,
             state,
             arrays,
-            records=self.records.checksums(),
             write_queue=write,
         )
         self.saved_step = self.step
@@ -419,35 +425,6 @@ class RunState:
             snapshot = self.snapshot_queue()
             return partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
         return None if self.queued is None else partial(write_queue, queued=self.queued)
-
-    def save_if_new(self) -> None:
-        """The same, where a training step has been done since the last one."""
-        if self.step and self.saved_step != self.step:
-            self.save()
-
-    def check_records(self, state: dict[str, Any] | None = None) -> bool:
-        """Tell what is gone of metrics, evaluations and traces, or is not what was written; whether nothing
-        is.
-
-        With the ``state`` of a finished run, which loads no reference weights, also of those.
-        """
-        problems = self.records.problems(self._checkpoint)
-        if state is not None and (written := state.get("reference_checksum")) is not None:
-            checksum = file_checksum(self._reference_path) if self._reference_path.is_file() else None
-            if checksum != written:
-                reason = "is missing" if checksum is None else "is not what was written"
-                problems.append(f"{self._reference_path.name} {reason}")
-        for problem in problems:
-            self.note(f"DAMAGED RECORDS, of which weights and training know nothing: {problem}")
-        return not problems
-
-    def write_record_checksums(self) -> None:
-        """At the end of a run: its last evaluation comes behind its last checkpoint."""
-        self.records.write_checksums(self._checkpoint)
-
-    @property
-    def _checkpoint(self) -> Path:
-        return self.run.checkpoints / f"step-{self.saved_step:06d}"
 
     def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
         """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError
@@ -467,11 +444,11 @@ class RunState:
         try:
             for name in _COUNTS:
                 int(state[name])
+            if missing := [name for name in _REQUIRED if name not in state]:
+                raise KeyError(missing[0])
             self.step = self.saved_step = int(state["step"])
             self.num_policy_tokens = int(state["num_policy_tokens"])
-            self.task_cursor = int(
-                state.get("task_cursor", self.step * self.parts.settings.train.tasks_per_step)
-            )
+            self.task_cursor = int(state["task_cursor"])
             if state["buffer_revision"] is not None:
                 int(state["buffer_revision"])
             self.parts.algorithm.restore_counts(state["hook_counts"])
@@ -479,16 +456,10 @@ class RunState:
                 self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
             if self.parts.settings.cluster.in_flight:
                 self.queue_snapshot = read_snapshot(checkpoint)
-            else:
+            elif (checkpoint / QUEUE).exists():
                 self.queued = read_queue(checkpoint)
-            is_checksummed = has_checksum(checkpoint / STATE)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise damaged(checkpoint, error) from error
-        if not is_checksummed:
-            self.note(
-                f"NO CHECKSUM in {STATE} of {checkpoint.name} (an earlier Outrider wrote "
-                "none): damage to it goes unnoticed"
-            )
         return state
 
     def rewind(self, state: dict[str, Any], *, last_label: str) -> None:
@@ -498,30 +469,31 @@ class RunState:
 
         Raises CheckpointError where that cannot be: other tasks, buffer or reference, or records are gone.
         """
-        self.records.require_lines(state)
-        for name, tasks_hash in state.get("tasks", {}).items():
+        for path, key in (
+            (self.metrics.path, "num_metric_records"),
+            (self.run.evaluations, "num_evaluations"),
+        ):
+            if (num_lines := len(whole_lines(path))) < int(state[key]):  # they cannot be made again
+                raise CheckpointError(
+                    f"{path.name} has {num_lines} lines, its checkpoint was saved at {state[key]}: put the "
+                    "file back, or begin a new run with model.initial_checkpoint"
+                )
+        for name, tasks_hash in state["tasks"].items():
             if tasks_hash != self._tasks[name]:
                 raise CheckpointError(
                     f"the {name} tasks are not those that this run began with: put the data back, "
                     "or begin a new run with model.initial_checkpoint"
                 )
-        if "settings" not in state:
-            self.note(
-                f"NO SETTINGS in {STATE} of {self._checkpoint.name} (an earlier Outrider wrote none): "
-                "whether config.toml and "
-                "the files that it names are what the run began with is not checked"
-            )
-        other_versions = differences(state.get("versions", {}))
+        other_versions = differences(state["versions"])
         inputs = check_inputs(
-            state.get("inputs", {}),
+            state["inputs"],
             self._inputs,
             other_versions=bool(other_versions),
             allow_changed_plugins=self.run.allow_changed_plugins,
         )
         for difference in [*other_versions, *inputs]:
             self.note(difference)
-        are_whole = self.check_records()
-        self._reference_checksum = state.get("reference_checksum")
+        self._reference_checksum = state["reference_checksum"]
         if self.parts.learner.has_reference:
             self.parts.learner.load_reference(self._reference_path, checksum=self._reference_checksum)
         if (buffer := self.parts.buffer) is not None and buffer.revision != state["buffer_revision"]:
@@ -529,18 +501,15 @@ class RunState:
                 buffer.rollback(int(state["buffer_revision"]))
             else:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
-        if (began_with := state.get("buffer_digest")) is not None:
+        if (began_with := state["buffer_digest"]) is not None:
             check_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
         # From here on files are cut: whatever can refuse has spoken.
         num_retained = self._retain_last_evaluation(state, last_label)
         self.metrics.cut(int(state["num_metric_records"]) + num_retained)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_retained)
-        self.files.resume(self.step)
-        if num_retained and are_whole:
-            # else a kill before the next checkpoint would leave the new label as damage
-            self.write_record_checksums()
+        self._remove_records(after=self.step)
         # Its keys and values, if any, are of other weights.
-        self.parts.engine.load(int(state.get("weight_version", self.parts.engine.weight_version + 1)))
+        self.parts.engine.load(int(state["weight_version"]))
         self.note(f"continuing from step {self.step}")
 
     def _retain_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:

@@ -18,6 +18,7 @@ from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.base import HYBRID, has_part
 from outrider.rollout.branching import Brancher
+from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.components import Components, RemoteRollouts
@@ -627,6 +628,18 @@ def _num_tokens(path: Sequence[Node]) -> int:
 
 def _total(nodes: Sequence[Node], name: str) -> float:
     return float(sum(node.metadata.get(name, 0) for node in nodes))
+
+
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """The numbers of an evaluation under their declared names."""
+    return {
+        "eval/score": evaluation.score,
+        "eval/ci_low": evaluation.ci_low,
+        "eval/ci_high": evaluation.ci_high,
+        "eval/mean_return": evaluation.mean_return,
+        "eval/num_tasks": float(evaluation.num_tasks),
+        "eval/num_faults": float(evaluation.num_faults),
+    }
 
 
 # The record of a training step: its declared metrics, from rollouts, credit and update.
