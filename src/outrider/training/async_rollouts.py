@@ -1,8 +1,9 @@
-"""``queue.jsonl`` of a checkpoint: the groups of the next step where they were played beside the update, so
-that a run that is continued trains on the very same ones.
+"""Rollouts that are generated during updates: those of the next step (``cluster.max_staleness``), or groups
+of several steps (``cluster.in_flight``); and ``queue.jsonl`` of a checkpoint, which holds them, so that a
+resumed run trains on the very same ones.
 
-The first line holds what belongs to the whole step, every other one a group. Floats are written so that the
-same bits are read; nothing is pickled.
+The first line of the file belongs to the whole step, every other one is a group. Floats are written so that
+the same bits are read; nothing is pickled.
 """
 
 import json
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -30,6 +31,7 @@ from outrider.training.data import QueuedStep, SampledStep, plan_step, play_step
 from outrider.types import Task
 
 if TYPE_CHECKING:
+    from outrider.distributed.rollouts import RemoteGroupPlayer
     from outrider.training.resume import RunState
 
 QUEUE: Final = "queue.jsonl"
@@ -373,33 +375,13 @@ def prefetch_rollouts(parts: Components, sampled: SampledStep, *, step: int) -> 
 GroupName = tuple[int, int]  # step, and number in it
 
 
-class GroupPlayer(Protocol):
-    """Whoever plays the groups that are begun, several at a time."""
-
-    def begin(self, step: PendingStep, groups: Sequence[int], *, is_again: bool) -> None:
-        """Begin these groups of a step, from what hooks know now; returns at once. ``is_again``: they had
-        begun, and are lost.
-        """
-        ...
-
-    def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
-        """What has come to an end since the last call; ``waits``: for a moment, where that is nothing. Raises
-        ClusterFault.
-        """
-        ...
-
-    def cancel(self) -> None:
-        """Nobody wants what is under way: it ends soon, and nothing of it comes back."""
-        ...
-
-
 class AsyncRolloutQueue:
     """The steps that have begun and are not trained on. Its methods are called by the thread that trains."""
 
     def __init__(
         self,
         parts: Components,
-        player: GroupPlayer,
+        player: "RemoteGroupPlayer",
         *,
         step: int,
         cursor: int,

@@ -1,7 +1,6 @@
-"""Stages of training: which of the training tasks a step can play (``train.stages``).
+"""The tasks of a run: its stages (``train.stages``), the tasks of each step, and the rollouts of a step.
 
-A function of the step alone: there is no state to save, so a run that goes on from any checkpoint is in the
-stage that it was in.
+The stage is a function of the step alone: there is no state to save.
 """
 
 import json
@@ -23,7 +22,7 @@ from outrider.errors import DataError, OutriderError
 from outrider.rollout.batching import largest
 from outrider.rollout.evaluate import EvaluationSettings
 from outrider.rollout.faults import count_cut, cut_line, fault_line
-from outrider.rollout.scheduler import RolloutReport, Rollouts
+from outrider.rollout.scheduler import Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.training.cold_start import expert_rollouts
@@ -158,7 +157,9 @@ def repetition_lines(tasks: Sequence[Task], split: str) -> list[str]:
         if task.answers:
             groups.setdefault(_identity(task), []).append(task)
     repeated = [group for group in groups.values() if len(group) > 1]
-    several = [group for group in repeated if len({frozenset(_answers(task)) for task in group}) > 1]
+    several = [
+        group for group in repeated if len({frozenset(map(_normal, task.answers)) for task in group}) > 1
+    ]
     equal = [group for group in repeated if group not in several]
     lines = []
     if equal:
@@ -235,10 +236,6 @@ def tasks_to_compare(
 def _identity(task: Task) -> tuple[str, ...]:
     metadata = json.dumps(dict(task.metadata), sort_keys=True, default=str)
     return (_normal(task.question), metadata) if task.answers else (task.key, task.question, metadata)
-
-
-def _answers(task: Task) -> Sequence[str]:
-    return [_normal(answer) for answer in task.answers]
 
 
 def _normal(text: str) -> str:
@@ -367,7 +364,16 @@ def sample_step(
     """
     if choice.tasks is not None:
         report = rollouts.run(choice.tasks, modes=modes, training_step=step)
-        return _unfiltered_step(report, cursor=cursor)
+        return SampledStep(
+            is_filtered=False,
+            traces=report.traces,
+            trained=report.traces,
+            faults=report.faults,
+            fault_reasons=report.fault_reasons,
+            num_extra_batches=0,
+            cursor=cursor,  # the order of tasks stands still
+            loop_lag_s=report.loop_lag_s,
+        )
     traces: list[Trace] = []
     trained: list[Trace] = []
     faults: Counter[str] = Counter()
@@ -384,8 +390,11 @@ def sample_step(
         )
         if not tasks:
             break
-        numbered = partial(_offset_modes, modes, len(traces))
-        report = rollouts.run(tasks, modes=numbered, training_step=step, continued=num_batches > 0)
+        # Groups are numbered on through the rounds of a step.
+        round_modes = [modes(len(traces) + number) for number in range(len(tasks))]
+        report = rollouts.run(
+            tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0
+        )
         traces += report.traces
         trained += report.traces if filtered is None else filtered.select(report.traces)
         faults += report.faults
@@ -402,27 +411,6 @@ def sample_step(
         cursor=cursor,
         loop_lag_s=largest(lags),
     )
-
-
-def _unfiltered_step(report: RolloutReport, *, cursor: int) -> SampledStep:
-    """A step whose tasks the algorithm named: all of its groups are trained, and the order of tasks stands
-    still.
-    """
-    return SampledStep(
-        is_filtered=False,
-        traces=report.traces,
-        trained=report.traces,
-        faults=report.faults,
-        fault_reasons=report.fault_reasons,
-        num_extra_batches=0,
-        cursor=cursor,
-        loop_lag_s=report.loop_lag_s,
-    )
-
-
-def _offset_modes(modes: Callable[[int], Sequence[str]], num_before: int, group: int) -> Sequence[str]:
-    """Groups are numbered on through a step's rounds."""
-    return modes(num_before + group)
 
 
 # Off-policy data that joins a step before the update: rollouts that the algorithm adds or plays beside the

@@ -1,11 +1,11 @@
-"""Digests of what decides a run's bits beside its settings and tasks: tokenizer, template, files, buffer."""
+"""Resuming a run: digests of everything that decides its bits, and the state that a checkpoint saves."""
 
 import hashlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,10 +63,14 @@ def input_digests(parts: Components) -> dict[str, str]:
     changes.
     """
     tokenizer = parts.learner.language_model.tokenizer
+    configuration = parts.learner.language_model.model.config.to_dict()
+    # neither where the model lies, nor in which precision it is kept
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        configuration.pop(name, None)
     digests = {
         "chat template": _text_digest(json.dumps(tokenizer.chat_template, sort_keys=True)),
         "tokenizer": _text_digest(_tokenizer(tokenizer)),
-        "model configuration": _text_digest(_configuration(parts.learner)),
+        "model configuration": _text_digest(json.dumps(configuration, sort_keys=True, default=str)),
     }
     if (frozen := _frozen_weights(parts.learner)) is not None:
         digests["frozen weights"] = frozen
@@ -77,7 +81,11 @@ def input_digests(parts: Components) -> dict[str, str]:
     if demonstrations := parts.settings.cold_start.demonstrations:
         files["cold_start.demonstrations"] = Path(demonstrations)
     digests |= plugin_digests(parts.settings)
-    return digests | {key: _file_digest(path) for key, path in sorted(files.items()) if path.is_file()}
+    for key, path in sorted(files.items()):
+        if path.is_file():
+            with path.open("rb") as stream:
+                digests[key] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests
 
 
 def check_inputs(
@@ -101,10 +109,13 @@ def check_inputs(
             if set(refused) - set(plugin_changes)
             else "put its code back, go on with --changed-plugins"
         )
+        descriptions = []
+        for name in refused:
+            before, after = recorded.get(name, ""), now[name] or ""
+            is_digest = _HEX.fullmatch(before) or _HEX.fullmatch(after)  # else words, such as a list of tools
+            descriptions.append(name if is_digest else f"{name} (was: {before}; is: {after})")
         raise CheckpointError(
-            "not what this run began with: "
-            f"{', '.join(_describe_change(name, recorded, now) for name in refused)}; "
-            f"{advice}, "
+            f"not what this run began with: {', '.join(descriptions)}; {advice}, "
             "or begin a new run with model.initial_checkpoint"
         )
     lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in version_changes]
@@ -114,21 +125,8 @@ def check_inputs(
     ]
 
 
-def _describe_change(name: str, recorded: Mapping[str, str], now: Mapping[str, str | None]) -> str:
-    """The name, and what was and is where that is in words (a server's version, its list of tools)."""
-    before, after = recorded.get(name, ""), now[name] or ""
-    if _HEX.fullmatch(before) or _HEX.fullmatch(after):
-        return name
-    return f"{name} (was: {before}; is: {after})"
-
-
 def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _tokenizer(tokenizer: Any) -> str:
@@ -143,14 +141,6 @@ def _tokenizer(tokenizer: Any) -> str:
     )
 
 
-def _configuration(learner: "Learner") -> str:
-    """Without where the model lies, and in which precision it is kept."""
-    content = learner.language_model.model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        content.pop(name, None)
-    return json.dumps(content, sort_keys=True, default=str)
-
-
 def _frozen_weights(learner: "Learner") -> str | None:
     """CRC-32 of the weights that no checkpoint holds, because they do not train; None where all train."""
     value = None
@@ -162,22 +152,19 @@ def _frozen_weights(learner: "Learner") -> str | None:
     return None if value is None else f"{value:08x}"
 
 
-def settings_files(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Paths that settings name, by dotted key, in every section but those of tasks; of a list's tables
-    too.
+def settings_files(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Path]]:
+    """Paths that settings name, by dotted key, in every section except those of tasks; also in the tables of
+    lists.
     """
     for name, value in settings:
-        yield from _value_files(name, value)
-
-
-def _value_files(name: str, value: Any) -> Iterator[tuple[str, Path]]:
-    if isinstance(value, Path):
-        yield name, value
-    elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
-        yield from ((f"{name}.{key}", path) for key, path in settings_files(value))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _value_files(f"{name}.{number}", item)
+        inner: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, Path):
+            yield name, value
+        elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
+            inner = value
+        elif isinstance(value, list | tuple):
+            inner = ((str(number), item) for number, item in enumerate(value))
+        yield from ((f"{name}.{key}", path) for key, path in settings_files(inner))
 
 
 # Packages, libraries, the processor and its use: they decide a run's bits beside its seed and settings.
@@ -209,7 +196,15 @@ def differences(recorded: Mapping[str, str]) -> list[str]:
     for kind, current in {"VERSIONS": _software(), "PROCESSOR": _machine()}.items():
         changed = {name: now for name, now in current.items() if recorded.get(name, now) != now}
         if changed:
-            descriptions = [_describe_difference(name, recorded[name], now) for name, now in changed.items()]
+            descriptions = []
+            for name, now in changed.items():
+                was, suffix = recorded[name], now
+                if name == _SETS:  # only what one of two long lists has and the other has not
+                    was, suffix = (
+                        " ".join(sorted(set(was.split()) - set(now.split()))) or "as now",
+                        " ".join(sorted(set(now.split()) - set(was.split()))) or "without these",
+                    )
+                descriptions.append(f"{name} {was} (now {suffix})")
             lines.append(
                 f"OTHER {kind}: the checkpoint was written with {', '.join(descriptions)}; "
                 "the run goes on, but not to the same bits for sure"
@@ -249,16 +244,6 @@ def _search_version(pattern: str, text: str) -> str:
     return next(group for group in match.groups() if group) if match else "none"
 
 
-def _describe_difference(name: str, was: str, now: str) -> str:
-    """Of two long lists only what one has and the other has not."""
-    if name != _SETS:
-        return f"{name} {was} (now {now})"
-    removed, added = set(was.split()) - set(now.split()), set(now.split()) - set(was.split())
-    return (
-        f"{name} {' '.join(sorted(removed)) or 'as now'} (now {' '.join(sorted(added)) or 'without these'})"
-    )
-
-
 # Whether a run folder can be gone on with, asked before a model is loaded and before anything is written.
 
 
@@ -278,13 +263,19 @@ def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
         try:
             state = read_state(checkpoint)
             inputs, recorded = state["inputs"], state["settings"]
-        except KeyError as error:
+            version = state["versions"]["outrider"]
+        except (KeyError, TypeError) as error:
             raise damaged(checkpoint, error) from error
         except CheckpointError:
             if checkpoint == checkpoints[-1]:
                 raise
             continue  # reported when the checkpoint is loaded
-        check_inputs(  # again where it is loaded, which takes longer
+        if version.startswith(("0.1.", "0.2.")):
+            raise CheckpointError(
+                f"{run.path} is a run of Outrider {version}: continue it with that version, or begin a new "
+                f"run with model.initial_checkpoint={checkpoint}"
+            )
+        check_inputs(  # again when the checkpoint is loaded, which takes longer
             inputs,
             plugin_digests(settings),
             other_versions=False,
@@ -383,7 +374,13 @@ class RunState:
         were.
         """
         buffer = self.parts.buffer
-        write = self._queue_writer()  # first: what it takes in, the memories below have to know
+        write: Callable[[Path], None] | None = None
+        if self.snapshot_queue is not None:
+            # First: what it takes in, the memories below have to know.
+            snapshot = self.snapshot_queue()
+            write = partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
+        elif self.queued is not None:
+            write = partial(write_queue, queued=self.queued)
         # Before the revision is written down: a power failure may take commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
@@ -407,24 +404,12 @@ class RunState:
         if self.parts.algorithm.remembers:
             state["memory"], arrays = self.parts.algorithm.state()
         folder = self.run.checkpoints / f"step-{self.step:06d}"
-        save_checkpoint(
-            folder,
-            self.parts.learner,
-            state,
-            arrays,
-            write_queue=write,
-        )
+        save_checkpoint(folder, self.parts.learner, state, arrays, write_queue=write)
         self.saved_step = self.step
         # Only once the new one is on disk.
         prune_checkpoints(
             self.run.checkpoints, max_checkpoints=self.parts.settings.train.keep_checkpoints, newest=self.step
         )
-
-    def _queue_writer(self) -> Callable[[Path], None] | None:
-        if self.snapshot_queue is not None:
-            snapshot = self.snapshot_queue()
-            return partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
-        return None if self.queued is None else partial(write_queue, queued=self.queued)
 
     def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
         """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError

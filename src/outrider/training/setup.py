@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from safetensors import SafetensorError
 
@@ -32,7 +32,7 @@ from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
 from outrider.training.adapters import coverage
 from outrider.training.checkpoint import STATE, checkpoints_newest_first, newest_step, require_intact
-from outrider.training.components import Components, RemoteRollouts
+from outrider.training.components import Components
 from outrider.training.data import read_eval_tasks, task_notes, training_tasks
 from outrider.training.experts import fill_buffer, read_demonstrations
 from outrider.training.learner import Learner, LocalLearner
@@ -52,7 +52,7 @@ StartLearner: TypeAlias = Callable[..., Learner]
 """``start(settings, initial=...)`` makes the learner; ``initial``: with the weights that a run begins with.
 Raises ModelError.
 """
-StartRemote: TypeAlias = Callable[..., RemoteRollouts]
+StartRemote: TypeAlias = Callable[..., Any]
 """``start(settings, learner, folder=...)`` starts engines in other processes, which get the folder. Raises
 ModelError and ClusterFault.
 """

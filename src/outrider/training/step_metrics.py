@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, TypeAlias, get_args
 
 from outrider.algorithms.advantages import NoSignalReason
 from outrider.algorithms.base import GroupAdvantages
@@ -21,11 +21,14 @@ from outrider.rollout.branching import Brancher
 from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
 from outrider.trace import Leaf, Node, Trace
-from outrider.training.components import Components, RemoteRollouts
+from outrider.training.components import Components
 from outrider.training.data import SampledStep
 from outrider.training.settings import RunSettings
 from outrider.types import Origin, Outcome
 from outrider.viewer.progress import RemainingWork
+
+if TYPE_CHECKING:
+    from outrider.distributed.actors import RemoteProcesses
 
 _MOST_TRUNCATED: Final = 0.05
 _LEAST_EFFECTIVE: Final = 0.5
@@ -85,7 +88,7 @@ class StepClock:
     processes that could be idle.
     """
 
-    remote: RemoteRollouts | None
+    remote: "RemoteProcesses | None"
     start: float = field(default_factory=time.perf_counter)
     _busy_s: float = field(init=False)
     _rollout_s: float = field(init=False)
