@@ -7,7 +7,7 @@ Equation -> function: Eq. 2, 5-10 in :mod:`outrider.algorithms.retrieval`; Eq. 8
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -61,8 +61,6 @@ class RapoSettings(RetrievalAdvantageSettings, ObjectiveSettings):
     lets rollouts branch as well. Defaults are the paper's where it gives one.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"quality", "timing", "sign"})
-
     type: Literal["rapo"] = "rapo"
     loss: LossSettings = ClipLoss(clip_low=0.28, clip_high=0.28)
     aggregation: Literal[
@@ -70,12 +68,6 @@ class RapoSettings(RetrievalAdvantageSettings, ObjectiveSettings):
     ] = "sequence_mean_token_mean"
     retrieval: RetrievalSettings = RetrievalSettings()
     branch: BranchSettings | None = None
-
-    def idle(self) -> frozenset[str]:
-        """How to retrieve where nobody does, and the parts of a retrieval reward that has no weight."""
-        parts = set() if self.advantage_weight and self.num_hybrid else {"quality", "timing", "sign"}
-        rest = set() if self.num_hybrid else {"retrieval", "advantage_weight", "ratio_weight"}
-        return super().idle() | parts | rest
 
     @property
     def depends_on_num_steps(self) -> bool:
@@ -333,11 +325,6 @@ class Empo2Settings(TipSettings, OffPolicyObjective):
     preset: Literal["empo2", "empo2-alg1", "empo2-centered", "empo2-released"] = "empo2"
     loss: LossSettings = ClipLoss(clip_high=0.3, dual_clip=10.0)
 
-    def idle(self) -> frozenset[str]:
-        """And how to train without tips that nobody sees."""
-        off = {"old_context", "student_mask", "min_probability"}
-        return super().idle() | (set() if self.memory_probability else off)
-
     @property
     def tip_memory(self) -> MemorySettings:
         """The section ``memory``."""
@@ -434,36 +421,15 @@ class Empo2(Algorithm):
 class RetrievalSection(RetrievalSettings, RetrievalAdvantageSettings):
     """When and what hybrid rollouts retrieve, and what it does to their credit (RAPO)."""
 
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"quality", "timing", "sign", "schedule", "final_probability", "include_terminal", "noise", "form"}
-        | {"level", "min_similarity", "scope"}
-    )
-
-    def idle(self) -> frozenset[str]:
-        """The parts of a retrieval reward that has no weight; all, where nobody retrieves."""
-        parts = frozenset() if self.advantage_weight else frozenset({"quality", "timing", "sign"})
-        return parts if self.num_hybrid else frozenset(type(self).model_fields) - {"num_hybrid"}
-
 
 class BranchSection(BranchSettings):
     """Where rollouts leave another one; ``entropy_advantage`` is a of AEPO's advantage (ARPO, AEPO)."""
-
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"threshold", "source", "reduce", "normalizer", "pre_monitor", "branch_penalty", "penalty_scope"}
-        | {"num_children", "window", "decision", "attribution"}
-    )
 
     entropy_advantage: float = Field(0.0, ge=0)
 
 
 class TipSection(TipSettings):
     """Which groups act with tips, what new states are worth, and what is remembered (EMPO²)."""
-
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"intrinsic_where_tied", "novelty", "novelty_threshold"}
-        | {f"memory.{name}" for name in ("writer", "state_key", "min_similarity")}
-        | {f"memory.{name}" for name in ("max_shown_tokens", "max_tip_tokens")}
-    )
 
 
 class CombinedSettings(OffPolicyObjective):
@@ -474,8 +440,6 @@ class CombinedSettings(OffPolicyObjective):
     docs/algorithms/combined.md.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"old_context", "student_mask", "min_probability"})
-
     type: Literal["combined"] = "combined"
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
@@ -483,11 +447,6 @@ class CombinedSettings(OffPolicyObjective):
     retrieval: RetrievalSection | None = None
     branch: BranchSection | None = None
     tips: TipSection | None = None
-
-    def idle(self) -> frozenset[str]:
-        """How to train without tips where nobody sees any."""
-        off = frozenset({"old_context", "student_mask", "min_probability"})
-        return super().idle() | (frozenset() if self.shows_tips else off)
 
     @property
     def shows_tips(self) -> bool:

@@ -200,8 +200,6 @@ class MemorySettings(Settings):
     ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"capacity", "eviction", "max_prompt_tokens", "rank"})
-
     embedder: EmbedderName = "minilm"
     writer: Literal["policy", "environment"] = "policy"
     scope: Literal["task", "world", "all"] = "task"
@@ -523,14 +521,6 @@ class TipSettings(Settings):
     novelty_threshold: float = Field(0.9, ge=-1, le=1)
     rnd: DistillationSettings = DistillationSettings()
     memory: MemorySettings = MemorySettings()
-
-    def idle(self) -> frozenset[str]:
-        """How to count states that add nothing to a return, and what tips need that nobody sees."""
-        states = {"rnd"} if self.novelty == "count" else {"novelty_threshold"}
-        if not self.intrinsic_coefficient:
-            states = {"intrinsic_where_tied", "novelty", "novelty_threshold", "rnd"}
-        shown = set() if self.memory_probability else {"off_policy_probability", "memory"}
-        return super().idle() | states | shown
 
     @property
     def acts(self) -> bool:

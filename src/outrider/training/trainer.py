@@ -227,7 +227,7 @@ class Trainer:
     stop: Event = field(default_factory=Event)
     num_restarts: int = 0  # of this command, from a checkpoint, before anything of this object
     num_done: int = 0  # of the stage that is shown
-    checkpoint_seconds: float | None = None  # of the last checkpoint
+    checkpoint_seconds: float = 0.0  # of the last checkpoint that this process wrote
     state: RunState = field(init=False)
     source: StepSource = field(init=False)
     advice: Advice = field(init=False)
@@ -527,8 +527,7 @@ class Trainer:
         if self.num_restarts:
             values["cluster/trainer_restarts"] = float(self.num_restarts)
             self.num_restarts = 0
-        if self.checkpoint_seconds is not None:
-            values["time/checkpoint"] = self.checkpoint_seconds
+        values["time/checkpoint"] = self.checkpoint_seconds
         state.files.write_step(parts, report.traces, node_values, step=state.step)
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
