@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import httpx2
 from pydantic import Field, field_validator
@@ -29,10 +29,6 @@ _HOST = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*(?::[0-9]{1,5})?|\[[0
 
 class FetchSettings(Settings):
     """Live pages over http and https. What they say changes, and with it a run's bits."""
-
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"private_hosts", "max_bytes", "timeout_s", "max_redirects"}
-    )
 
     # Lists, because a tool's table is compared with that of a checkpoint, and JSON has no tuples.
     allowed_hosts: list[str] = Field(min_length=1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -42,10 +42,6 @@ class McpConfig(ToolSettings):
     """An MCP server, all or some of whose tools the policy can call. Its tools must keep no state that one
     episode could see of another: all episodes share its servers.
     """
-
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"max_concurrent", "start_timeout_s", "max_restarts", "restart_wait_s", "max_chars", "max_bytes"}
-    )
 
     type: Literal["mcp"] = "mcp"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
