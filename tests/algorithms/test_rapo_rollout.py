@@ -581,17 +581,6 @@ def test_switched_off_it_is_grpo_bit_for_bit_also_on_retrieved_nodes(
     assert any(credit is not None and any(credit) for trace in ours for credit, _ in bits(trace))
 
 
-def test_without_hybrid_rollouts_it_has_no_hooks_and_writes_grpo_credit(buffer: StepTraceBuffer) -> None:
-    algorithm = Rapo(RapoSettings(group_size=8, num_hybrid=0), buffer=buffer, num_training_steps=1)
-    assert algorithm.hooks == () and algorithm.modes == ("on_policy",) * 8
-    traces, _, _ = play(buffer, modes=algorithm.modes, num_tasks=3)
-    for trace in traces:
-        other = copy.deepcopy(trace)
-        algorithm.assign_advantages(trace)
-        Grpo(GrpoSettings(group_size=8)).assign_advantages(other)
-        assert bits(trace) == bits(other)
-
-
 def test_a_hybrid_rollout_that_never_retrieved_counts_as_on_policy(buffer: StepTraceBuffer) -> None:
     traces, hook, _ = play(buffer, modes=("on_policy",) * 4 + ("hybrid",) * 4, probability=0.0, num_tasks=3)
     assert hook.counts["opportunities"] > 0 and hook.counts["retrievals"] == 0
