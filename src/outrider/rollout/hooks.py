@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.environments.base import Env, EpisodeResult, StepResult
 from outrider.environments.conversations import Refusal
 from outrider.rollout.external_agent import Exchange
 from outrider.seeding import stream
@@ -55,7 +55,7 @@ class EpisodeState:
 
     task: Task
     trace: Trace
-    environment: Environment
+    environment: Env
     run_seed: int
     training_step: int
     rollout: int
