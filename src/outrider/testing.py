@@ -19,7 +19,7 @@ from outrider.config import Settings
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.environments.base import (
     CopyableEnvironment,
-    Environment,
+    Env,
     StepResult,
     TaskSet,
     episode_result,
@@ -27,6 +27,7 @@ from outrider.environments.base import (
     take_step,
     turn_message,
 )
+from outrider.environments.environment import Environment
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.rollout.hooks import Hook, as_hooks
@@ -76,20 +77,35 @@ def find_settings(plugin: Any) -> Settings | None:
 
 
 def check_environment(
-    task_set: TaskSet,
+    environment: Environment | type[Environment] | TaskSet,
     *,
     split: str = "train",
     num_tasks: int = 2,
     texts: Sequence[str] = (),
     max_turns: int = 12,
 ) -> None:
-    """Play the first tasks of a split with garbage, with ``texts`` and with the expert's steps; the family is
-    closed in the end.
+    """Check an environment: play the first tasks of a split with garbage, ``texts`` and the expert's turns.
 
-    Checked: equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
-    for what a policy may write; a copy that is independent; everything closes twice; tasks and settings go to
-    other processes.
+    Checks equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
+    for anything that a policy may write; independent copies; that everything can be closed twice; and that
+    tasks and settings can be pickled.
+
+    Args:
+        environment: the class (with its default settings) or an instance with the settings to check.
+        split: the split whose tasks are played.
+        num_tasks: number of tasks.
+        texts: further turns to play, for example valid actions.
+        max_turns: turns per episode.
+
+    Raises:
+        AssertionError: with the problem that a run would meet.
     """
+    if isinstance(environment, Environment):
+        task_set = environment.build(environment.settings)
+    elif isinstance(environment, type):
+        task_set = environment.build(environment.Settings())
+    else:
+        task_set = environment
     _check_task_set(task_set, split)
     tasks = list(islice(task_set.tasks(split), num_tasks))
     factory = task_set.make()
@@ -149,7 +165,7 @@ class _EpisodeRecord:
     record: object
 
 
-def _check_episode(factory: Callable[[Task], Environment], task: Task, script: Sequence[str]) -> None:
+def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> None:
     first = _play(factory(task), script, seed=3)
     again = _play(factory(task), script, seed=3)
     require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
@@ -166,7 +182,7 @@ def _check_episode(factory: Callable[[Task], Environment], task: Task, script: S
     _check_copy(factory(task), task, script, first)
 
 
-def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
+def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
     try:
         try:
             prompt = start_episode(environment, seed)
@@ -184,7 +200,7 @@ def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Epi
         environment.close()
 
 
-def _step(environment: Environment, text: str) -> StepResult:
+def _step(environment: Env, text: str) -> StepResult:
     try:
         result = take_step(environment, turn_message(environment, text))
     except (InvalidResult, NonFiniteResult) as error:
@@ -200,7 +216,7 @@ def _step(environment: Environment, text: str) -> StepResult:
     return result
 
 
-def _require_record(environment: Environment, when: str) -> None:
+def _require_record(environment: Env, when: str) -> None:
     try:
         record = episode_result(environment)
     except (InvalidResult, NonFiniteResult) as error:
@@ -210,7 +226,7 @@ def _require_record(environment: Environment, when: str) -> None:
     require(record == episode_result(environment), f"result {when} is another one when it is asked for again")
 
 
-def _check_copy(environment: Environment, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
+def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
     """A copy in the middle goes its own way, and the original ends as if there had been none."""
     try:
         if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
