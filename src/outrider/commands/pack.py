@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
     pack.add_argument("--weights", action="store_true", help="with the weights at the end of each training")
     pack.set_defaults(command=_pack)
     verify = commands.add_parser(
-        "verify", help="check a pack: its files, its tables, its panels, and one row played again"
+        "verify", help="check a pack: its files, its tables, and one row that is run again"
     )
     verify.add_argument("pack", type=Path)
     verify.add_argument(
@@ -57,7 +57,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
         raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
     local_paths = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
-    verified = verify(parsed.pack, local_paths=local_paths)
+    verified = verify(parsed.pack)
     print_checks(parsed.pack, verified, Terminal())
     if parsed.no_replay:
         return 0
