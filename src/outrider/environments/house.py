@@ -282,15 +282,13 @@ class HouseTaskSet(GameTaskSet):
         for number in range(config.house.num_things):
             for index, plan in enumerate(plans):
                 thing, world = plan.things()[number], f"house/{config.name}/{split}/{index}"
-                metadata = {"houses": config.name, "world": world, "split": split, "index": index}
                 tasks.append(
                     Task(
                         key=f"{world}/{thing}",
                         question=f"Find the {thing} in house {index} of {split}.",
-                        metadata={**metadata, "thing": thing},
-                    )
-                )
-        return tuple(tasks)
+                        metadata={
+                            "houses": config.name, "world": world, "split": split, "index": index, "thing":
+                            thing }, ) )  # fmt: skip return tuple(tasks)
 
     def environment(self, task: Task) -> HouseEnvironment:
         plan, goal = self.config.find(task)
