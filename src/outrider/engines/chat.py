@@ -453,9 +453,9 @@ class ChatEndpoint:
     """Client of one model of one server; thread-safe.
 
     429, 5xx, refused and lost connections, timeouts and invalid responses are retried; after the last attempt
-    :class:`EngineFault` is raised. Another error status raises EngineFault at once. 401, 403 and 404 mean that
-    no request will ever succeed: :class:`ModelError`. No error message contains the key. ``retries`` counts
-    retries by reason.
+    :class:`EngineFault` is raised. Another error status raises EngineFault at once. 401, 403 and 404 mean
+    that no request will ever succeed: :class:`ModelError`. No error message contains the key. ``retries``
+    counts retries by reason.
     """
 
     def __init__(
