@@ -1,4 +1,4 @@
-"""Chat templates that do not know every conversation (B9): made right where that is the field's habit,
+"""Chat templates that do not know every conversation: made right where that is the field's habit,
 refused at load where not.
 
 The templates are short ones written after what the families' makers document, one rule of theirs each.

@@ -1,4 +1,4 @@
-"""F1: plain torch is the CUDA build on Linux; which index has the other one, and what both take, is told
+"""Plain torch is the CUDA build on Linux; which index has the other one, and what both take, is told
 everywhere alike.
 """
 
@@ -26,7 +26,7 @@ def set_up(*variables: str) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_f1_the_index_that_is_given_is_where_torch_comes_from() -> None:
+def test_the_index_that_is_given_is_where_torch_comes_from() -> None:
     pinned = next(
         line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")
     )
@@ -35,7 +35,7 @@ def test_f1_the_index_that_is_given_is_where_torch_comes_from() -> None:
         assert f"{index}{pinned}" in line and line.count("index") == 2 * bool(index)
 
 
-def test_f1_both_sizes_are_the_same_wherever_they_are_told() -> None:
+def test_both_sizes_are_the_same_wherever_they_are_told() -> None:
     """Makefile, README and the page of installation; it was "about 2 GB", of more than 5."""
     made = re.search(rf"on disk {GB} with the CPU build of torch, {GB} with the CUDA build", told("Makefile"))
     readme = told("README.md")
@@ -48,7 +48,7 @@ def test_f1_both_sizes_are_the_same_wherever_they_are_told() -> None:
     assert f"| CUDA build | {cuda[1]} GB with its companions | {cuda[2]} GB |" in page
 
 
-def test_f1_the_way_to_the_cpu_build_is_told_in_words_and_there_is_a_part_for_every_machine() -> None:
+def test_the_way_to_the_cpu_build_is_told_in_words_and_there_is_a_part_for_every_machine() -> None:
     for page in (told("README.md"), told("docs/install.md")):
         assert "make setup TORCH_INDEX=URL" in page
         assert re.search(r"PyTorch's own installation page (gives|shows)", page)

@@ -163,7 +163,7 @@ def test_a_replay_that_is_answered_differently_is_a_fault_and_not_a_rollout() ->
 
 
 @pytest.mark.parametrize("field", ["message", "reward", "done", "num_tool_calls", "invalid"])
-def test_b12_a_replay_that_pays_ends_or_calls_otherwise_is_a_fault(field: str) -> None:
+def test_a_replay_that_pays_ends_or_calls_otherwise_is_a_fault(field: str) -> None:
     """The same text is not the same state; the fault names what differs. Unchanged, the same fork is a
     rollout.
     """
@@ -215,7 +215,7 @@ def test_a_child_does_not_decide_again_where_it_left() -> None:
 
 @pytest.mark.parametrize(("scope", "bound"), [("lineage", 5), ("prompt", 9)])
 @pytest.mark.parametrize("max_concurrent", [1, 2, 40])
-def test_b2_few_copies_are_kept_for_decisions_that_are_still_to_fall(
+def test_few_copies_are_kept_for_decisions_that_are_still_to_fall(
     scope: Any, bound: int, max_concurrent: int
 ) -> None:
     """At most one for every place that the group has left, and all are closed; where streaks are the group's,
@@ -481,7 +481,7 @@ class Retrieves:
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_a_fork_of_a_rollout_that_retrieved_is_hybrid_whatever_its_number(turn: int) -> None:
-    """B13: it carries the retrieved step on, so it is no pure on-policy rollout. Before the retrieval its
+    """It carries the retrieved step on, so it is no pure on-policy rollout. Before the retrieval its
     number decides.
     """
     forking = Forking(lambda state: state.rollout == 0 and state.turn == turn, first_wave=1, wave=1)

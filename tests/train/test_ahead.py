@@ -1,4 +1,4 @@
-"""F5: what is counted as to do is what the training loop then does."""
+"""What is counted as to do is what the training loop then does."""
 
 from collections import Counter
 from pathlib import Path
@@ -40,14 +40,14 @@ def ahead(
     return remaining_work(validate(RunSettings, tree), step=step, **known)
 
 
-def test_f5_a_token_budget_ends_the_run_at_the_pace_of_its_tokens() -> None:
+def test_a_token_budget_ends_the_run_at_the_pace_of_its_tokens() -> None:
     assert ahead(4, budget=650).step == 3
     assert ahead(4, budget=100_000).step == 6
     assert ahead(0, budget=5).step == 10  # nothing is known yet
     assert ahead(4, budget=400).step == 0
 
 
-def test_f5_what_is_on_file_is_not_to_do() -> None:
+def test_what_is_on_file_is_not_to_do() -> None:
     assert ahead(4, every=4) == RemainingWork(step=6, evaluation=3, checkpoint=1)
     assert ahead(4, every=4, is_evaluated=True) == RemainingWork(step=6, evaluation=2, checkpoint=1)
     assert ahead(10, saved_step=10) == RemainingWork(evaluation=1)
@@ -84,7 +84,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RemainingWork, Counte
     ("every", "saves"),
     [(2, 3), (0, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (3, 10), (5, 5)))],
 )
-def test_f5_at_every_moment_the_rest_is_what_is_then_done(
+def test_at_every_moment_the_rest_is_what_is_then_done(
     every: int, saves: int, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = watched(monkeypatch)
@@ -104,7 +104,7 @@ def test_f5_at_every_moment_the_rest_is_what_is_then_done(
         } == {kind: done[kind] - before[kind] for kind in ("step", "evaluation", "checkpoint")}
 
 
-def test_f5_after_a_resume_too_and_with_the_pace_of_its_records(
+def test_after_a_resume_too_and_with_the_pace_of_its_records(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = interrupted(begin(recipe, tmp_path / "run"))
