@@ -85,9 +85,7 @@ class Fork:
             await self._refuse_again(environment, number + 1, timeout_s=timeout_s)
         _require_same_request(environment, self.request)
 
-    async def _refuse_again(
-        self, environment: Env, turn: int, *, timeout_s: float
-    ) -> tuple[Message, ...]:
+    async def _refuse_again(self, environment: Env, turn: int, *, timeout_s: float) -> tuple[Message, ...]:
         """Refuse what a program was refused in front of a turn; what it asks then, empty if there was
         nothing.
         """
