@@ -287,8 +287,15 @@ class HouseTaskSet(GameTaskSet):
                         key=f"{world}/{thing}",
                         question=f"Find the {thing} in house {index} of {split}.",
                         metadata={
-                            "houses": config.name, "world": world, "split": split, "index": index, "thing":
-                            thing }, ) )  # fmt: skip return tuple(tasks)
+                            "houses": config.name,
+                            "world": world,
+                            "split": split,
+                            "index": index,
+                            "thing": thing,
+                        },
+                    )
+                )
+        return tuple(tasks)
 
     def environment(self, task: Task) -> HouseEnvironment:
         plan, goal = self.config.find(task)
