@@ -72,16 +72,3 @@ def test_a_restored_algorithm_goes_on_bit_for_bit() -> None:
     for one, trace in zip((whole, second), traces, strict=True):
         one.assign_advantages(trace)
     assert intrinsic(traces[0]) == intrinsic(traces[1])
-
-
-@pytest.mark.parametrize(
-    ("given_", "idle"),
-    [
-        ({}, {"rnd"}),
-        ({"novelty": "rnd"}, {"novelty_threshold"}),
-        ({"intrinsic_coefficient": 0.0}, {"novelty", "novelty_threshold", "rnd", "intrinsic_where_tied"}),
-    ],
-)
-def test_what_has_no_effect_is_not_shown(given_: dict[str, object], idle: set[str]) -> None:
-    states = {"novelty", "novelty_threshold", "rnd", "intrinsic_where_tied"}
-    assert validate(Empo2Settings, given_).idle() & states == idle

@@ -5,12 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.algorithms.retrieval import (
     RetrievalAdvantageSettings,
     combined_advantages_per_rollout,
@@ -116,35 +112,6 @@ def test_factor_can_turn_the_sign_only_in_large_groups() -> None:
         outcome = group_normalized_advantages_per_rollout(returns=rewards)
         _, factors = combined_advantages_per_rollout(outcome=outcome, rewards=rewards, weight=0.2)
         assert bool((factors < 0.0).any()) is turns
-
-
-@settings(deadline=None)
-@given(
-    rollouts=st.lists(
-        st.tuples(st.floats(-5, 5), st.floats(-2, 2), st.floats(-3, 0), st.floats(-3, 0), st.floats(0, 1)),
-        min_size=1,
-        max_size=8,
-    )
-)
-def test_weights_of_zero_are_grpo_bit_for_bit(rollouts: list[tuple[float, ...]]) -> None:
-    returns, rewards, new, old, shares = (list(column) for column in zip(*rollouts, strict=True))
-    outcome = group_normalized_advantages_per_rollout(returns=returns)
-    combined, _ = combined_advantages_per_rollout(outcome=outcome, rewards=rewards, weight=0.0)
-    assert combined.values.tobytes() == outcome.values.tobytes()
-    scale = torch.tensor([1.0 + 0.0 * share for share in shares])
-    results = []
-    for advantages, ratio_scale in ((outcome.values, None), (combined.values, scale)):
-        logprobs = torch.tensor(new, requires_grad=True)
-        surrogate = clipped_surrogate_per_token(
-            logprobs=logprobs,
-            old_logprobs=torch.tensor(old),
-            advantages=torch.tensor(advantages, dtype=torch.float32),
-            clip_high=0.28,
-            ratio_scale=ratio_scale,
-        )
-        (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
-        results.append((surrogate.losses.detach().numpy().tobytes(), gradient.numpy().tobytes()))
-    assert results[0] == results[1]
 
 
 def test_an_entropy_may_be_below_zero_by_rounding_alone() -> None:

@@ -99,11 +99,6 @@ class ExplorationSettings(ObjectiveSettings):
         """The prefix of a part's keys in messages."""
         return "" if self.flat == part else f"{part}."
 
-    def idle(self) -> frozenset[str]:
-        """Add how to train without tips if no group acts with any."""
-        off = frozenset({"old_context", "student_mask", "min_probability"})
-        return super().idle() | (frozenset() if self.shows_tips else off)
-
     @model_validator(mode="after")
     def _validate_parts(self) -> Self:
         parts, ratio_weight = self.parts, 0.0
@@ -204,37 +199,15 @@ class ExplorationSettings(ObjectiveSettings):
 class RetrievalSection(RetrievalSettings, RetrievalAdvantageSettings):
     """When and what hybrid rollouts retrieve, and what retrieval does to their advantages (RAPO)."""
 
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"quality", "timing", "sign", "schedule", "final_probability", "include_terminal", "noise", "form"}
-        | {"level", "min_similarity", "scope"}
-    )
-
-    def idle(self) -> frozenset[str]:
-        """Add how to retrieve if no rollout does."""
-        return super().idle() | (
-            frozenset() if self.num_hybrid else frozenset(RetrievalSettings.model_fields)
-        )
-
 
 class BranchSection(BranchSettings):
     """Where rollouts fork; ``entropy_advantage`` is the weight a of AEPO's advantage (ARPO, AEPO)."""
-
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"threshold", "source", "reduce", "normalizer", "pre_monitor", "branch_penalty", "penalty_scope"}
-        | {"num_children", "window", "decision", "attribution"}
-    )
 
     entropy_advantage: float = Field(0.0, ge=0)
 
 
 class TipSection(TipSettings):
     """Which groups act with tips, what new states are worth, and what is remembered (EMPO²)."""
-
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"intrinsic_where_tied", "novelty", "novelty_threshold"}
-        | {f"memory.{name}" for name in ("writer", "state_key", "min_similarity")}
-        | {f"memory.{name}" for name in ("max_shown_tokens", "max_tip_tokens")}
-    )
 
 
 class CombinedSettings(OffPolicyObjective, ExplorationSettings):
@@ -243,8 +216,6 @@ class CombinedSettings(OffPolicyObjective, ExplorationSettings):
     A section that is not given switches its part off. With one section this is that method with the objective
     of these settings, bit for bit; with none it is GRPO.
     """
-
-    details: ClassVar[frozenset[str]] = frozenset({"old_context", "student_mask", "min_probability"})
 
     type: Literal["combined"] = "combined"
     aggregation: Literal[
@@ -278,7 +249,6 @@ class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
     ``retrieval`` says when and what to retrieve; with ``branch`` rollouts branch as well.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"quality", "timing", "sign"})
     flat = "retrieval"
 
     type: Literal["rapo"] = "rapo"
@@ -292,10 +262,6 @@ class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
     @property
     def parts(self) -> Parts:
         return Parts(retrieval=self.retrieval, reward=self, branch=self.branch)
-
-    def idle(self) -> frozenset[str]:
-        """Add how to retrieve if no rollout does."""
-        return super().idle() | (frozenset() if self.num_hybrid else frozenset({"retrieval"}))
 
     def _check_first_wave(self, branch: BranchSettings) -> None:
         if branch.first_wave >= self.group_size and not branch.pre_monitor:

@@ -133,13 +133,6 @@ class RetrievalAdvantageSettings(Settings):
     timing: Literal["entropy", "inverse_entropy", "none"] = "entropy"
     sign: Literal["decrease", "increase"] = "decrease"
 
-    def idle(self) -> frozenset[str]:
-        """Add the parts of a reward without weight, or everything if no rollout retrieves."""
-        unused = frozenset() if self.advantage_weight else frozenset({"quality", "timing", "sign"})
-        if not self.num_hybrid:
-            unused = frozenset(RetrievalAdvantageSettings.model_fields) - {"num_hybrid"}
-        return super().idle() | unused
-
     @model_validator(mode="after")
     def _rewards_something(self) -> "RetrievalAdvantageSettings":
         if not self.quality and self.timing == "none":

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,8 +137,6 @@ class MemorySettings(Settings):
     ``max_shown_tokens`` bounds those of a turn, ``max_prompt_tokens`` those of an episode's context.
     ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
     """
-
-    details: ClassVar[frozenset[str]] = frozenset({"capacity", "eviction", "max_prompt_tokens", "rank"})
 
     embedder: EmbedderName = "minilm"
     writer: Literal["policy", "environment"] = "policy"
@@ -461,14 +459,6 @@ class TipSettings(Settings):
     novelty_threshold: float = Field(0.9, ge=-1, le=1)
     rnd: DistillationSettings = DistillationSettings()
     memory: MemorySettings = MemorySettings()
-
-    def idle(self) -> frozenset[str]:
-        """How to count states that add nothing to a return, and what tips need that nobody sees."""
-        states = {"rnd"} if self.novelty == "count" else {"novelty_threshold"}
-        if not self.intrinsic_coefficient:
-            states = {"intrinsic_where_tied", "novelty", "novelty_threshold", "rnd"}
-        shown = set() if self.memory_probability else {"off_policy_probability", "memory"}
-        return super().idle() | states | shown
 
 
 def reward_novelty(

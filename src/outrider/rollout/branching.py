@@ -17,7 +17,7 @@ import numpy as np
 from outrider import deprecated
 from outrider.environments.base import (
     CopyableEnvironment,
-    Environment,
+    Env,
     EnvironmentFactory,
     StepResult,
     start_episode,
@@ -60,7 +60,7 @@ class Fork:
     refusals: tuple[tuple[int, Refusal], ...] = ()
     request: Conversation | None = None
 
-    async def restore(self, environment: Environment, *, reset_seed: int, timeout_s: float) -> None:
+    async def restore(self, environment: Env, *, reset_seed: int, timeout_s: float) -> None:
         """Bring a fresh environment to this point by replaying; a copy is there already.
 
         Raises EnvironmentFault when the replay is answered differently.
@@ -85,9 +85,7 @@ class Fork:
             await self._refuse_again(environment, number + 1, timeout_s=timeout_s)
         _require_same_request(environment, self.request)
 
-    async def _refuse_again(
-        self, environment: Environment, turn: int, *, timeout_s: float
-    ) -> tuple[Message, ...]:
+    async def _refuse_again(self, environment: Env, turn: int, *, timeout_s: float) -> tuple[Message, ...]:
         """Refuse what a program was refused in front of a turn; what it asks then, empty if there was
         nothing.
         """
@@ -119,7 +117,7 @@ def prompt_text(messages: Sequence[Message]) -> str:
     return "\n".join(message.content for message in messages)
 
 
-def _require_same_request(environment: Environment, expected: Conversation | None) -> None:
+def _require_same_request(environment: Env, expected: Conversation | None) -> None:
     """Raises EnvironmentFault where a program asks something else: its new messages alone do not tell."""
     if pending_request(environment) != expected:
         raise EnvironmentFault("a program asked something else the second time: it cannot fork by replay")
@@ -164,7 +162,7 @@ async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
 
 async def fork_environment(
     fork: Fork | None, factory: EnvironmentFactory, trace: Trace, *, timeout_s: float
-) -> Environment:
+) -> Env:
     """An environment for one try: a copy of the fork's, or a fresh one."""
     if fork is not None and fork.environment is not None:
         # A copy of the copy: other forks and retries begin from the same one.

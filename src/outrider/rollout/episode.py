@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from outrider.engines.base import FinishReason, Request
 from outrider.environments.base import (
-    Environment,
+    Env,
     EnvironmentFactory,
     EpisodeResult,
     StepResult,
@@ -86,7 +86,7 @@ def play_texts(
         close_quietly(environment, timeout_s=timeout_s)
 
 
-def close_quietly(environment: Environment, *, timeout_s: float) -> None:
+def close_quietly(environment: Env, *, timeout_s: float) -> None:
     """A close that fails or hangs changes nothing of what was played."""
     with suppress(ToolFault, EnvironmentFault):
         run_timed(environment.close, timeout_s=timeout_s)
@@ -144,7 +144,7 @@ class EpisodeRunner:
         *,
         task: Task,
         trace: Trace,
-        environment: Environment,
+        environment: Env,
         rollout: int,
         mode: str,
         fork: Fork | None = None,
@@ -200,7 +200,7 @@ class EpisodeRunner:
         self,
         task: Task,
         trace: Trace,
-        environment: Environment,
+        environment: Env,
         fork: Fork | None,
         refusals: list[tuple[int, Refusal]],
     ) -> tuple[Node, tuple[Message, ...]]:
@@ -218,7 +218,7 @@ class EpisodeRunner:
 
     async def _opening(
         self,
-        environment: Environment,
+        environment: Env,
         messages: Sequence[Message],
         refusals: list[tuple[int, Refusal]],
     ) -> tuple[tuple[int, ...], Sequence[Message]]:

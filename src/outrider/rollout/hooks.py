@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from outrider import deprecated
-from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.environments.base import Env, EpisodeResult, StepResult
 from outrider.environments.conversations import Refusal
 from outrider.rollout.external_agent import Exchange
 from outrider.seeding import stream
@@ -57,7 +57,7 @@ class EpisodeState:
 
     task: Task
     trace: Trace
-    environment: Environment
+    environment: Env
     run_seed: int
     training_step: int
     rollout: int
