@@ -12,7 +12,6 @@ from outrider.algorithms.entropy_branching import (
     first_wave_budget,
     require_countable,
     segment_entropy,
-    truncated_entropy,
 )
 from outrider.algorithms.loss_settings import (
     CispoLoss,
@@ -88,13 +87,12 @@ def test_decisions_on_their_borders(u: float, options: dict[str, Any], expected:
 
 
 def test_the_first_wave_is_between_one_and_the_group() -> None:
-    def budget(root: float, tools: float, **options: float) -> int:
-        return first_wave_budget(total=8, entropy_root=root, entropy_tools=tools, **options)
+    def budget(root: float, tools: float) -> int:
+        return first_wave_budget(total=8, entropy_root=root, entropy_tools=tools)
 
     assert [budget(1.0, 1.0), budget(0.0, 900.0), budget(900.0, 0.0)] == [5, 1, 8]
-    assert budget(math.log(3), 0.0, slope=1.0) == 7  # a share of 3/4
-    assert budget(0.0, math.log(3), slope=1.0) == 3  # and of 1/4
-    assert budget(2 * math.log(3), 0.0) == 7  # the paper's slope is a half
+    assert budget(2 * math.log(3), 0.0) == 7  # a share of 3/4: the paper's slope is a half
+    assert budget(0.0, 2 * math.log(3)) == 3  # and of 1/4
 
 
 def test_entropies_of_a_segment_by_hand() -> None:
@@ -107,9 +105,6 @@ def test_entropies_of_a_segment_by_hand() -> None:
     assert segment_entropy([math.log(2)], vocabulary_size=2) == pytest.approx(1.0)
     with pytest.raises(ValueError):
         segment_entropy([1.0], vocabulary_size=1)
-    assert truncated_entropy([math.log(0.5), math.log(0.25)]) == pytest.approx(
-        0.5 * math.log(2) + 0.25 * math.log(4)
-    )
 
 
 def test_the_entropy_s_factor_on_the_advantage_by_hand() -> None:

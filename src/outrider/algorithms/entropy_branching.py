@@ -20,13 +20,6 @@ Normalizer = Literal["log_vocabulary", "vocabulary", "none"]
 Decision = Literal["bernoulli", "threshold", "aepo_released"]
 
 
-def truncated_entropy(logprobs: Sequence[float]) -> float:
-    """``-sum p ln p`` over the log-probs that a server returned, not renormalised: a lower bound (released
-    ARPO).
-    """
-    return -math.fsum(math.exp(value) * value for value in logprobs)
-
-
 def segment_entropy(
     token_entropies: Sequence[float],
     *,
@@ -91,13 +84,13 @@ def branches(
     return u < branch_probability(change=change, base=base, weight=weight, penalty=penalty, streak=streak)
 
 
-def first_wave_budget(*, total: int, entropy_root: float, entropy_tools: float, slope: float = 0.5) -> int:
-    """Rollouts that begin at the prompt: ``floor(k sigmoid(beta (H_root - H_tool))) + 1``, between 1 and k
+def first_wave_budget(*, total: int, entropy_root: float, entropy_tools: float) -> int:
+    """Rollouts that begin at the prompt: ``floor(k sigmoid(0.5 (H_root - H_tool))) + 1``, between 1 and k
     (AEPO).
 
     The paper's real number is k times the sigmoid; the added one is the released code's rounding.
     """
-    share = 1.0 / (1.0 + math.exp(-slope * (entropy_root - entropy_tools)))
+    share = 1.0 / (1.0 + math.exp(-0.5 * (entropy_root - entropy_tools)))
     return min(total, max(1, math.floor(total * share) + 1))
 
 
