@@ -42,7 +42,7 @@ from outrider.environments.task_sets import make_task_set
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.plugins.registry import read_settings
-from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
 from outrider.tools.base import SchemaTool, Tool, ToolOutput, trial_arguments
@@ -459,7 +459,7 @@ def _check_garbage(engine: Engine, request: Request) -> None:
     _generate(engine, [request])
 
 
-# The contract of hooks that have copies in other processes (:class:`outrider.rollout.hooks.Portable`).
+# The contract of hooks that have copies in other processes (:class:`outrider.rollout.hooks.Hook`).
 
 
 def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable[Trace]) -> None:
@@ -470,18 +470,19 @@ def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable
     alone does.
     """
     require(len(hooks) == len(copies), "other hooks for the same settings")
+    hooks, copies = as_hooks(hooks), as_hooks(copies)
     for trace in groups:
         for leaf in trace.leaves.values():
             leaf.reflection = f"tip {leaf.rollout} of {trace.task.key}"
         for hook in hooks:
             hook.after_group(trace)
     for hook, hook_copy in zip(hooks, copies, strict=True):
-        if isinstance(hook, Portable):
-            require(isinstance(hook_copy, Portable), f"{type(hook).__name__} is portable, its copy is not")
-            _check(hook, hook_copy)  # type: ignore[arg-type]
+        if hook.is_portable:
+            require(hook_copy.is_portable, f"{type(hook).__name__} is portable, its copy is not")
+            _check(hook, hook_copy)
 
 
-def _check(hook: Portable, copy: Portable) -> None:
+def _check(hook: Hook, copy: Hook) -> None:
     name = type(hook).__name__
     snapshot = _pickled_copy(hook.snapshot(), f"{name}.snapshot()")
     for _ in range(2):
@@ -613,7 +614,7 @@ def check_algorithm(
     Checks modes that depend on step and group only; advantages that are finite, reproducible and only on
     tokens that the update may train on; a ``has_signal`` that agrees with them; no advantage for a rollout
     that ended by a fault; declared measurements; a state that survives a checkpoint; hooks whose copies in
-    other processes act alike (:class:`outrider.rollout.hooks.Portable`). If the algorithm changes nothing but
+    other processes act alike (:class:`outrider.rollout.hooks.Hook`). If the algorithm changes nothing but
     advantages, every number among its own settings must change some advantage.
 
     Args:

@@ -36,7 +36,7 @@ from outrider.rollout.external_agent import (
     require_room,
 )
 from outrider.rollout.faults import cancelled_leaf, locate_invalid_result, run_guarded, run_timed
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, to_message
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, to_message
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
@@ -283,7 +283,7 @@ class EpisodeRunner:
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
-            if isinstance(hook, Reflector):
+            if hook.max_reflection_tokens:
                 self._set_status(state, "the wait for a reflection")
                 reflection = await request_reflection(
                     state,

@@ -166,9 +166,7 @@ def pending_request(environment: Env) -> Conversation | None:
     return environment.request if isinstance(environment, OwnConversations) else None
 
 
-def opening_ids(
-    environment: Env, messages: Sequence[Message], renderer: ChatRenderer
-) -> tuple[int, ...]:
+def opening_ids(environment: Env, messages: Sequence[Message], renderer: ChatRenderer) -> tuple[int, ...]:
     """The ids of a rollout's first context. Raises Unanswerable for what a program asks and the template
     refuses.
     """

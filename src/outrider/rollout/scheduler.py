@@ -16,7 +16,6 @@ from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFa
 from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.batching import LoopLag, RoundBatcher, StreamBatcher, StreamingEngine, run_to_end
 from outrider.rollout.branching import (
-    Brancher,
     BranchingGroupScheduler,
     Copies,
     Enqueue,
@@ -36,7 +35,7 @@ from outrider.rollout.faults import (
     rejoin,
     run_guarded,
 )
-from outrider.rollout.hooks import Hook
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
 from outrider.types import Origin, Task
@@ -120,6 +119,7 @@ class Scheduler:
 
         Raises ValueError when two tasks share a key (their random streams would coincide).
         """
+        self.hooks = as_hooks(self.hooks)
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
         try:
@@ -165,7 +165,7 @@ class Scheduler:
             return ExpansionScheduler(
                 expansion, run_seed=self.run_seed, training_step=training_step, enqueue=enqueue, copies=copies
             )
-        brancher = next((hook for hook in self.hooks if isinstance(hook, Brancher)), None)
+        brancher = next((hook for hook in self.hooks if hook.first_wave is not None), None)
         return BranchingGroupScheduler(traces, size=size, brancher=brancher, enqueue=enqueue, copies=copies)
 
     def _complete(self, trace: Trace, size: int) -> None:
