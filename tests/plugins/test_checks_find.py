@@ -19,7 +19,8 @@ from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.house import HouseConfig, HouseEnvironment, HouseFactory, HouseTaskSet
+from outrider.environments.house import HouseConfig, HouseEnvironment, HouseTaskSet
+from outrider.environments.text_games import SimpleFactory
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
@@ -31,15 +32,14 @@ def house(**methods: Callable[..., Any]) -> HouseTaskSet:
     """The houses with other methods of an episode."""
     kind = type("Broken", (HouseEnvironment,), methods)
 
-    class Factory(HouseFactory):
-        def __call__(self, task: Task) -> HouseEnvironment:
-            made = super().__call__(task)
-            made.__class__ = kind
-            return made
-
     class Family(HouseTaskSet):
-        def make(self) -> HouseFactory:
-            return Factory(self.config)
+        def make(self) -> SimpleFactory:
+            def make_broken(task: Task) -> HouseEnvironment:
+                made = self.environment(task)
+                made.__class__ = kind
+                return made
+
+            return SimpleFactory(make_broken)
 
     return Family(HouseConfig())
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar
 from pydantic import Field, model_validator
 
 from outrider.environments.base import (
-    Environment,
+    Env,
     EnvironmentFactory,
     EnvironmentSettings,
     EpisodeResult,
@@ -177,7 +177,7 @@ def opening_message(settings: SeedSettings, instructions: str, text: str) -> Mes
 # An expert that is a function of the user's: its turns, played.
 
 
-EnvironmentT = TypeVar("EnvironmentT", bound=Environment)
+EnvironmentT = TypeVar("EnvironmentT", bound=Env)
 
 
 class ExpertTurns(Generic[EnvironmentT]):

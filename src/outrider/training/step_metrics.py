@@ -16,7 +16,6 @@ from outrider.algorithms.base import GroupAdvantages
 from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.base import HYBRID, has_part
-from outrider.rollout.branching import Brancher
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.components import Components, RemoteRollouts
@@ -604,7 +603,7 @@ def step_record(
     """
     algorithm, traces = parts.algorithm, report.traces
     values = rollout_metrics(traces) | advantage_metrics(group_advantages) | algorithm.measure(traces)
-    if any(isinstance(hook, Brancher) for hook in algorithm.hooks):
+    if any(hook.first_wave is not None for hook in algorithm.hooks):
         values |= branch_metrics(traces)
     if parts.settings.environment.reports_metrics:
         values |= environment_metrics(traces)
