@@ -41,7 +41,7 @@ from outrider.viewer.run_reader import (
     read_run,
     task_evaluation_message,
 )
-from outrider.viewer.search import Query, RolloutIndex, TextSearch, find, rows_of_table
+from outrider.viewer.search import RolloutIndex, TextSearch, find, rows_of_table
 
 AXES: Final = ("step", "tokens", "calls", "seconds")
 
@@ -554,7 +554,7 @@ class Viewer:
                 self.search(run)  # the page sends this first
                 return stems
             case "rollouts":
-                page = find(run.index.table(params.get("where", "")), Query.from_params(params))
+                page = find(run.index.table(params.get("where", "")), params)
                 return page | {"notes": [] if params.get("where") else sorted(run.index.notes.values())}
             case "search":
                 return self.search(run).find(

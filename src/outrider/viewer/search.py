@@ -1,10 +1,12 @@
-"""All rollouts of a run as one table in memory, a few hundred bytes each; no text and no token is in it."""
+"""Rollouts of a run by filter, and search in the text of their turns.
+
+All rollouts are one table in memory of a few hundred bytes each, without texts and tokens.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -54,7 +56,8 @@ class RolloutIndex:
         alone: raises DataError.
         """
         if only:
-            return self._read_table(only) if only in self.stems() else _EMPTY
+            is_known = only in self.stems()
+            return _encode(read_rollouts(self._run, f"{only}.parquet"), only) if is_known else _EMPTY
         with self._lock:
             stems = self.stems()
             facts = {stem: self._facts(stem) for stem in stems}
@@ -80,15 +83,12 @@ class RolloutIndex:
 
     def _read(self, stem: str) -> pa.Table:
         try:
-            table = self._read_table(stem)
+            table = _encode(read_rollouts(self._run, f"{stem}.parquet"), stem)
         except DataError as error:
             self.notes[stem] = str(error)
             return _EMPTY
         self.notes.pop(stem, None)
         return table
-
-    def _read_table(self, stem: str) -> pa.Table:
-        return _encode(read_rollouts(self._run, f"{stem}.parquet"), stem)
 
 
 def _encode(table: pa.Table, stem: str) -> pa.Table:
@@ -117,66 +117,62 @@ COLUMNS: Final = (
 _CHOICES: Final = ("where", "task_key", "kind", "mode", "outcome")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
-    """``choices`` are exact values by column. ``low`` and ``high`` bound the return, both inclusive;
-    ``training`` leaves evaluations out.
+def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
+    """Rollouts by the parameters of an address.
+
+    Args:
+        table: The rollouts of a run.
+        params: Exact values by the name of a column (``where``, ``task_key``, ``kind``, ``mode``,
+            ``outcome``); ``low`` and ``high`` bound the return, both inclusive; ``training`` = 1 leaves
+            evaluations out; ``sort`` names a column, ``descending`` = 1 reverses it; ``offset`` is the first
+            row of the page.
+
+    Returns:
+        ``total`` rollouts, one page of them as ``rows``, a histogram of returns (without their bounds), and
+        the ``counts`` of each kind, mode and outcome. Raises ValueError for a value that is no number and for
+        an unknown column.
     """
-
-    choices: Mapping[str, str]
-    low: float | None = None
-    high: float | None = None
-    training: bool = False
-    sort: str = "step"
-    descending: bool = False
-    offset: int = 0
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, str]) -> "Query":
-        """Of an address. Raises ValueError for what is no number or no column."""
-        sort = params.get("sort", "step")
-        if sort not in COLUMNS:
-            raise ValueError(f"no column {sort!r}")
-        low, high = (_number(params.get(name)) for name in ("low", "high"))
-        return cls(
-            choices={name: params[name] for name in _CHOICES if params.get(name)},
-            low=low,
-            high=high,
-            training=params.get("training") == "1",
-            sort=sort,
-            descending=params.get("descending") == "1",
-            offset=max(0, int(params.get("offset", "0"))),
-        )
-
-
-def find(table: pa.Table, query: Query) -> dict[str, Any]:
-    """``total`` rollouts, one page of them as ``rows``, a histogram (of all choices but the return's bounds),
-    and how often each kind, mode and outcome occurs.
-    """
-    chosen = table.filter(_mask(table, query)) if query.choices or query.training else table
-    bounded = _filter_returns(chosen, query)
-    order = "descending" if query.descending else "ascending"
-    sort_column = bounded[query.sort]
-    sort_column = (
-        pc.cast(sort_column, pa.string()) if pa.types.is_dictionary(sort_column.type) else sort_column
-    )
-    keys = pa.table(
-        {"by": sort_column, "place": pa.array(np.arange(len(bounded)))}
-    )  # equal ones in the order of files
+    sort, offset = params.get("sort", "step"), max(0, int(params.get("offset", "0")))
+    if sort not in COLUMNS:
+        raise ValueError(f"no column {sort!r}")
+    for name in _CHOICES:
+        if value := params.get(name):
+            table = table.filter(pc.equal(table[name], value))
+    if params.get("training") == "1":
+        table = table.filter(pc.starts_with(pc.cast(table["where"], pa.string()), "step-"))
+    bounded = table
+    for name, compare in (("low", pc.greater_equal), ("high", pc.less_equal)):
+        if value := params.get(name):
+            bounded = bounded.filter(pc.fill_null(compare(bounded["episode_return"], float(value)), False))
+    column = bounded[sort]
+    column = pc.cast(column, pa.string()) if pa.types.is_dictionary(column.type) else column
+    order = "descending" if params.get("descending") == "1" else "ascending"
+    keys = pa.table({"by": column, "place": pa.array(np.arange(len(bounded)))})  # ties in the order of files
     indices = pc.sort_indices(keys, sort_keys=[("by", order), ("place", "ascending")])
-    page = bounded.take(indices[query.offset : query.offset + PAGE])
     return {
         "total": len(bounded),
-        "offset": query.offset,
-        "rows": rows_of_table(page),
-        "histogram": histogram(chosen),
-        "counts": {name: _counts(bounded, name) for name in ("kind", "mode", "outcome")},
+        "offset": offset,
+        "rows": rows_of_table(bounded.take(indices[offset : offset + PAGE])),
+        "histogram": histogram(table),
+        "counts": {
+            name: {
+                str(entry["values"]): entry["counts"]
+                for entry in pc.value_counts(bounded[name].combine_chunks()).to_pylist()
+            }
+            for name in ("kind", "mode", "outcome")
+        },
     }
 
 
 def rows_of_table(table: pa.Table) -> list[dict[str, Any]]:
     """Plain data; numbers that JSON has not become null."""
-    return [{name: _plain(value) for name, value in row.items()} for row in table.select(COLUMNS).to_pylist()]
+    return [
+        {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        for row in table.select(COLUMNS).to_pylist()
+    ]
 
 
 def histogram(table: pa.Table) -> dict[str, Any]:
@@ -193,36 +189,6 @@ def histogram(table: pa.Table) -> dict[str, Any]:
         edges = np.linspace(different[0], different[-1], NUM_BINS + 1)
     numbers, edges = np.histogram(finite, bins=edges)
     return {"edges": edges.tolist(), "numbers": numbers.tolist(), "missing": missing}
-
-
-def _mask(table: pa.Table, query: Query) -> pa.Array:
-    masks = [pc.equal(table[name], value) for name, value in query.choices.items()]
-    if query.training:
-        masks.append(pc.starts_with(pc.cast(table["where"], pa.string()), "step-"))
-    whole = masks[0]
-    for mask in masks[1:]:
-        whole = pc.and_(whole, mask)
-    return whole
-
-
-def _filter_returns(table: pa.Table, query: Query) -> pa.Table:
-    for bound, compare in ((query.low, pc.greater_equal), (query.high, pc.less_equal)):
-        if bound is not None:
-            table = table.filter(pc.fill_null(compare(table["episode_return"], bound), False))
-    return table
-
-
-def _counts(table: pa.Table, name: str) -> dict[str, int]:
-    counts = pc.value_counts(table[name].combine_chunks() if len(table) else table[name])
-    return {str(entry["values"]): entry["counts"] for entry in counts.to_pylist()}
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(text: str | None) -> float | None:
-    return float(text) if text else None
 
 
 # Search in the text of all turns, file by file, newest step first. ASCII letters match in either case. Texts
