@@ -64,9 +64,9 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES_
     from outrider.metrics import Metric as Metric
     from outrider.rollout.hooks import Attempt as Attempt
     from outrider.rollout.hooks import EpisodeState as EpisodeState
-    from outrider.rollout.hooks import Forgetful as Forgetful
     from outrider.rollout.hooks import Hook as Hook
     from outrider.rollout.hooks import Splice as Splice
+    from outrider.rollout.hooks import StatelessHook as StatelessHook
     from outrider.runs import Run as Run
     from outrider.runs import plot as plot
     from outrider.seeding import stream as stream
@@ -115,7 +115,7 @@ _NAMES_BY_MODULE: Final = {
     "outrider.evaluation.tasks": "EvalTasksSettings",
     "outrider.memory.embedders": "Embedder EmbedderContext",
     "outrider.metrics": "Metric",
-    "outrider.rollout.hooks": "Attempt EpisodeState Forgetful Hook Splice",
+    "outrider.rollout.hooks": "Attempt EpisodeState Hook Splice StatelessHook",
     "outrider.runs": "Run plot",
     "outrider.seeding": "stream",
     "outrider.tokens.tool_calls": "CallFormat ParsedCalls",

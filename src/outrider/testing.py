@@ -41,8 +41,8 @@ from outrider.environments.environment import Environment
 from outrider.environments.task_sets import make_task_set
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
-from outrider.rollout.hooks import Hook, as_hooks
 from outrider.plugins.registry import read_settings
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
 from outrider.tools.base import SchemaTool, Tool, ToolOutput, trial_arguments

@@ -230,7 +230,7 @@ def test_a_streak_lowers_the_probability(scope: str) -> None:
     change=st.floats(-3, 3), base=st.floats(0, 1), weight=st.floats(0, 2), penalty=st.floats(0, 1),
     u=st.floats(0, 0.999), decision=st.sampled_from(["bernoulli", "threshold", "aepo_released"]),
 )  # fmt: skip
-def test_b2_a_longer_streak_never_branches_where_a_shorter_one_does_not(
+def test_a_longer_streak_never_branches_where_a_shorter_one_does_not(
     decision: Any, u: float, **options: float
 ) -> None:
     """So a point that wants nothing without a streak needs no copy, whatever the group's streak will be."""

@@ -294,7 +294,8 @@ class HouseTaskSet(GameTaskSet):
                             "thing": thing,
                         },
                     )
-                )  # fmt: skip return tuple(tasks)
+                )
+        return tuple(tasks)
 
     def environment(self, task: Task) -> HouseEnvironment:
         plan, goal = self.config.find(task)

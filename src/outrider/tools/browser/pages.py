@@ -396,7 +396,7 @@ class PageCollection:
         return len(self._texts)
 
     def find(self, name: str) -> Page | None:
-        """Find a page by url, title or id; None if there is none. Raises Refused if several have the title."""
+        """Find a page by url, title or id, or return None. Raises Refused if several have the title."""
         key = _key(name)
         for table in (self._url_index, self._title_index, self._id_index):
             addresses = table.get(key, [])
@@ -588,7 +588,7 @@ class Fetcher:
             raise ToolFault(f"browser: {host}: {reason[:200]}") from error
 
     def _resolve_in_time(self, url: httpx2.URL, ends: float) -> str:
-        """Resolve in a daemon thread, because the system's resolver has no time limit. Raises TimeoutError."""
+        """Resolve in a daemon thread, because the system resolver has no time limit. Raises TimeoutError."""
         future: Future[str] = Future()
 
         def run() -> None:
