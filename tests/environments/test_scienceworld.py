@@ -248,7 +248,7 @@ def test_the_simulators_refusal_is_invalid_and_its_question_is_not() -> None:
     ],
 )
 def test_what_the_simulator_does_not_do_is_refused_and_nothing_else(said: str) -> None:
-    """B1: the simulator says so in words alone. A question back waits for its answer, so it is no refusal."""
+    """The simulator says so in words alone. A question back waits for its answer, so it is no refusal."""
     others = (
         "The door is now open.", "You move to the kitchen.", "A room.\nThe door is not open.",
         "the thermometer measures 10 degrees",

@@ -194,7 +194,6 @@ def test_what_the_game_cannot_read_is_invalid_and_what_it_refuses_is_not() -> No
 
 
 def test_what_the_game_did_not_do_is_refused() -> None:
-    """B1."""
     environment = play(
         ScriptedGame(replies=[reply(0), Reply(text="You can't go that way.", score=0, refused=True)])
     )
@@ -507,7 +506,7 @@ def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(
 def test_the_real_game_tells_what_it_did_not_do(
     family: TextWorldTaskSet, gold: tuple[str, ...], show: bool
 ) -> None:
-    """B1: a walkthrough is carried out to its end, what is not possible is refused, and no player reads how
+    """A walkthrough is carried out to its end, what is not possible is refused, and no player reads how
     that is known.
     """
     environment = start(TextWorldTaskSet(family.config.model_copy(update={"show_admissible": show})))

@@ -132,7 +132,7 @@ def _undeclared(self: Grpo, traces: Sequence[Trace]) -> list[GroupAdvantages]:
     return found
 
 
-class Forgetful(Grpo):
+class StatelessHook(Grpo):
     """Credit depends on how many groups came before, and no checkpoint knows."""
 
     num_seen = 0
@@ -160,7 +160,7 @@ class Forgetful(Grpo):
         (type("Broken", (Grpo,), {"advantages": _undeclared}), "mine/secret.* is not declared"),
         (type("Broken", (Grpo,), {"advantages": lambda self, traces: []}), "has 0 entries"),
         (type("Broken", (Grpo,), {"modes_of": lambda self, step, group: ()}), "modes_of"),
-        (Forgetful, "other credit after state and restore"),
+        (StatelessHook, "other credit after state and restore"),
     ],
 )
 def test_faults_of_an_algorithm(kind: type[Grpo], told: str) -> None:

@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -45,8 +45,6 @@ class ActionFormat:
 
 class SeedSettings(EnvironmentSettings):
     """A task is a seed: all rollouts of a group play the same game."""
-
-    details: ClassVar[frozenset[str]] = frozenset({"success_key"})
 
     num_train: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 64
     num_valid: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 16

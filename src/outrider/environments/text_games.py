@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal, Protocol, Self
 
-from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult, play_steps
+from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult, play_steps
 from outrider.errors import EnvironmentFault
 from outrider.types import Message, Step, Task
 
@@ -246,7 +246,7 @@ class GameEnvironment:
 class SimpleFactory:
     """A factory whose environments share only what does not change."""
 
-    def __init__(self, make: Callable[[Task], Environment]) -> None:
+    def __init__(self, make: Callable[[Task], Env]) -> None:
         self._make = make
 
     def __call__(self, task: Task) -> Any:
@@ -264,7 +264,7 @@ class GameTaskSet(ABC):
     stateful = True
 
     @abstractmethod
-    def environment(self, task: Task) -> Environment:
+    def environment(self, task: Task) -> Env:
         """An episode of the task. Raises ConfigError for a task of other games."""
 
     @abstractmethod
@@ -282,7 +282,7 @@ class GameTaskSet(ABC):
         """Nothing to release."""
 
 
-def play_commands(environment: Environment, commands: Sequence[str], seed: int) -> Sequence[Step] | None:
+def play_commands(environment: Env, commands: Sequence[str], seed: int) -> Sequence[Step] | None:
     """Play commands in a new episode and close it. Returns None if the episode is no success."""
     try:
         environment.reset(seed)
