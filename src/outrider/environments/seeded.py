@@ -1,4 +1,4 @@
-"""Environments of other packages whose tasks are seeds: settings, tasks, the record of an episode, experts."""
+"""Environments of other packages whose tasks are seeds: settings, tasks, records and experts."""
 
 import re
 from abc import ABC, abstractmethod
