@@ -495,6 +495,8 @@ def _mask(ends_L: Tensor) -> BlockMask:
 
 @cache
 def _attention(device: str) -> Callable[..., Any]:
-    """Compile flex attention, with one program per length; on a CPU, which has no kernel, the plain formula."""
+    """Compile flex attention with one program per length; on a CPU there is no kernel, only the plain
+    formula.
+    """
     plain: Callable[..., Any] = flex_attention
     return plain if device == "cpu" else torch.compile(plain, dynamic=False)
