@@ -38,7 +38,8 @@ Ids = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Row:
-    """One request and its continuation so far. In a batch it has slot ``slot``, which is also its position."""
+    """One request and its continuation so far. In a batch it has slot ``slot``, which is also its position.
+    """
 
     index: int
     request: Request
@@ -561,7 +562,8 @@ def describe_path(language_model: LanguageModel, name: str) -> str:
     else:
         line = (
             f"model {name!r} runs packed; contexts end at {longest} of {declared} positions, up to which "
-            'nothing depends on a sliding window or on other rotations (model.forward = "unpacked" goes further)'
+            "nothing depends on a sliding window or on other rotations "
+            '(model.forward = "unpacked" goes further)'
         )
     if unused := language_model.unused:
         line += f"; it has no place for {len(unused)} weights of its files, such as {unused[0]}"
