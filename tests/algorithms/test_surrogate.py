@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.losses import (
@@ -154,7 +154,6 @@ def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient(
     assert surrogate.losses.item() == pytest.approx(loss) and gradient.item() == pytest.approx(slope)
 
 
-@settings(deadline=None)
 @given(
     log_ratio=st.floats(-4.0, 4.0),
     leaves=st.lists(st.tuples(st.floats(-3.0, 3.0), st.floats(0.0, 1.0)), min_size=1, max_size=16),

@@ -1,5 +1,5 @@
-"""Every token loss, aggregation, KL term and sampler correction in the real update: the gradients are those of
-a written-out reference, for any micro-batches.
+"""Every token loss, aggregation, KL term and sampler correction in the real update: the gradients are those
+of a written-out reference, for any micro-batches.
 """
 
 from typing import Any

@@ -296,7 +296,7 @@ OBJECTIVES: list[dict[str, Any]] = [
 ]
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6),
     num_groups=st.integers(1, 3),
@@ -360,7 +360,7 @@ def unshared(trace: Trace, attribution: str) -> list[RolloutPath]:
     return paths
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=8)
 # opposite advantages meet in a shared node
 @example(seed=128, options=OBJECTIVES[0], max_tokens=10_000, attribution="hard")
 @given(
