@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import gpu
 from outrider import api, cli
-from outrider.commands import make_parser
+from outrider.cli import make_parser
 from outrider.training.run_dir import RunDirectory
 
 ROOT = Path(__file__).parents[1]

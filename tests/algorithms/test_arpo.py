@@ -23,7 +23,7 @@ from outrider.algorithms.entropy_branching import (
 )
 from outrider.algorithms.exploration import ARPO_PRESETS as PRESETS
 from outrider.algorithms.exploration import Arpo, ArpoSettings, RapoSettings
-from outrider.algorithms.losses import clipped_surrogate_per_token, clipped_surrogate_shared_per_token
+from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.config import validate
 from outrider.environments.base import StepResult
 from outrider.errors import ConfigError
@@ -113,10 +113,9 @@ def test_soft_and_hard_on_a_shared_token(case: dict[str, Any]) -> None:
             [math.log(case["shared_token_ratio"])], dtype=torch.float64, requires_grad=True
         )
         each = advantages if kind == "soft" else advantages.mean()[None]
-        loss = clipped_surrogate_shared_per_token(
-            logprobs=logprobs, old_logprobs=torch.zeros(1, dtype=torch.float64), dual_clip=3.0,
-            advantage_positive=each.clamp(min=0).sum()[None],
-            advantage_negative=each.clamp(max=0).sum()[None],
+        loss = clipped_surrogate_per_token(
+            logprobs=logprobs.expand(len(each)), old_logprobs=torch.zeros(len(each), dtype=torch.float64),
+            advantages=each, dual_clip=3.0,
         ).losses.sum() / len(each)  # fmt: skip
         loss.backward()
         assert float(loss) == pytest.approx(case[f"{kind}_loss"], abs=1e-7)

@@ -16,7 +16,12 @@ import pytest
 from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings, scheduled_probability
+from outrider.algorithms.retrieval import (
+    RetrievalHook,
+    RetrievalSettings,
+    retrieval_reward,
+    scheduled_probability,
+)
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.memory.embedders import load_embedder
@@ -633,9 +638,7 @@ def test_the_ablations_of_the_reward_reach_it(options: dict[str, Any]) -> None:
             parent=tip.node_id, origin=origin, token_ids=(2,), message=Message(role="assistant", content=""),
             logprobs=values, entropies=values,
         )  # fmt: skip
-    found = Rapo(RapoSettings(**options), buffer=None, num_training_steps=1).retrieval_reward(
-        trace.path(tip.node_id)
-    )
+    found = retrieval_reward(trace.path(tip.node_id), RapoSettings(**options))
     gain = math.tanh(2 * (0.5 - 0.2) / 0.5) * (-1 if options.get("sign") else 1)
     factor = {"none": 1.0, "inverse_entropy": 2.0}.get(options.get("timing", ""), 0.5)
     assert found.value == pytest.approx((gain if options.get("quality", True) else 1.0) * factor)

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskSet
+from outrider.environments.task_sets import Split
+from outrider.environments.text_games import Reply
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.environment import (
     TextWorldConfig,
@@ -27,14 +29,14 @@ from outrider.environments.textworld.environment import (
     TextWorldTaskSet,
     refusal,
 )
-from outrider.environments.textworld.games import Cooking, GameShelf, Split
-from outrider.environments.textworld.play import Opening, Reply, StoryGame, clean, walkthrough
+from outrider.environments.textworld.games import Cooking, GameShelf
+from outrider.environments.textworld.play import StoryGame, clean, render_opening, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 
 # the interpreter says it of all made games
 pytestmark = pytest.mark.filterwarnings("ignore:Game .* is not fully supported")
-_OPENING = Opening(text="Find the coin.", command_templates=("look", "open OBJ"), max_score=4)
+_OPENING = render_opening(("look", "open {o}"), "Find the coin.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +44,8 @@ class ScriptedGame:
     """Answers with the given replies in order; breaks when they run out."""
 
     replies: list[Reply] = field(default_factory=list)
-    opening: Opening = _OPENING
+    opening: str = _OPENING
+    max_score: int = 4
     acted: list[str] = field(default_factory=list)
     num_closed: int = 0
 
@@ -290,9 +293,7 @@ def test_task_keys_are_frozen_unique_and_name_all_that_decides_the_game() -> Non
     # rules of play and a longer list leave the games alone
     assert same.tasks("train")[:3] == family.tasks("train")
     with pytest.raises(ConfigError, match="not a task of these"):
-        TextWorldEnvironment(
-            task=other.tasks("train")[0], config=family.config, open_game=lambda *_: ScriptedGame()
-        )
+        family.environment(other.tasks("train")[0])
     with pytest.raises(ConfigError, match="split"):
         family.tasks("dev")
 

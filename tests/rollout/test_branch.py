@@ -19,8 +19,7 @@ from outrider.engines.base import Request
 from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.base import Limits
-from outrider.rollout.branching import Brancher
-from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Origin, Outcome
@@ -32,7 +31,7 @@ MODES = ("m",) * 8
 
 
 @dataclass
-class Forking:
+class Forking(Hook):
     """Forks where ``rule`` says so."""
 
     rule: Any
@@ -40,13 +39,6 @@ class Forking:
     wave: int | None = 5
     streak_scope: Literal["lineage", "prompt"] = "lineage"
     asked: list[tuple[str, int, int]] = field(default_factory=list)
-
-    def before_turn(self, state: EpisodeState) -> Sequence[Any]:
-        return ()
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
     def num_forks(self, state: EpisodeState) -> int:
         self.asked.append((state.task.key, state.rollout, state.turn))
@@ -82,7 +74,7 @@ def play(
 
 
 def test_the_stand_ins_are_what_they_should_be() -> None:
-    assert isinstance(Forking(None), Brancher) and isinstance(Copying(on_step=answers), CopyableEnvironment)
+    assert isinstance(Copying(on_step=answers), CopyableEnvironment)
     assert not isinstance(Fake(on_step=answers), CopyableEnvironment)
 
 
@@ -395,17 +387,13 @@ def test_a_loop_without_a_brancher_is_untouched() -> None:
     assert report.num_batches == 1
 
 
-class Retrieves:
+class Retrieves(Hook):
     """Shows a step to rollouts of mode ``hybrid`` before their second turn."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
         return (
             [Splice(origin=Origin.BUFFER, text="<r>")] if state.mode == "hybrid" and state.turn == 1 else []
         )
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])

@@ -299,7 +299,7 @@ def test_an_interruption_while_the_arguments_are_read_is_one_line(
 ) -> None:
     """The campaign of kills sends a SIGINT from the first instant of the command on."""
 
-    def interrupted() -> None:
+    def interrupted(commands: list[str]) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "make_parser", interrupted)
