@@ -27,16 +27,6 @@ class Parsed(Exception):
     """Raised where a run would begin."""
 
 
-def test_the_pages_have_their_commands() -> None:
-    assert len(SHOWN) >= 9 and {one.split()[0] for one in SHOWN} == {
-        "outrider",
-        "make",
-        "pip",
-        "sbatch",
-        "kubectl",
-    }
-
-
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith("outrider ")])
 def test_outrider_takes_it(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -87,12 +77,3 @@ def test_what_is_submitted_is_a_run() -> None:
     assert (ROOT / recipe).is_file() and all("=" in one for one in overrides)
     [applied] = [one for one in SHOWN if one.startswith("kubectl")]
     assert (ROOT / applied.split()[-1]).is_file()
-
-
-def test_no_run_on_a_gpu_is_claimed_that_nobody_measured() -> None:
-    """While the record is empty, three pages say so."""
-    is_empty = '"rows": []' in (ROOT / "records" / "gpu.json").read_text(encoding="utf-8")
-    install = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-    told = ["No GPU has been measured so far", "No run on a GPU has been measured"]
-    assert [text in TEXT for text in told] == [is_empty] * 2
-    assert ("no run on a GPU has been measured" in install) is is_empty

@@ -37,7 +37,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "watch": ("view", "follow a run from another terminal (Ctrl-C ends only that)"),
     "report": ("view", "write report.html of a run: one page, no script, no server"),
     "pack": ("pack", "runs as a folder that anybody can verify (docs/packs.md)"),
-    "verify": ("pack", "check a pack: its files, its tables, its panels, and one row played again"),
+    "verify": ("pack", "check a pack: its files, its tables, and one row that is run again"),
     "doctor": ("doctor", "what works on this machine"),
     "list": ("doctor", "every plug-in, where it comes from, and what it is"),
     "new": ("doctor", "a small package with a plug-in of your own, its test and a recipe"),

@@ -56,7 +56,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
         raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
     local_paths = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
-    verified = verify(parsed.pack, local_paths=local_paths)
+    verified = verify(parsed.pack)
     print_checks(parsed.pack, verified, Terminal())
     if parsed.no_replay:
         return 0

@@ -6,6 +6,7 @@ evaluations and checkpoints in between.
 and backward passes.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -46,7 +47,6 @@ from outrider.training.step_metrics import (
     StepClock,
     environment_metrics,
     evaluation_metrics,
-    remaining_work,
     rollout_metrics,
     skipped_alarms,
     staleness_metrics,
@@ -54,7 +54,7 @@ from outrider.training.step_metrics import (
     step_record,
 )
 from outrider.training.step_records import NodeValues, collect_node_values
-from outrider.viewer.progress import Progress, RunPace
+from outrider.viewer.progress import Progress
 from outrider.viewer.summary import STEP_FIELDS
 from outrider.viewer.trackers import TrackerSet
 
@@ -79,7 +79,7 @@ class Trainer:
     stop: Event = field(default_factory=Event)
     num_restarts: int = 0  # by this command, from a checkpoint, before this object was made
     num_done: int = 0  # of the stage that is displayed
-    pace: RunPace = field(default_factory=RunPace)
+    checkpoint_seconds: float = 0.0  # of the last checkpoint that this process wrote
     state: RunState = field(init=False)
     advice: Advice = field(init=False)
     async_queue: "AsyncRolloutQueue | None" = None  # with cluster.in_flight, from the first step on
@@ -127,9 +127,7 @@ class Trainer:
         if state.step < num_steps:
             self._show_training()
         while state.step < num_steps and not self._is_budget_spent():
-            with self.pace.timed("step"):
-                fields = self._train_step()
-            self._update_remaining_work()
+            fields = self._train_step()
             self.num_done = state.step
             self.progress.advance(state.step, **fields)
             self._raise_if_stopped()
@@ -169,7 +167,6 @@ class Trainer:
             )
             return True
         state.rewind(saved, last_label=self._last_label)
-        self.pace.recall(state.metrics.path)
         cluster = settings.cluster
         if cluster.max_staleness and not cluster.in_flight and state.queued is None and state.step:
             self.progress.note(
@@ -334,8 +331,7 @@ class Trainer:
         if self.num_restarts:
             values["cluster/trainer_restarts"] = float(self.num_restarts)
             self.num_restarts = 0
-        if (seconds := self.pace.seconds("checkpoint")) is not None:
-            values["time/checkpoint"] = seconds
+        values["time/checkpoint"] = self.checkpoint_seconds
         state.files.write_step(parts, sampled.traces, node_values, step=state.step)
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
@@ -403,10 +399,11 @@ class Trainer:
         num_rollouts = len(parts.test_tasks) * settings.num_samples
         self._stage(f"evaluation {label}", num_rollouts, num_parallel=parts.settings.num_concurrent)
         rollouts = self.rollouts(training=False)
-        with self.pace.timed("evaluation"):
-            evaluation, traces = evaluate(
-                rollouts, parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
-            )
+        began = time.monotonic()
+        evaluation, traces = evaluate(
+            rollouts, parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
+        )
+        seconds = time.monotonic() - began
         for line in require_room(traces, context_length=parts.engine.context_length):
             self.progress.note(f"{label}: {line}")
         lost = lost_reasons(traces)
@@ -415,7 +412,7 @@ class Trainer:
                 f"the evaluation {label!r} has no result, every rollout was lost to a fault: "
                 f"{fault_line(lost)}"
             )
-        values = evaluation_metrics(evaluation) | {"time/evaluation": self.pace.last("evaluation")}
+        values = evaluation_metrics(evaluation) | {"time/evaluation": seconds}
         if parts.settings.environment.reports_metrics:
             values |= environment_metrics(traces)
         state.metrics.write(step, "eval", values)
@@ -457,9 +454,9 @@ class Trainer:
         return budget is not None and self.state.num_policy_tokens >= budget
 
     def _save(self) -> None:
-        with self.pace.timed("checkpoint"):
-            self.state.save()
-        self._update_remaining_work()
+        began = time.monotonic()
+        self.state.save()
+        self.checkpoint_seconds = time.monotonic() - began
 
     def _raise_if_stopped(self) -> None:
         if self.stop.is_set():
@@ -475,24 +472,9 @@ class Trainer:
         self.progress.stage(name, total, done=0, num_parallel=num_parallel)
 
     def _show_training(self) -> None:
-        """Display the stage of training. Its time left is that of the run: evaluations and checkpoints come
-        between its steps.
-        """
-        self._update_remaining_work()
         self.num_done = self.state.step
         total = self.parts.settings.train.num_steps
-        self.progress.stage("train", total, done=self.num_done, time_left=lambda: self.pace.left)
-
-    def _update_remaining_work(self) -> None:
-        state = self.state
-        self.pace.remaining = remaining_work(
-            self.parts.settings,
-            step=state.step,
-            saved_step=state.saved_step,
-            num_policy_tokens=state.num_policy_tokens,
-            is_evaluated=self._is_evaluated(f"step {state.step}"),
-            ends_evaluated=self._is_evaluated(self._last_label),
-        )
+        self.progress.stage("train", total, done=self.num_done, line_per_unit=True)
 
     def _note_lines(self, lines: Sequence[str]) -> None:
         for line in lines:
