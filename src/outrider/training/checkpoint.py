@@ -1,5 +1,8 @@
-"""The plain data of a checkpoint, ``state.json``: written with a checksum of its own, read back whole or not
-at all.
+"""Checkpoints: a folder that is either absent or whole, safetensors and JSON only, enough to continue bit for
+bit.
+
+``state.json`` has a checksum of its own and those of the other files. Random streams are keyed by run seed
+and step (:mod:`outrider.seeding`), so their state is the step number.
 """
 
 import json
@@ -8,7 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from numpy.typing import NDArray
@@ -26,7 +29,10 @@ from outrider.files import (
     replacing_folder,
     sync,
 )
-from outrider.training.policy import Scorer, tensor_files
+from outrider.training.policy import Policy, Scorer, tensor_files
+
+if TYPE_CHECKING:
+    from outrider.training.learner import Learner
 
 STATE: Final = "state.json"
 _OWN: Final = "own_checksum"
@@ -136,36 +142,13 @@ def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> No
         parameter.copy_(weights[name])
 
 
-# Checkpoints: a folder that is either absent or whole, safetensors and JSON only, enough to continue bit for
-# bit.
-#
-# Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so their state is the step number.
-
-
 _MEMORY = "memory.safetensors"
 _NAME = re.compile(r"step-(\d+)")
 
 
-class Weights(Protocol):
-    """What a checkpoint holds the weights and the optimiser of."""
-
-    @property
-    def num_steps(self) -> int:
-        """Optimiser steps."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write them as safetensors into a folder. Raises OSError."""
-        ...
-
-    def load(self, folder: Path, *, num_steps: int) -> None:
-        """Put them back. Raises CheckpointError, and OSError, ValueError or SafetensorError for damage."""
-        ...
-
-
 def save_checkpoint(
     folder: Path,
-    weights: Weights,
+    weights: "Learner | Policy",
     state: dict[str, Any],
     arrays: Mapping[str, NDArray[Any]] | None = None,
     *,
@@ -183,7 +166,19 @@ def save_checkpoint(
         with replacing_folder(folder) as temporary:
             if write_queue is not None:
                 write_queue(temporary)
-            _write(temporary, weights, state, arrays or {})
+            weights.save(temporary)
+            if arrays:
+                save_arrays(dict(arrays), temporary / _MEMORY)
+            written = sorted(path for path in temporary.rglob("*") if path.is_file())
+            # On disk before the state is, which vouches for them.
+            for path in [*written, *{path.parent for path in written} - {temporary}]:
+                sync(path)
+            checksums = {path.relative_to(temporary).as_posix(): file_checksum(path) for path in written}
+            write_checksummed(
+                temporary / STATE,
+                {**state, "num_optimizer_steps": weights.num_steps, "checksums": checksums},
+            )
+            sync(temporary)
             # Only now, when the new one is whole, is the earlier checkpoint of this step removed. A file of
             # its name belongs to somebody: it is kept under another one.
             if folder.is_file() and not folder.is_symlink():
@@ -196,24 +191,7 @@ def save_checkpoint(
         ) from error
 
 
-def _write(
-    temporary: Path, weights: Weights, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]
-) -> None:
-    weights.save(temporary)
-    if arrays:
-        save_arrays(dict(arrays), temporary / _MEMORY)
-    written = sorted(path for path in temporary.rglob("*") if path.is_file())
-    # On disk before the state is, which vouches for them.
-    for path in [*written, *{path.parent for path in written} - {temporary}]:
-        sync(path)
-    checksums = {path.relative_to(temporary).as_posix(): file_checksum(path) for path in written}
-    write_checksummed(
-        temporary / STATE, {**state, "num_optimizer_steps": weights.num_steps, "checksums": checksums}
-    )
-    sync(temporary)
-
-
-def load_checkpoint(folder: Path, weights: Weights) -> dict[str, Any]:
+def load_checkpoint(folder: Path, weights: "Learner | Policy") -> dict[str, Any]:
     """Put masters, working copy and optimiser back; the saved state.
 
     Raises CheckpointError when files are missing, damaged, or belong to another model.
