@@ -39,7 +39,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
         r"train\.state\.|training\.(checkpoint|run_dir|resume)|(atomic_io|file_lock|json_lines|files|runs)$"
     ),
     "configuration: parsing, settings and their validation, names of plug-ins": (
-        r"(config\w*|resolved|near)$|plugins(\.|$)|(.*[._])?(settings|presets)$|train\.data\.(task_checks|no_expert)$"
+        r"(config\w*|resolved|near)$|plugins(\.|$)|(.*[._])?(settings|presets)$"
     ),
 }
 # Counted only with the rollouts.
