@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.losses import (
@@ -88,7 +88,6 @@ BATCH = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(
     batch=BATCH,
     kind=st.sampled_from(get_args(Aggregation)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.advantages import (
@@ -207,7 +207,6 @@ def every_credit(
     }  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
 @given(batch=BATCH, order=st.randoms(use_true_random=False))
 def test_order_and_rollouts_without_a_return_change_no_bit(batch: Any, order: Any) -> None:
     returns, groups, trees, owners = split(batch)
@@ -245,7 +244,6 @@ def test_trees_sum_to_zero_and_one_tree_is_twice_grpo(combination: Any) -> None:
     np.testing.assert_allclose(one_tree.values, (2.0 if combination == "sum" else 1.0) * plain, atol=1e-12)
 
 
-@settings(deadline=None)
 @given(
     rewards=st.lists(st.tuples(st.integers(0, 2), RETURN), min_size=1, max_size=12),
     gamma=st.sampled_from([0.0, 0.9, 1.0]),

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.losses import clipped_surrogate_per_token, token_weights, weighted_loss
@@ -187,7 +187,6 @@ def columns(batch: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@settings(deadline=None)
 @given(batch=BATCH, level=st.sampled_from(get_args(Level)), upper=st.sampled_from([None, 1.1, 2.0]))
 def test_numpy_reference(batch: Any, level: Any, upper: float | None) -> None:
     tokens = columns(batch)
@@ -212,7 +211,6 @@ def test_numpy_reference(batch: Any, level: Any, upper: float | None) -> None:
             assert zeroed.changed[token].item() == (zeroed.weights[token].item() == 0.0)
 
 
-@settings(deadline=None)
 @given(batch=BATCH, garbage=GARBAGE, level=st.sampled_from(get_args(Level)))
 def test_masked_tokens_change_nothing(batch: Any, garbage: float, level: Any) -> None:
     tokens = columns(batch)
@@ -242,7 +240,6 @@ def test_masked_tokens_change_nothing(batch: Any, garbage: float, level: Any) ->
             assert torch.equal(kept[mask], rejection_mask_per_token(**only, **choice))
 
 
-@settings(deadline=None)
 @given(batch=BATCH, level=st.sampled_from(get_args(Level)), outside=st.sampled_from(["truncate", "zero"]))
 def test_an_engine_that_agrees_is_a_no_op(batch: Any, level: Any, outside: Any) -> None:
     tokens = columns(batch)
@@ -259,7 +256,6 @@ def test_an_engine_that_agrees_is_a_no_op(batch: Any, level: Any, outside: Any) 
         assert torch.equal(kept, tokens["mask"])
 
 
-@settings(deadline=None)
 @given(
     batch=BATCH,
     scope=st.sampled_from(["token", "sum", "mean", "max"]),
