@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.advantages import (
     batch_scaled_advantages_per_rollout,
-    difficulty_probabilities,
+    difficulty_scores,
     group_normalized_advantages_per_rollout,
     groups_with_spread,
     leave_one_out_batch_normalized_advantages_per_rollout,
@@ -149,14 +149,11 @@ def test_dynamic_sampling_vector_and_rounding() -> None:
 
 def test_rollout_replay_vectors() -> None:
     case = CASES["rollout_replay.select_prob.tau0.1"]
-    found = difficulty_probabilities(
+    scores = difficulty_scores(
         case["inputs"]["predicted_mean_reward"], target=case["inputs"]["alpha"], temperature=0.1
     )
-    np.testing.assert_allclose(found, case["expected"]["prob"], rtol=1e-9)
-    near = difficulty_probabilities([0.45, 0.5])
-    assert near[0] == pytest.approx(math.exp(-50.0)) and near.sum() == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="temperature"):
-        difficulty_probabilities([0.5], temperature=0.0)
+    np.testing.assert_allclose(np.exp(scores) / np.exp(scores).sum(), case["expected"]["prob"], rtol=1e-9)
+    assert difficulty_scores([0.45, 0.5]) == pytest.approx([-50.0, 0.0])
     case = CASES["rollout_replay.select_buffer"]
     inputs, expected = case["inputs"], case["expected"]
     keys, means = inputs["group_ids_oldest_first"], [count / 8 for count in inputs["successes_of_8"]]

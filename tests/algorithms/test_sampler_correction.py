@@ -17,7 +17,6 @@ from outrider.algorithms.losses import clipped_surrogate_per_token, token_weight
 from outrider.algorithms.sampler_correction import (
     Level,
     correction_stats,
-    importance_weights_per_token,
     over_rollouts,
     rejection_mask_per_token,
     sampler_weights_per_token,
@@ -51,7 +50,7 @@ def test_verl_masked_weights(level: Any) -> None:
     tokens = tokens_of(case["inputs"])
     applied = sampler_weights_per_token(**tokens, level=level, lower=0.5, upper=2.0, outside="zero")
     np.testing.assert_allclose(applied.weights, flat(case["expected"]["weights"]), rtol=1e-12)
-    raw = importance_weights_per_token(**tokens, level=level)
+    raw = sampler_weights_per_token(**tokens, level=level, upper=None).weights
     assert torch.equal(applied.changed, (applied.weights != raw)) and applied.changed.any()
     stats = correction_stats(
         applied,
@@ -130,13 +129,14 @@ def test_weighted_losses(name: str) -> None:
     if "importance_sampling_ratio" in inputs:
         weights = flat(inputs["importance_sampling_ratio"])
     else:
-        chosen: dict[str, Any] = {"level": "token", "outside": "zero"}
-        if "seq-mask" in name:
-            chosen["decision_level"] = "geometric"
-        low, high = inputs["thresholds"]
-        weights = sampler_weights_per_token(
-            **tokens_of(inputs, "old_log_prob"), lower=low, upper=high, **chosen
-        ).weights
+        tokens, (low, high) = tokens_of(inputs, "old_log_prob"), inputs["thresholds"]
+        if "seq-mask" in name:  # whole rollouts by their geometric mean, the other tokens' own weights
+            kept = rejection_mask_per_token(
+                **tokens, statistic="k1", scope="mean", lower=1 / high, upper=1 / low
+            )
+            weights = sampler_weights_per_token(**tokens, upper=None).weights * kept
+        else:
+            weights = sampler_weights_per_token(**tokens, lower=low, upper=high, outside="zero").weights
     logprobs = flat(inputs["log_prob"]).requires_grad_()
     surrogate = clipped_surrogate_per_token(
         logprobs=logprobs, old_logprobs=flat(inputs["old_log_prob"]), advantages=advantages, clip_high=0.28
@@ -162,11 +162,8 @@ def test_a_whole_rollout_goes_when_its_geometric_mean_is_outside() -> None:
         "rollout_index": torch.tensor([0, 0, 1, 1]),
         "mask": torch.ones(4, dtype=torch.bool),
     }
-    applied = sampler_weights_per_token(
-        **tokens, lower=0.5, upper=2.0, outside="zero", decision_level="geometric"
-    )
-    np.testing.assert_allclose(applied.weights, [6.0, 0.25, 0.0, 0.0])
-    assert applied.changed.tolist() == [False, False, True, True]
+    kept = rejection_mask_per_token(**tokens, statistic="k1", scope="mean", lower=0.5, upper=2.0)
+    assert kept.tolist() == [True, True, False, False]
     both = sampler_weights_per_token(**tokens, lower=0.5, upper=5.0, outside="truncate")
     np.testing.assert_allclose(both.weights, [5.0, 0.5, 5.0, 2.0])  # OpenRLHF's two-sided clamp
     assert both.changed.tolist() == [True, True, True, False]
@@ -193,7 +190,7 @@ def columns(batch: Any) -> dict[str, torch.Tensor]:
 @given(batch=BATCH, level=st.sampled_from(get_args(Level)), upper=st.sampled_from([None, 1.1, 2.0]))
 def test_numpy_reference(batch: Any, level: Any, upper: float | None) -> None:
     tokens = columns(batch)
-    raw = importance_weights_per_token(**tokens, level=level).numpy()
+    raw = sampler_weights_per_token(**tokens, level=level, upper=None).weights.numpy()
     truncated = sampler_weights_per_token(**tokens, level=level, upper=upper)
     zeroed = sampler_weights_per_token(**tokens, level=level, upper=upper, lower=0.5, outside="zero")
     for token, (owner, old, sampler, mask) in enumerate(batch):
@@ -316,8 +313,6 @@ def test_faults_and_impossible_settings_raise() -> None:
     for bounds in ({"lower": 2.0, "upper": 2.0}, {"lower": -1.0}, {"upper": 0.0}):
         with pytest.raises(ValueError, match="bounds"):
             sampler_weights_per_token(**tokens, **bounds)
-    with pytest.raises(ValueError, match="decided_by"):
-        sampler_weights_per_token(**tokens, decision_level="geometric")
     impossible: list[dict[str, Any]] = [
         {"statistic": "k1", "upper": 2.0, "scope": "max"},
         {"statistic": "k1", "upper": 0.5},
@@ -350,22 +345,8 @@ def test_a_weight_exactly_on_a_bound_is_inside(bounds: dict[str, float], outside
 def test_the_logarithm_of_a_weight_is_limited_on_both_sides(level: Any, expected: list[float]) -> None:
     """A sum is limited as a whole: 50 - 40 stays 10."""
     tokens: dict[str, Any] = columns([(0, 0.0, -50.0, True), (0, -40.0, 0.0, True)])
-    assert importance_weights_per_token(**tokens, level=level).log().tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("decided_by", "kept"), [("token", [0, 0, 1, 1]), ("sequence", [0, 0, 1, 1]), ("geometric", [1, 1, 1, 1])]
-)
-def test_the_bounds_are_held_against_the_weights_of_the_deciding_level(
-    decided_by: Any, kept: list[int]
-) -> None:
-    """A rollout of two weights of 3: its product is 9, its geometric mean 3; the other one's are 1."""
-    weights = flat([3.0, 3.0, 1.0, 1.0])
-    tokens: dict[str, Any] = columns([(0, 0.0, 0.0, True)] * 2 + [(1, 0.0, 0.0, True)] * 2)
-    tokens["old_logprobs"] = weights.log()
-    upper = {"token": 2.5, "sequence": 5.0, "geometric": 5.0}[decided_by]
-    applied = sampler_weights_per_token(**tokens, upper=upper, outside="zero", decision_level=decided_by)
-    np.testing.assert_allclose(applied.weights, weights * torch.tensor(kept))
+    weights = sampler_weights_per_token(**tokens, level=level, upper=None).weights
+    assert weights.log().tolist() == pytest.approx(expected)
 
 
 def test_a_statistic_exactly_on_a_bound_is_kept() -> None:

@@ -155,7 +155,7 @@ def test_attention_and_its_gradients_equal_a_written_out_softmax(
     plain = [tensor.detach().clone().requires_grad_() for tensor in ours]
     outer = torch.randn(shapes[0], dtype=torch.float64)
     if way == "products":
-        with patch.object(segment_attention, "_BLOCK", 5):
+        with patch.object(segment_attention, "_QUERY_BLOCK", 5):
             output = segment_attention._CpuAttention.apply(*ours, 0.3)
             output.backward(outer)
     else:
