@@ -4,12 +4,15 @@ Only this package imports ray. Its requirements are checked before a model is lo
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.errors import ConfigError
-from outrider.training.components import RemoteRollouts
 from outrider.training.learner import Learner
 from outrider.training.restarts import Allowance
 from outrider.training.settings import RunSettings
+
+if TYPE_CHECKING:
+    from outrider.distributed.actors import RemoteProcesses
 
 
 def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
@@ -24,7 +27,7 @@ def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
 
 def remote_rollouts(
     settings: RunSettings, learner: Learner, *, folder: Path, allowance: Allowance | None = None
-) -> RemoteRollouts:
+) -> "RemoteProcesses":
     """For :func:`outrider.training.setup.build`: starts Ray, where the learner has not, and the engines.
     Raises ConfigError without Ray.
     """

@@ -17,7 +17,7 @@ from outrider.distributed.worker import RolloutWorker, WorkerSettings
 from outrider.errors import ClusterFault, ProcessLost
 from outrider.rollout.scheduler import Rollouts
 from outrider.trace import Trace
-from outrider.training.async_rollouts import GroupPlayer, RolloutPrefetch
+from outrider.training.async_rollouts import RolloutPrefetch
 from outrider.training.components import Components
 from outrider.training.learner import Learner
 from outrider.training.restarts import Allowance
@@ -91,9 +91,10 @@ _MOST_GROUPS: Final = 64  # of a worker at a time, a thread each
 
 
 class RemoteProcesses:
-    """See :class:`outrider.training.components.RemoteRollouts`. ``session`` is a Ray that is there already,
-    ``ranks`` the learner where it is in processes of its own. Ray restarts no actor, since that would have
-    its first weights: :meth:`replace` does, with the newest.
+    """Engines and rollout workers in other processes; ``engine`` stands for all engines and sends weights.
+
+    ``session`` is a Ray that was started before, ``ranks`` the learner if it has processes of its own. Ray
+    restarts no actor, since that would have its first weights: :meth:`replace` does, with the newest.
     """
 
     def __init__(
@@ -321,7 +322,9 @@ class RemoteProcesses:
         on_finished: Callable[[int, int], None],
         prefetch: RolloutPrefetch | None = None,
     ) -> Rollouts:
-        """Of training, with the algorithm's hooks, or of an evaluation."""
+        """Generates the groups of training (with the algorithm's hooks) or of an evaluation; ``prefetch``:
+        during an update.
+        """
         return WorkerRollouts(
             self._session.ray,
             self,
@@ -338,7 +341,8 @@ class RemoteProcesses:
             note=self.repairs.note,
         )
 
-    def group_player(self, parts: Components) -> GroupPlayer:
+    def group_player(self, parts: Components) -> RemoteGroupPlayer:
+        """Generates the groups of training one by one, several at a time, while weights come and go."""
         return RemoteGroupPlayer(
             self._session.ray,
             self,
@@ -352,9 +356,11 @@ class RemoteProcesses:
         )
 
     def probes(self, trace: Trace) -> list[Trace]:
+        """A few tokens of every engine behind the prompt of a group: they show which weights it has."""
         return probes(self.engine, trace, num=len(self._engines))
 
     def busy_s(self) -> float:
+        """Seconds in which an engine generated since the run began: mean over engines."""
         return self.engine.busy_s()
 
     def metrics(self) -> dict[str, float]:
@@ -362,6 +368,7 @@ class RemoteProcesses:
         return self.engine.sent | self.repairs.pop_counts()
 
     def notes(self) -> list[str]:
+        """What happened to processes since the last call, for the log."""
         return self.repairs.pop_notes()
 
     def close(self) -> None:

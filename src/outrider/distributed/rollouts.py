@@ -466,9 +466,9 @@ class _Call:
 
 
 class RemoteGroupPlayer:
-    """See :class:`outrider.training.async_rollouts.GroupPlayer`. Where a process is gone another one takes
-    its place, and the groups that it broke are begun again: beside others at first, then alone on their
-    worker; a group that breaks it alone is masked.
+    """Generates groups on the rollout workers, several at a time. If a process is gone, another one takes its
+    place, and the groups that it broke begin again: beside others at first, then alone on their worker; a
+    group that breaks it alone is masked.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.listing import server_digests
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
-from outrider.training.components import Components, token_counter
+from outrider.training.components import Components
 from outrider.training.policy import set_threads
 from outrider.training.setup import make_algorithm, make_renderer
 from outrider.types import Task
@@ -212,7 +212,7 @@ class RolloutWorker:
             self._buffer,
             vocabulary_size=self._worker_settings.vocabulary_size,
             stateful=self._task_set.stateful,
-            num_tokens=token_counter(self._renderer),
+            num_tokens=self._renderer.count_tokens,
             train_tasks=self._worker_settings.train_tasks,
         )
 
