@@ -198,7 +198,9 @@ def test_a_transfer_that_vllm_refuses_is_a_fault_of_the_engine(vllm: AsyncVllm) 
         await vllm.begin_update()
         await vllm.take({})
 
-    with pytest.raises(EngineFault, match="vLLM did not load new weights: RuntimeError: CUDA error out of memory"):
+    with pytest.raises(
+        EngineFault, match="vLLM did not load new weights: RuntimeError: CUDA error out of memory"
+    ):
         asyncio.run(play())
 
 
@@ -323,7 +325,9 @@ def test_what_vllm_does_not_take_from_the_ranks_lets_the_run_begin_anew(
     engine: Any = VllmEngineActor(None, 1, "folder", None)  # type: ignore[arg-type]
     engine._engine = SimpleNamespace(is_dead=False, **{method: broken})
     ask = [] if given is None else [given]
-    with pytest.raises(ClusterFault, match="engine 1: vLLM did not load new weights: out of memory; continue"):
+    with pytest.raises(
+        ClusterFault, match="engine 1: vLLM did not load new weights: out of memory; continue"
+    ):
         asyncio.run(getattr(engine, method)(*ask))
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)

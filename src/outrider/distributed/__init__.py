@@ -1,4 +1,4 @@
-"""Runs on several processes (extra ``cluster``): trainer ranks as Ray actors, weights in shards by FSDP2.
+"""Runs on several processes (extra ``cluster``): Ray actors, with weights sharded by FSDP2.
 
 Only this package imports ray. Its requirements are checked before a model is loaded.
 """
@@ -13,9 +13,7 @@ from outrider.training.settings import RunSettings
 
 
 def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
-    """For :func:`outrider.training.setup.build`: starts Ray and the ranks. Raises ConfigError without Ray,
-    and for a torch that is too old.
-    """
+    """Start Ray and the trainer ranks. Raises ConfigError without Ray or with a torch that is too old."""
     require_packages()
     from outrider.distributed.learner import ShardedLearner
 
@@ -25,9 +23,7 @@ def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
 def remote_rollouts(
     settings: RunSettings, learner: Learner, *, folder: Path, allowance: Allowance | None = None
 ) -> RemoteRollouts:
-    """For :func:`outrider.training.setup.build`: starts Ray, where the learner has not, and the engines.
-    Raises ConfigError without Ray.
-    """
+    """Start Ray, unless the learner has started it, and the engines. Raises ConfigError without Ray."""
     require_ray("cluster.num_engines, num_rollout_workers and weights need")
     from outrider.distributed.actors import RemoteProcesses
 
@@ -35,14 +31,14 @@ def remote_rollouts(
         return RemoteProcesses(settings, learner, folder=folder, allowance=allowance)
     from outrider.distributed.learner import ShardedLearner
 
-    assert isinstance(learner, ShardedLearner)  # :func:`sharded_learner` made it
+    assert isinstance(learner, ShardedLearner)
     return RemoteProcesses(
         settings, learner, folder=folder, allowance=allowance, session=learner.session, ranks=learner
     )
 
 
 def require_ray(subject: str) -> None:
-    """Raises ConfigError, naming what to install."""
+    """Raise ConfigError with the missing package."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
@@ -50,7 +46,7 @@ def require_ray(subject: str) -> None:
 
 
 def require_packages() -> None:
-    """Raises ConfigError, naming what to install."""
+    """Raise ConfigError with the missing package."""
     require_ray("cluster.num_trainers above 1 needs")
     try:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: F401
