@@ -1,4 +1,12 @@
-"""Common parts of the contract checks."""
+"""Contract checks of plug-ins, for tests.
+
+For example::
+
+from outrider.testing import check_environment
+
+def test_the_contract():
+    check_environment(MyWorld)
+"""
 
 import copy
 import json
@@ -10,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
@@ -19,7 +27,9 @@ from outrider.config import Settings
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.environments.base import (
     CopyableEnvironment,
-    Environment,
+    Env,
+    EnvironmentSettings,
+    EpisodeResult,
     StepResult,
     TaskSet,
     episode_result,
@@ -27,12 +37,16 @@ from outrider.environments.base import (
     take_step,
     turn_message,
 )
+from outrider.environments.environment import Environment
+from outrider.environments.task_sets import make_task_set
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
-from outrider.rollout.hooks import Hook, Portable
+from outrider.plugins.registry import read_settings
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
 from outrider.tools.base import SchemaTool, Tool, ToolOutput, trial_arguments
+from outrider.tools.functions import tool_class
 from outrider.trace import Leaf, Trace
 from outrider.types import Json, Message, Origin, Outcome, Task, ToolCall, ToolSchema
 
@@ -76,27 +90,54 @@ def find_settings(plugin: Any) -> Settings | None:
 
 
 def check_environment(
-    task_set: TaskSet,
+    environment: Environment | type[Environment] | Mapping[str, Any] | TaskSet,
     *,
     split: str = "train",
     num_tasks: int = 2,
     texts: Sequence[str] = (),
     max_turns: int = 12,
+    expert_solves: bool = False,
 ) -> None:
-    """Play the first tasks of a split with garbage, with ``texts`` and with the expert's steps; the family is
-    closed in the end.
+    """Check an environment: play the first tasks of a split with garbage, ``texts`` and the expert's turns.
 
-    Checked: equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
-    for what a policy may write; a copy that is independent; everything closes twice; tasks and settings go to
-    other processes.
+    Checks equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
+    for anything that a policy may write; independent copies; that everything can be closed twice; and that
+    tasks and settings can be pickled.
+
+    Args:
+        environment: the class (with its default settings), an instance with the settings to check, or the
+            section ``environment`` of a recipe, for example ``{"type": "gym", "id": "FrozenLake-v1"}``.
+        split: the split whose tasks are played.
+        num_tasks: number of tasks.
+        texts: further turns to play, for example valid actions.
+        max_turns: turns per episode.
+        expert_solves: whether the expert must solve every task that is played.
+
+    Raises:
+        AssertionError: with the problem that a run would meet.
     """
+    if isinstance(environment, Environment):
+        task_set = environment.build(environment.settings)
+    elif isinstance(environment, type):
+        task_set = environment.build(environment.Settings())
+    elif isinstance(environment, Mapping):
+        task_set = make_task_set(cast(EnvironmentSettings, read_settings("environments", environment)))
+    else:
+        task_set = environment
     _check_task_set(task_set, split)
     tasks = list(islice(task_set.tasks(split), num_tasks))
     factory = task_set.make()
     try:
         for task in tasks:
-            for script in _scripts(task_set, task, texts):
+            expert = task_set.expert(task, 0)
+            require(expert or not expert_solves, f"{task.key}: there is no expert")
+            for script in _scripts(task_set, texts):
                 _check_episode(factory, task, script[:max_turns])
+            if expert:
+                record = _check_episode(factory, task, [step.text for step in expert][:max_turns])
+                require(
+                    record.success or not expert_solves, f"{task.key}: the expert does not solve the task"
+                )
     finally:
         factory.close()
         factory.close()
@@ -130,14 +171,12 @@ def _check_task_set(task_set: TaskSet, split: str) -> None:
         require_picklable("the settings", settings)
 
 
-def _scripts(task_set: TaskSet, task: Task, texts: Sequence[str]) -> list[list[str]]:
-    """Scripts to play: garbage, garbage inside what ends a turn, what was asked for, and the expert's way."""
+def _scripts(task_set: TaskSet, texts: Sequence[str]) -> list[list[str]]:
+    """Turns to play: garbage, garbage inside what ends a turn, and the caller's ``texts``."""
     endings = [f"{text}{stop}" for stop in task_set.stop for text in ("", "x", "<x>")]
     closing = [stop for stop in task_set.stop if stop.startswith("</")]
     tags = [f"<{stop[2:]}{word}{stop}" for stop in closing for word in ("?", "go", "1")]
-    scripts = [list(GARBAGE), endings, tags, list(texts)]
-    expert = task_set.expert(task, 0)
-    return [script for script in (*scripts, [step.text for step in expert or ()]) if script]
+    return [script for script in (list(GARBAGE), endings, tags, list(texts)) if script]
 
 
 @dataclass(slots=True)
@@ -146,10 +185,10 @@ class _EpisodeRecord:
 
     prompt: Sequence[Message]
     results: list[StepResult]
-    record: object
+    record: EpisodeResult
 
 
-def _check_episode(factory: Callable[[Task], Environment], task: Task, script: Sequence[str]) -> None:
+def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> EpisodeResult:
     first = _play(factory(task), script, seed=3)
     again = _play(factory(task), script, seed=3)
     require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
@@ -164,9 +203,10 @@ def _check_episode(factory: Callable[[Task], Environment], task: Task, script: S
     )
     require(first.record == again.record, f"{task.key}: another record with the same seed")
     _check_copy(factory(task), task, script, first)
+    return first.record
 
 
-def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
+def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
     try:
         try:
             prompt = start_episode(environment, seed)
@@ -184,7 +224,7 @@ def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Epi
         environment.close()
 
 
-def _step(environment: Environment, text: str) -> StepResult:
+def _step(environment: Env, text: str) -> StepResult:
     try:
         result = take_step(environment, turn_message(environment, text))
     except (InvalidResult, NonFiniteResult) as error:
@@ -200,7 +240,7 @@ def _step(environment: Environment, text: str) -> StepResult:
     return result
 
 
-def _require_record(environment: Environment, when: str) -> None:
+def _require_record(environment: Env, when: str) -> None:
     try:
         record = episode_result(environment)
     except (InvalidResult, NonFiniteResult) as error:
@@ -210,7 +250,7 @@ def _require_record(environment: Environment, when: str) -> None:
     require(record == episode_result(environment), f"result {when} is another one when it is asked for again")
 
 
-def _check_copy(environment: Environment, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
+def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
     """A copy in the middle goes its own way, and the original ends as if there had been none."""
     try:
         if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
@@ -248,18 +288,30 @@ _Input: TypeAlias = str | Mapping[str, Json]
 
 
 def check_tool(
-    tool: Tool,
+    function_or_tool: Tool | Callable[..., Any],
     *,
     texts: Sequence[str] = (),
     num_threads: int = 4,
     is_deterministic: bool = True,
 ) -> None:
-    """Call a tool with garbage, with ``texts`` and, where it has a schema, with arguments drawn from that:
-    one call after the other, and from several threads. It is closed in the end.
+    """Check a tool: call it with garbage, ``texts`` and arguments that its schema allows, also from several
+    threads.
 
-    Checked: a tag name that a policy can write, text for whatever it is given, a call that succeeds of a tool
-    with a schema, equal text for equal input, it closes twice, and its settings go to other processes.
+    Checks that its name is a valid tag, that it returns text for any input, that some call of a tool with a
+    schema succeeds, that equal inputs return equal text, that it can be closed twice, and that its settings
+    can be pickled.
+
+    Args:
+        function_or_tool: a tool, or a function with type hints and a docstring.
+        texts: further texts to call it with.
+        num_threads: number of threads.
+        is_deterministic: whether equal inputs must return equal text.
+
+    Raises:
+        AssertionError: with the problem that a run would meet.
     """
+    is_tool = hasattr(function_or_tool, "run_text")
+    tool = cast(Tool, function_or_tool) if is_tool else tool_class(cast(Any, function_or_tool))()
     is_tag = isinstance(tool.name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", tool.name)
     require(is_tag, f"the name {tool.name!r} is no tag: lower-case letters, digits and _")
     usage = getattr(type(tool), "usage", "")
@@ -407,7 +459,7 @@ def _check_garbage(engine: Engine, request: Request) -> None:
     _generate(engine, [request])
 
 
-# The contract of hooks that have copies in other processes (:class:`outrider.rollout.hooks.Portable`).
+# The contract of hooks that have copies in other processes (:class:`outrider.rollout.hooks.Hook`).
 
 
 def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable[Trace]) -> None:
@@ -418,18 +470,19 @@ def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable
     alone does.
     """
     require(len(hooks) == len(copies), "other hooks for the same settings")
+    hooks, copies = as_hooks(hooks), as_hooks(copies)
     for trace in groups:
         for leaf in trace.leaves.values():
             leaf.reflection = f"tip {leaf.rollout} of {trace.task.key}"
         for hook in hooks:
             hook.after_group(trace)
     for hook, hook_copy in zip(hooks, copies, strict=True):
-        if isinstance(hook, Portable):
-            require(isinstance(hook_copy, Portable), f"{type(hook).__name__} is portable, its copy is not")
-            _check(hook, hook_copy)  # type: ignore[arg-type]
+        if hook.is_portable:
+            require(hook_copy.is_portable, f"{type(hook).__name__} is portable, its copy is not")
+            _check(hook, hook_copy)
 
 
-def _check(hook: Portable, copy: Portable) -> None:
+def _check(hook: Hook, copy: Hook) -> None:
     name = type(hook).__name__
     snapshot = _pickled_copy(hook.snapshot(), f"{name}.snapshot()")
     for _ in range(2):
@@ -551,20 +604,26 @@ _RETURNS: tuple[tuple[float | None, ...], ...] = (
 
 
 def check_algorithm(
-    algorithm: Algorithm | Callable[[], Algorithm],
+    algorithm: Algorithm | type[Algorithm] | Callable[[], Algorithm],
     *,
     num_steps: int = 2,
     without_effect: Sequence[str] = (),
 ) -> None:
-    """Give an algorithm the groups of a few steps, made up, with faults and without spread.
+    """Check an algorithm on made-up groups of a few steps, with faults and without spread.
 
-    ``algorithm`` is one that has seen nothing, or what makes one. Checked: modes that depend on step and
-    group alone; credit that is finite, the same every time, and only on what an update may train on; a flag
-    of signal that agrees with the advantages; nothing for a rollout that a fault ended; numbers among its own
-    settings that change some advantage, if it changes nothing but advantages (``without_effect`` names those
-    that may have none); measurements under declared names; a memory that is the same after a
-    checkpoint; hooks whose copies in other processes are what they are, where they can have any
-    (:class:`outrider.rollout.hooks.Portable`).
+    Checks modes that depend on step and group only; advantages that are finite, reproducible and only on
+    tokens that the update may train on; a ``has_signal`` that agrees with them; no advantage for a rollout
+    that ended by a fault; declared measurements; a state that survives a checkpoint; hooks whose copies in
+    other processes act alike (:class:`outrider.rollout.hooks.Hook`). If the algorithm changes nothing but
+    advantages, every number among its own settings must change some advantage.
+
+    Args:
+        algorithm: the class (with its default settings), a new instance, or a function that returns one.
+        num_steps: number of steps.
+        without_effect: names of settings that may change no advantage.
+
+    Raises:
+        AssertionError: with the problem that a run would meet.
     """
     make = _maker(algorithm)
     first, other = make(), make()
@@ -593,6 +652,8 @@ def check_algorithm(
 
 
 def _maker(algorithm: Any) -> Callable[[], Algorithm]:
+    if isinstance(algorithm, type):
+        return lambda: cast(Algorithm, algorithm(algorithm.Settings()))  # type: ignore[attr-defined]
     if hasattr(algorithm, "assign_advantages") and not isinstance(algorithm, type):
         return lambda: copy.deepcopy(algorithm)
     return algorithm  # type: ignore[no-any-return]

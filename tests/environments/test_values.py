@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from outrider.environments.agent.server import read_reward
 from outrider.environments.base import (
-    Environment,
+    Env,
     EnvironmentSettings,
     EpisodeResult,
     StepResult,
@@ -137,7 +137,7 @@ class World:
 
 
 def played(returned: Returned) -> tuple[StepResult, EpisodeResult]:
-    environment: Environment = Episode(returned)
+    environment: Env = Episode(returned)
     start_episode(environment, 0)
     return take_step(environment, Message(role="assistant", content="x")), episode_result(environment)
 

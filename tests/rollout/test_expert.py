@@ -8,7 +8,7 @@ from outrider.environments.base import StepResult
 from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
 from outrider.rollout.base import Limits
 from outrider.rollout.experts import play_experts, to_trajectory
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
@@ -38,7 +38,7 @@ def shop(retrieve_share: float) -> list[Trace]:
     ],
 )
 def test_experts_solve_the_shop_at_any_share_of_shown_steps(share: float, fewest: int, most: int) -> None:
-    """B3: the shown click is done, so that the next one is on the page that it leads to."""
+    """The shown click is done, so that the next one is on the page that it leads to."""
     traces = shop(share)
     assert len(traces) == 12 and all(trace.leaves[0].success for trace in traces)
     shown = [node for trace in traces for node in trace.nodes if node.origin is Origin.BUFFER]
@@ -96,7 +96,7 @@ def test_the_expert_says_a_step_that_could_not_be_shown(no: dict[str, bool]) -> 
     assert heard == ["a.", "b.", "b.", "c."] and all(node.origin is not Origin.BUFFER for node in trace.nodes)
 
 
-class Takes:
+class Takes(Hook):
     """Does an action before the second turn whose text finds no room."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
@@ -108,14 +108,10 @@ class Takes:
         )
         return [Attempt(action="take", then=lambda result: long)] if state.turn == 1 else []
 
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
-
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_rollout_whose_last_action_has_no_text_is_no_trajectory(ends: bool) -> None:
-    """B6: its steps would not lead to its return. The record names the action."""
+    """Its steps would not lead to its return. The record names the action."""
 
     def answer(n: int, text: str) -> StepResult:
         return StepResult(message=None, done=True) if text == "take" and ends else say(" ok")

@@ -21,7 +21,7 @@ from outrider.environments.base import CallCapped
 from outrider.environments.tool_qa.episodes import CallBudget
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import Forgetful
+from outrider.rollout.hooks import StatelessHook
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Trace
 from outrider.training.settings import RunSettings
@@ -86,7 +86,7 @@ class Handed(JobResult):
     __eq__ = object.__eq__
 
 
-class Notes(Forgetful):
+class Notes(StatelessHook):
     """Writes down what it is told, in order."""
 
     def __init__(self) -> None:

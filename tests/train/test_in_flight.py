@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.base import GroupFilter, TaskChoice
 from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.config import validate
 from outrider.errors import ConfigError, EngineFault
-from outrider.rollout.hooks import Forgetful
+from outrider.rollout.hooks import StatelessHook
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Leaf, Trace
 from outrider.training.async_rollouts import (
@@ -41,7 +41,7 @@ TASKS = [Task(key=f"t{number}", question="?", answers=("!",)) for number in rang
 SIZE, TURNS = 3, 3
 
 
-class Counts(Forgetful):
+class Counts(StatelessHook):
     """What copies have gathered, and the groups seen, in order."""
 
     def __init__(self) -> None:
@@ -204,7 +204,6 @@ class Run:
         assert self.flight.num_restarted_groups == self.player.num_again == num_open - len(found)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
 def test_nothing_is_too_old_lost_or_out_of_order(
     data: st.DataObject, staleness: int, num_steps: int, per_step: int

@@ -15,7 +15,7 @@ from outrider.environments.base import StepResult
 from outrider.errors import DataError
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
@@ -48,7 +48,7 @@ def script(request: Request, context: str) -> str:
     return "<ask>?</ask>" if turn == "000" else asks_first[rollout].replace("{n}", number)
 
 
-class Shows:
+class Shows(Hook):
     """Puts a step before the second turn: shown only, or executed in the environment."""
 
     def __init__(self, executes: bool) -> None:
@@ -155,7 +155,7 @@ def test_the_same_environment_gives_the_same(
 def test_what_was_tried_without_a_word_of_it_is_tried_again(
     family: ToyTaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B1: a refused action is in no text, but it may have cost a move, so the environment hears it in its
+    """A refused action is in no text, but it may have cost a move, so the environment hears it in its
     place.
     """
 

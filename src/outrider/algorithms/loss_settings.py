@@ -5,7 +5,7 @@ Sources: docs/algorithms/objectives.md.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -82,8 +82,6 @@ class SamplerCorrection(Settings):
     ``level`` says whose ratio it is: each token's, the product over its rollout, or the product's n-th root.
     ``outside``: a weight beyond a bound is put on it, or to 0.
     """
-
-    details: ClassVar[frozenset[str]] = frozenset({"level", "outside"})
 
     upper: float = Field(2.0, gt=0)
     lower: float | None = Field(None, ge=0)
@@ -222,14 +220,3 @@ def plain_clip(loss: LossSettings, *, method: str) -> ClipLoss:
             "keep_clipped_gradient"
         )
     return loss
-
-
-def needs_whole_rollouts(
-    loss: LossSettings, correction: SamplerCorrection | None, rejection: RejectionMask | None
-) -> bool:
-    """Whether a ratio is that of a rollout as a whole, so that its tokens cannot be taken one by one."""
-    return (
-        loss.type == "gspo"
-        or (correction is not None and correction.level != "token")
-        or (rejection is not None and rejection.scope != "token")
-    )

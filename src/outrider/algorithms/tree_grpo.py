@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 from outrider.algorithms.advantages import TreeCombination, tree_advantages_per_leaf
 from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages
 from outrider.algorithms.entropy_branching import require_countable
-from outrider.algorithms.grpo import OnPolicyGroup, with_preset
-from outrider.algorithms.loss_settings import needs_whole_rollouts
+from outrider.algorithms.grpo import OnPolicyGroup
+from outrider.algorithms.presets import with_preset
 from outrider.rollout.branching import Expansion
 from outrider.trace import Leaf, Node, Trace
 
@@ -37,6 +37,8 @@ class TreeGrpoSettings(ObjectiveSettings):
     ``group_size`` follows: M (1 + N L) rollouts are played.
     """
 
+    presets = PRESETS
+
     type: Literal["tree_grpo"] = "tree_grpo"
     preset: Literal["tree-grpo", "tree-grpo-official"] = "tree-grpo"
     group_size: int = Field(6, ge=2)
@@ -48,7 +50,7 @@ class TreeGrpoSettings(ObjectiveSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, data: Any) -> Any:
+    def _group_size(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         merged = with_preset(PRESETS, data, default="tree-grpo")
@@ -71,11 +73,7 @@ class TreeGrpoSettings(ObjectiveSettings):
             raise ValueError(
                 f"combination = {self.combination} needs two leaves a tree: a tree of one tells nothing apart"
             )
-        require_countable(
-            "soft",
-            self.aggregation,
-            whole_rollouts=needs_whole_rollouts(self.loss, self.sampler_correction, self.sampler_rejection),
-        )
+        require_countable(self, "soft")
         return self
 
     @property
@@ -93,16 +91,16 @@ class TreeGrpo(OnPolicyGroup):
     """Two z-scores per leaf; a token that several leaves share is trained with the sum of theirs."""
 
     Settings = TreeGrpoSettings
+    settings: TreeGrpoSettings
 
     def __init__(self, settings: TreeGrpoSettings) -> None:
-        self.settings = settings
         self.expansion = Expansion(
             num_trees=settings.num_trees,
             num_expansions=settings.num_expansions,
             num_rounds=settings.num_rounds,
             num_trained_leaves=settings.num_kept or settings.tree_size,
         )
-        super().__init__(settings, num_rollouts=settings.group_size, hooks=(self.expansion,))
+        super().__init__(settings, hooks=(self.expansion,))
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """The leaf's advantage on every token of its path, counted once per leaf. Pruned leaves are in no

@@ -7,7 +7,6 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
-from outrider.commands.arguments import Commands, overrides
 from outrider.config import Settings
 from outrider.errors import ConfigError
 from outrider.plugins.listing import validate_references
@@ -18,6 +17,11 @@ from outrider.signals import stop_on_first_signal
 
 if TYPE_CHECKING:
     from outrider.training.settings import RunSettings
+
+
+def recipe_changes(parsed: argparse.Namespace) -> list[str]:
+    """The overrides of a command with the one that ``--model`` stands for."""
+    return [*parsed.overrides, *([f"model.name={parsed.model}"] if parsed.model else [])]
 
 
 # Output of ``--dry-run``.
@@ -37,10 +41,8 @@ def print_settings(
     """
     validate_references(settings)
     check_lines = [] if smoke else _check_lines(settings)
-    from outrider.training.run_dir import UNSEEN
-
     origins = key_sources(recipe, overrides) | dict.fromkeys(key_sources(None, smoke), "smoke")
-    text = as_toml(leaves(settings, sources=origins, unseen=UNSEEN, others=others))
+    text = as_toml(leaves(settings, sources=origins, others=others))
     print_lines(*text.split("\n"))
     if check_lines:
         print_lines("", *(f"# {line}".rstrip() for line in check_lines))
@@ -81,8 +83,8 @@ def smoke(
     if not enabled:
         yield []
         return
-    from outrider.smoke import settings as stand_ins
-    from outrider.smoke.settings import describe_omissions, smoke_overrides
+    from outrider import smoke as stand_ins
+    from outrider.smoke import describe_omissions, smoke_overrides
 
     settings, names = make_settings(overrides), stand_ins.smoke_assets()
     if omissions := describe_omissions(settings):
@@ -97,15 +99,14 @@ def smoke(
 
 def resolve_trajectories(file: Path) -> Path:
     """A file of trajectories, or under ``--smoke`` the chats that stand in for one that is not there."""
-    from outrider.smoke import settings as stand_ins
+    from outrider import smoke as stand_ins
 
     stand_ins.write(names := stand_ins.smoke_assets())
     return file if file.exists() else names.trajectories
 
 
-def add(commands: Commands) -> None:
-    """The command ``train``."""
-    parser = commands.add_parser("train", help="train from a recipe, or continue a run")
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
     parser.add_argument("recipe", nargs="?", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value; with --resume those that may grow")
     parser.add_argument("--run", type=Path, help="new run directory")
@@ -141,7 +142,7 @@ def _train(parsed: argparse.Namespace) -> int:
         return print_settings(resumed_settings, None, parsed.overrides, others="run")
     if parsed.smoke and parsed.resume is not None:
         raise ConfigError("--smoke goes with a recipe; a smoke run goes on without it")
-    recipe_overrides = overrides(parsed)
+    recipe_overrides = recipe_changes(parsed)
     if parsed.ray_address is not None:
         recipe_overrides.append(f"cluster.ray_address={parsed.ray_address}")
     is_dry_run = parsed.dry_run and parsed.recipe is not None and parsed.resume is None

@@ -41,7 +41,8 @@ COUNTED: Final = ("cluster/worker_deaths", "cluster/engine_deaths", "cluster/eng
 
 
 class Repairs:
-    """Counts replaced processes. ``allowance`` is that of the run, which also counts restarts of everything.
+    """Counts replaced processes. ``allowance`` is that of the run, which also counts restarts of
+    everything.
     """
 
     def __init__(self, allowance: Allowance) -> None:

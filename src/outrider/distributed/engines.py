@@ -672,7 +672,8 @@ class DirectPool(EnginePool):
         self._ranks = ranks
 
     def load(self, version: int) -> None:
-        """Raises ClusterFault if an engine does not confirm the weights in time; the ranks have ended then.
+        """Raises ClusterFault if an engine does not confirm the weights in time; the ranks have
+        ended then.
         """
         self._load(version, is_again=False)
 

@@ -386,7 +386,8 @@ def fill(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> No
 def _converted(
     folder: Path, keys: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> tuple[set[str], dict[str, str]]:
-    """Read weights that transformers converts; returns their names, and the file keys of all other weights.
+    """Read weights that transformers converts; returns their names, and the file keys of all other
+    weights.
     """
     disable_progress_bar()
     model = empty_model(str(folder)).model
@@ -450,7 +451,8 @@ class ShardedScorer(Scorer):
 
 
 def reshard(scoring: Any) -> None:
-    """Free the root's gathered weights after a forward pass without a backward pass, which would free them.
+    """Free the root's gathered weights after a forward pass without a backward pass, which would
+    free them.
     """
     if not torch.is_grad_enabled():
         scoring.reshard()

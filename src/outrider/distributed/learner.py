@@ -1,4 +1,5 @@
-"""Trainer ranks: one actor (:class:`Rank`), all of them (:class:`RankGroup`), and the learner that uses them.
+"""Trainer ranks: one actor (:class:`Rank`), all of them (:class:`RankGroup`), and the learner that
+uses them.
 """
 
 import os
@@ -74,7 +75,8 @@ class RankSettings:
 
 
 class Rank:
-    """A trainer rank. Every method is called on all ranks concurrently and returns the same on all of them.
+    """A trainer rank. Every method is called on all ranks concurrently and returns the same on all
+    of them.
     """
 
     def __init__(self, settings: RankSettings, rank: int, size: int) -> None:

@@ -389,7 +389,8 @@ class Session:
             remove_placement_group(group)
 
     def close(self) -> None:
-        """Disconnect from Ray, or end it if it is the run's own, and remove its files; may be called twice.
+        """Disconnect from Ray, or end it if it is the run's own, and remove its files; may be
+        called twice.
         """
         if self._has_begun:  # otherwise it would end a Ray of somebody else
             with suppress(Exception), _own_sigterm():

@@ -21,7 +21,7 @@ from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.base import RolloutStatus
 from outrider.rollout.batching import largest
 from outrider.rollout.faults import lost_leaf
-from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.hooks import Hook
 from outrider.rollout.scheduler import Modes, RolloutReport
 from outrider.trace import Trace
 from outrider.training.async_rollouts import GroupName, GroupResult, PendingStep, RolloutPrefetch
@@ -308,16 +308,16 @@ def worker_name(number: int) -> str:
     return f"rollout worker {number}"
 
 
-def portable(hooks: Sequence[Hook]) -> list[Portable]:
+def portable(hooks: Sequence[Hook]) -> list[Hook]:
     """Return the hooks if all can be copied. Raises ConfigError for one that cannot."""
     for hook in hooks:
-        if not isinstance(hook, Portable):
+        if not hook.is_portable:
             raise ConfigError(
                 f"{type(hook).__name__} has no copies in other processes (snapshot, restore, gathered, "
                 "absorb: docs/concepts/hooks.md): train in one process, without cluster.num_engines, "
                 "cluster.num_rollout_workers and cluster.weights"
             )
-    return [hook for hook in hooks if isinstance(hook, Portable)]
+    return list(hooks)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.listing import server_digests
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import Portable
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.training.components import Components, token_counter
 from outrider.training.policy import set_threads
@@ -63,7 +62,8 @@ class AsyncGroupEngine(RemoteEngine):
 
 
 class RolloutSlots:
-    """Slots for ``size`` rollouts, reserved by whole groups in order of arrival; a larger group runs alone.
+    """Slots for ``size`` rollouts, reserved by whole groups in order of arrival; a larger group
+    runs alone.
     """
 
     def __init__(self, size: int) -> None:
@@ -152,7 +152,8 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Sign of life: finished rollouts, time of the last change, and location of the longest waiting rollout.
+    """Sign of life: finished rollouts, time of the last change, and location of the longest waiting
+    rollout.
     """
 
     num_finished: int
@@ -266,7 +267,7 @@ class RolloutWorker:
 
     def _play(self, job: Job, algorithm: Algorithm, engine: RemoteEngine) -> JobResult:
         hooks = algorithm.hooks if job.is_training else ()
-        copies = [hook for hook in hooks if isinstance(hook, Portable)]
+        copies = [hook for hook in hooks if hook.is_portable]
         for hook, snapshot in zip(copies, job.snapshots, strict=True):
             hook.restore(snapshot)
         capped = self._factory if isinstance(self._factory, CallCapped) else None

@@ -139,19 +139,23 @@ _T = TypeVar("_T")
 class StepResult:
     """Outcome of one policy message.
 
-    ``message`` is the observation (None when the episode ended without one); where several answer, one a tool
-    call say, they are ``messages`` in its place. ``reward`` is the step reward.
-    ``num_tool_calls`` counts calls that were really executed; ``tools`` names them. ``invalid`` marks output
-    that the environment could not read as an action; the observation then says what was wrong. ``refused``
-    marks an action that was read and not done (a door that is not there, a button that the page lacks, a call
-    beyond the budget); rewards and outcomes are as for any other. ``truncated`` goes with ``done``: the
-    environment's own limit of moves cut the episode.
+    Numbers and flags may be of any numeric type, such as a scalar of NumPy or PyTorch; they are converted.
 
-    Numbers and flags may be of any numeric type, such as a scalar of NumPy or PyTorch: :func:`take_step`
-    converts them.
+    Attributes:
+        message: the observation, as text or as a message; None if the episode has ended without one.
+        messages: the observations if there are several, for example one per tool call.
+        reward: the step reward.
+        done: whether the episode has ended.
+        invalid: whether the turn contained no action that the environment could parse. The observation then
+            explains what was wrong.
+        refused: whether the action was parsed but not executed, for example a door that does not exist or a
+            call beyond the budget.
+        truncated: set together with ``done`` if the environment's own limit of moves ended the episode.
+        num_tool_calls: number of tool calls that were executed.
+        tools: names of the executed tools.
     """
 
-    message: Message | None = None
+    message: Message | str | None = None
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     done: bool = False
@@ -163,32 +167,34 @@ class StepResult:
 
     def __post_init__(self) -> None:
         if self.message is not None and self.messages:
-            raise ValueError("a step is answered by message or by messages")
+            raise ValueError("a step has either message or messages, not both")
 
     @property
     def observations(self) -> tuple[Message, ...]:
-        """All messages that answer, in order."""
+        """All observations, in order."""
+        if isinstance(self.message, str):
+            return (Message(role="user", content=self.message),)
         return self.messages or (() if self.message is None else (self.message,))
 
     @property
     def text(self) -> str:
-        """The observation's text, a line apart where several answer; empty where the episode ended without
-        one.
-        """
+        """Text of the observations, one per line; empty if the episode ended without one."""
         return "\n".join(message.content for message in self.observations)
 
     @property
     def carried_out(self) -> bool:
-        """Whether the message was an action and the environment did it."""
+        """Whether the turn contained an action and the environment executed it."""
         return not (self.invalid or self.refused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeResult:
-    """The environment's own record: the return of the episode, success, and named metrics (floats).
+    """The environment's own record of an episode.
 
-    Numbers and flags may be of any numeric type, as in :class:`StepResult`: :func:`episode_result` converts
-    them. A metric that is None is not defined in this episode.
+    Attributes:
+        episode_return: the return. The rollout loop does not add up step rewards itself.
+        success: whether the task was solved.
+        metrics: named numbers; None means that a metric is not defined in this episode.
     """
 
     episode_return: float
@@ -217,37 +223,42 @@ def _as_names(value: object) -> tuple[str, ...]:
 
 
 class EnvironmentSettings(Settings):
-    """Base of the settings of every task family; the rest says what a run asks before anything is built.
+    """Base class of the settings of environments.
 
-    ``is_closed_book``: whether the tasks are questions with answers, which can be asked without the
-    environment. ``starts_quickly``: whether ``--dry-run`` may list its tasks and start an episode, which
-    takes seconds at most and starts no program. ``reports_metrics``: whether the means of the metrics that
-    episodes return are recorded with every step and evaluation; those of single rollouts always are.
+    Its class variables and properties answer what a run must know before it builds the environment. A
+    subclass may override a property by a class variable.
+
+    Class attributes:
+        is_closed_book: whether the tasks are questions that can also be answered without the environment.
+        starts_quickly: whether ``--dry-run`` may list the tasks and start an episode: this takes seconds at
+            most and starts no program.
+        reports_metrics: whether the means of the episodes' metrics are recorded with every step and
+            evaluation. The metrics of single rollouts are always recorded.
     """
 
     is_closed_book: ClassVar[bool] = False
     starts_quickly: ClassVar[bool] = True
     reports_metrics: ClassVar[bool] = True
     if TYPE_CHECKING:
-        type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
+        type: str = ""  # set to the plug-in's name if the class does not declare it
 
     @property
     def has_experts(self) -> bool:
-        """Whether :meth:`TaskSet.expert` may find steps; a class may set it as a class variable."""
+        """Whether an expert may exist for some task."""
         return True
 
     @property
     def max_concurrent(self) -> int | None:
-        """Episodes that can be played at a time, where something shared bounds them."""
+        """Maximum number of concurrent episodes, or None if there is no limit."""
         return None
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """Seconds that a step may wait for other episodes' steps, which are no fault of its own."""
+        """Seconds that a step may wait for the steps of other episodes before its own time limit starts."""
         return 0.0
 
     def replayed_differently(self) -> list[str]:
-        """Names of the tasks in which the same actions may lead elsewhere: methods that fork by replay refuse
-        them.
+        """Names of tasks in which the same actions may lead to different states. Methods that fork by replay
+        reject them.
         """
         return []
 
@@ -257,25 +268,27 @@ class EnvironmentSettings(Settings):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether a step without a single tool call is suspicious."""
+        """Whether a step without any tool call is suspicious and worth a warning."""
         return False
 
     @property
     def call_format(self) -> str | None:
-        """The form of native tool calls; None where turns are text to the environment."""
+        """The format of native tool calls (``hermes``, for example), or None if turns are plain text."""
         return None
 
     @property
     def keeps_conversations(self) -> bool:
-        """Whether its episodes are :class:`~outrider.environments.conversations.OwnConversations`."""
+        """Whether episodes are :class:`~outrider.environments.conversations.OwnConversations`."""
         return False
 
 
-class Environment(Protocol):
-    """One episode at a time. May block: the rollout loop calls ``step`` in a thread.
+class Env(Protocol):
+    """One episode, as the rollout loop steps it. Users write an
+    :class:`~outrider.environments.environment.Environment`.
 
-    Raises :class:`~outrider.errors.ToolFault` or :class:`~outrider.errors.EnvironmentFault` when
-    infrastructure broke; malformed model output never raises.
+    Methods may block, because the loop calls them in a thread. They raise
+    :class:`~outrider.errors.ToolFault` or :class:`~outrider.errors.EnvironmentFault` if infrastructure
+    breaks, and never for malformed model output.
     """
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -296,7 +309,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class CopyableEnvironment(Environment, Protocol):
+class CopyableEnvironment(Env, Protocol):
     """An environment whose episode can be forked."""
 
     def copy(self) -> "CopyableEnvironment":
@@ -305,7 +318,7 @@ class CopyableEnvironment(Environment, Protocol):
 
 
 @runtime_checkable
-class NativeTools(Environment, Protocol):
+class NativeTools(Env, Protocol):
     """An environment whose policy calls tools natively. Its ``step`` gets the turn read: words, thinking,
     calls that fit their schemas, and what was wrong with the others (``Message.problems``). It answers with
     messages of the role ``tool``.
@@ -322,14 +335,14 @@ class NativeTools(Environment, Protocol):
         ...
 
 
-def prompt_tools(environment: Environment) -> Sequence[ToolSchema]:
+def prompt_tools(environment: Env) -> Sequence[ToolSchema]:
     """The tools that a prompt tells of."""
     if isinstance(environment, OwnConversations):
         return environment.request.tools
     return environment.tool_schemas if isinstance(environment, NativeTools) else ()
 
 
-def is_answer(environment: Environment, turn: Message) -> bool:
+def is_answer(environment: Env, turn: Message) -> bool:
     """Whether a turn is an answer as a whole, as native turns without calls are: if the token limit cuts it,
     it is not the answer that the policy was writing. A program of a user's own decides itself what a turn is.
     Valid until the environment has acted on the turn.
@@ -339,7 +352,7 @@ def is_answer(environment: Environment, turn: Message) -> bool:
     return not (turn.tool_calls or turn.problems)
 
 
-def turn_message(environment: Environment, text: str) -> Message:
+def turn_message(environment: Env, text: str) -> Message:
     """A turn of the policy as an environment is given it, from its text. Raises EnvironmentFault for
     whatever breaks in an environment that reads turns itself or names tools.
     """
@@ -350,7 +363,7 @@ def turn_message(environment: Environment, text: str) -> Message:
     return _guarded(environment, lambda: _read_calls(environment, text))
 
 
-def recorded_turn(environment: Environment, text: str) -> str:
+def recorded_turn(environment: Env, text: str) -> str:
     """A recorded turn as the environment reads it: imported chats have their calls in the Hermes form.
 
     Raises EnvironmentFault as :func:`turn_message` does.
@@ -365,7 +378,7 @@ def recorded_turn(environment: Environment, text: str) -> str:
     return _guarded(environment, rewrite)
 
 
-def _guarded(environment: Environment, read: Callable[[], _T]) -> _T:
+def _guarded(environment: Env, read: Callable[[], _T]) -> _T:
     """Of one rollout, what would end the run."""
     try:
         return read()
@@ -387,7 +400,7 @@ def _read_calls(environment: NativeTools, text: str) -> Message:
     )
 
 
-def start_episode(environment: Environment, seed: int) -> tuple[Message, ...]:
+def start_episode(environment: Env, seed: int) -> tuple[Message, ...]:
     """Reset the environment; its prompt. Raises InvalidResult for what is no prompt."""
     messages = as_messages(environment.reset(seed), "what reset returned")
     if not messages:
@@ -395,7 +408,7 @@ def start_episode(environment: Environment, seed: int) -> tuple[Message, ...]:
     return messages
 
 
-def take_step(environment: Environment, message: Message) -> StepResult:
+def take_step(environment: Env, message: Message) -> StepResult:
     """Act with one policy message; the answer with its numbers and flags in Python's own types.
 
     Raises InvalidResult for other values and for what is no :class:`StepResult`, NonFiniteResult for a reward
@@ -433,7 +446,7 @@ def _converted(found: object, method: str) -> StepResult:
     )
 
 
-def episode_result(environment: Environment) -> EpisodeResult:
+def episode_result(environment: Env) -> EpisodeResult:
     """The record of the episode with its numbers and flags in Python's own types.
 
     Raises InvalidResult for other values and for what is no :class:`EpisodeResult`, NonFiniteResult for NaN
@@ -451,13 +464,9 @@ def episode_result(environment: Environment) -> EpisodeResult:
 
 
 class TaskSet(Protocol):
-    """A named set of tasks together with the environment that plays them. As a plug-in, a class with
-    ``Settings`` (a subclass of :class:`EnvironmentSettings`), made of them.
+    """Named tasks together with the environment that plays them, as the rest of the package sees them.
 
-    ``stop`` are the strings that end a policy turn (kept in the turn's text). ``protocol`` tells how an
-    observation is joined: ``inline`` (inside the open assistant message) or ``chat`` (a new user message).
-    ``stateful`` says whether an action changes hidden state, so that showing a step is not the same as doing
-    it (RAPO's mode ``execute``).
+    ``stop`` and ``stateful`` are those of :class:`~outrider.environments.environment.Environment`.
     """
 
     name: str
@@ -488,7 +497,7 @@ class TaskSet(Protocol):
 class EnvironmentFactory(Protocol):
     """Makes environments for tasks and owns what they share (an index, a pool of simulators)."""
 
-    def __call__(self, task: Task) -> Environment:
+    def __call__(self, task: Task) -> Env:
         """A fresh environment for one episode of the task."""
         ...
 
@@ -497,7 +506,7 @@ class EnvironmentFactory(Protocol):
         ...
 
 
-def play_steps(environment: Environment, texts: Sequence[str]) -> tuple[Step, ...]:
+def play_steps(environment: Env, texts: Sequence[str]) -> tuple[Step, ...]:
     """Act with texts that are known beforehand until they or the episode end (a gold path may be longer than
     needed).
     """

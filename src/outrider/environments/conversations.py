@@ -107,7 +107,7 @@ class _StaticCheck(_ProtocolType):
 @runtime_checkable
 class OwnConversations(Protocol, metaclass=_StaticCheck):
     """An environment of this kind; beside the contract of
-    :class:`~outrider.environments.base.Environment`. The rollout finds out what of each conversation the
+    :class:`~outrider.environments.base.Env`. The rollout finds out what of each conversation the
     policy has seen before, and takes the ids of that.
     """
 

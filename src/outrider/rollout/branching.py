@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
+from outrider import deprecated
 from outrider.environments.base import (
     CopyableEnvironment,
-    Environment,
+    Env,
     EnvironmentFactory,
     StepResult,
     start_episode,
@@ -28,7 +29,7 @@ from outrider.environments.conversations import Conversation, OwnConversations, 
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.external_agent import Exchange, pending_request
 from outrider.rollout.faults import run_guarded
-from outrider.rollout.hooks import EpisodeState, Forgetful, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, StatelessHook
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Message, Step
@@ -59,7 +60,7 @@ class Fork:
     refusals: tuple[tuple[int, Refusal], ...] = ()
     request: Conversation | None = None
 
-    async def restore(self, environment: Environment, *, reset_seed: int, timeout_s: float) -> None:
+    async def restore(self, environment: Env, *, reset_seed: int, timeout_s: float) -> None:
         """Bring a fresh environment to this point by replaying; a copy is there already.
 
         Raises EnvironmentFault when the replay is answered differently.
@@ -84,9 +85,7 @@ class Fork:
             await self._refuse_again(environment, number + 1, timeout_s=timeout_s)
         _require_same_request(environment, self.request)
 
-    async def _refuse_again(
-        self, environment: Environment, turn: int, *, timeout_s: float
-    ) -> tuple[Message, ...]:
+    async def _refuse_again(self, environment: Env, turn: int, *, timeout_s: float) -> tuple[Message, ...]:
         """Refuse what a program was refused in front of a turn; what it asks then, empty if there was
         nothing.
         """
@@ -118,7 +117,7 @@ def prompt_text(messages: Sequence[Message]) -> str:
     return "\n".join(message.content for message in messages)
 
 
-def _require_same_request(environment: Environment, expected: Conversation | None) -> None:
+def _require_same_request(environment: Env, expected: Conversation | None) -> None:
     """Raises EnvironmentFault where a program asks something else: its new messages alone do not tell."""
     if pending_request(environment) != expected:
         raise EnvironmentFault("a program asked something else the second time: it cannot fork by replay")
@@ -163,7 +162,7 @@ async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
 
 async def fork_environment(
     fork: Fork | None, factory: EnvironmentFactory, trace: Trace, *, timeout_s: float
-) -> Environment:
+) -> Env:
     """An environment for one try: a copy of the fork's, or a fresh one."""
     if fork is not None and fork.environment is not None:
         # A copy of the copy: other forks and retries begin from the same one.
@@ -193,37 +192,6 @@ class Copies:
     def open(self) -> list[CopyableEnvironment]:
         """Those that are still kept, for the end of a run that broke."""
         return [fork.environment for fork in self._open.values() if fork.environment is not None]
-
-
-@runtime_checkable
-class Brancher(Protocol):
-    """A hook that forks. ``first_wave`` rollouts of a group begin at its prompt; the rest are forks, or
-    follow at its end.
-
-    ``streak_scope``: whether ``branch_streak`` counts the branched turns in a row of a lineage, or of the
-    whole group in the order of its decisions.
-    """
-
-    first_wave: int
-    streak_scope: Literal["lineage", "prompt"]
-
-    def num_forks(self, state: EpisodeState) -> int | None:
-        """Called when the policy has written a turn and before the environment acts: how many rollouts should
-        leave here.
-
-        None: there is nothing to decide here. The number depends on the rollout's own history, on its streams
-        and on ``branch_streak``, with which it does not grow; never on other rollouts, or on when or how
-        often it is asked.
-        """
-        ...
-
-    def budget(self, trace: Trace) -> int | None:
-        """Called when the only rollout of a first wave of one has ended: how many should begin at the prompt,
-        it included.
-
-        None: it decides nothing.
-        """
-        ...
 
 
 class GroupScheduler(Protocol):
@@ -329,11 +297,13 @@ class BranchingGroupScheduler:
         traces: Sequence[Trace],
         *,
         size: int,
-        brancher: Brancher | None,
+        brancher: Hook | None,
         enqueue: Enqueue,
         copies: Copies,
     ) -> None:
-        first_wave = size if brancher is None else min(brancher.first_wave, size)
+        first_wave = (
+            size if brancher is None or brancher.first_wave is None else min(brancher.first_wave, size)
+        )
         self._brancher = brancher
         self._needs_budget = first_wave == 1 < size
         self._size = size
@@ -389,7 +359,7 @@ class BranchingGroupScheduler:
         for number in group.begin(num_fresh, round_number=group.num_rounds + 1):
             self._enqueue(trace, number, None)
 
-    def _num_fresh(self, brancher: Brancher, group: _Group) -> int:
+    def _num_fresh(self, brancher: Hook, group: _Group) -> int:
         # Whoever still plays may want forks, and they come before fresh rollouts.
         if group.num_finished < group.num_started:
             return 0
@@ -400,7 +370,7 @@ class BranchingGroupScheduler:
                 return min(wave - 1, num_left)
         return num_left
 
-    def _decide(self, brancher: Brancher, group: _Group) -> None:
+    def _decide(self, brancher: Hook, group: _Group) -> None:
         """Decide all points that nothing can come before; let go of the copies that no place is left for."""
         while group.points and group.is_decidable(group.points[0]):
             point = group.points.pop(0)
@@ -445,7 +415,7 @@ class BranchingGroupScheduler:
         return points
 
 
-def _make_point(brancher: Brancher, state: EpisodeState, position: _Position) -> _Point | None:
+def _make_point(brancher: Hook, state: EpisodeState, position: _Position) -> _Point | None:
     """The hook's wish here. A streak of the group is not known yet: the hook wants most without one."""
     if brancher.streak_scope == "lineage":
         num_requested = brancher.num_forks(state)
@@ -481,7 +451,7 @@ def _make_point(brancher: Brancher, state: EpisodeState, position: _Position) ->
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expansion(Forgetful):
+class Expansion(StatelessHook):
     """The shape of a group, as a hook that says it to the scheduler: ``num_trees`` M, ``num_expansions`` N in
     each of ``num_rounds`` L.
 
@@ -498,16 +468,6 @@ class Expansion(Forgetful):
     def tree_size(self) -> int:
         """Leaves of a tree before pruning."""
         return 1 + self.num_expansions * self.num_rounds
-
-    def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
-        """Nothing to do."""
-        return ()
-
-    def after_turn(self, state: EpisodeState) -> None:
-        """Nothing to do: the scheduler keeps the points."""
-
-    def after_group(self, trace: Trace) -> None:
-        """Nothing to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -624,3 +584,6 @@ def _mark_fork(point: _ExpansionPoint) -> Fork:
         "is_replayed": point.fork.environment is None,
     }
     return point.fork
+
+
+deprecated.keep_old_names(__name__)

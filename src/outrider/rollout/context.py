@@ -10,7 +10,7 @@ from outrider.errors import ConfigError, EngineFault
 from outrider.rollout.base import Limits
 from outrider.rollout.batching import RoundBatcher, StreamBatcher
 from outrider.rollout.external_agent import Seen, next_context, require_room
-from outrider.rollout.hooks import EpisodeState, Reflector, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.tokens import ChatRenderer
 from outrider.trace import Node
 from outrider.types import Message, Origin, ToolSchema
@@ -319,7 +319,7 @@ def _without_end(state: EpisodeState, length: int) -> Node:
 
 async def request_reflection(
     state: EpisodeState,
-    hook: Reflector,
+    hook: Hook,
     result: EpisodeResult,
     *,
     batcher: RoundBatcher | StreamBatcher,
@@ -358,7 +358,7 @@ async def request_reflection(
 
 def _reflection_prompt(
     state: EpisodeState,
-    hook: Reflector,
+    hook: Hook,
     result: EpisodeResult,
     *,
     renderer: ChatRenderer,

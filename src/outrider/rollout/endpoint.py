@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from outrider.engines.chat import ChatEndpoint, Refusal
 from outrider.environments.base import (
-    Environment,
+    Env,
     EnvironmentFactory,
     StepResult,
     episode_result,
@@ -178,7 +178,7 @@ class Collector:
             self.rollout_status.remove(name)
 
     def _request(
-        self, environment: Environment, conversation: list[Message], room: int
+        self, environment: Env, conversation: list[Message], room: int
     ) -> tuple[list[Message], int, tuple[str, ...]]:
         """What to send: where a program keeps the conversation, its own, with the end that it wants."""
         request = pending_request(environment)
@@ -186,7 +186,7 @@ class Collector:
             return conversation, room, self.stop
         return list(request.messages), min(room, request.max_tokens or room), (*self.stop, *request.stop)
 
-    def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
+    def _episode(self, environment: Env, task: Task, rollout: int, num_retries: int) -> Collected:
         # By task alone: all rollouts of a task begin in the same state.
         seed = stream_seed(self.run_seed, "collect reset", task.key)
         prompt = self._run_timed(start_episode, environment, seed)

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from outrider.engines.base import FinishReason, Request
 from outrider.environments.base import (
-    Environment,
+    Env,
     EnvironmentFactory,
     EpisodeResult,
     StepResult,
@@ -36,7 +36,7 @@ from outrider.rollout.external_agent import (
     require_room,
 )
 from outrider.rollout.faults import cancelled_leaf, locate_invalid_result, run_guarded, run_timed
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, to_message
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, to_message
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
@@ -86,7 +86,7 @@ def play_texts(
         close_quietly(environment, timeout_s=timeout_s)
 
 
-def close_quietly(environment: Environment, *, timeout_s: float) -> None:
+def close_quietly(environment: Env, *, timeout_s: float) -> None:
     """A close that fails or hangs changes nothing of what was played."""
     with suppress(ToolFault, EnvironmentFault):
         run_timed(environment.close, timeout_s=timeout_s)
@@ -144,7 +144,7 @@ class EpisodeRunner:
         *,
         task: Task,
         trace: Trace,
-        environment: Environment,
+        environment: Env,
         rollout: int,
         mode: str,
         fork: Fork | None = None,
@@ -200,7 +200,7 @@ class EpisodeRunner:
         self,
         task: Task,
         trace: Trace,
-        environment: Environment,
+        environment: Env,
         fork: Fork | None,
         refusals: list[tuple[int, Refusal]],
     ) -> tuple[Node, tuple[Message, ...]]:
@@ -218,7 +218,7 @@ class EpisodeRunner:
 
     async def _opening(
         self,
-        environment: Environment,
+        environment: Env,
         messages: Sequence[Message],
         refusals: list[tuple[int, Refusal]],
     ) -> tuple[tuple[int, ...], Sequence[Message]]:
@@ -283,7 +283,7 @@ class EpisodeRunner:
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
-            if isinstance(hook, Reflector):
+            if hook.max_reflection_tokens:
                 self._set_status(state, "the wait for a reflection")
                 reflection = await request_reflection(
                     state,

@@ -14,7 +14,7 @@ from operator import eq
 
 from outrider.engines.base import Generation
 from outrider.engines.chat import ChatReply
-from outrider.environments.base import Environment, NativeTools, prompt_tools, turn_message
+from outrider.environments.base import Env, NativeTools, prompt_tools, turn_message
 from outrider.environments.conversations import (
     Conversation,
     OwnConversations,
@@ -161,14 +161,12 @@ def _bare(message: Message) -> Message:
     return replace(message, content=message.content.strip(), tool_calls=calls, tool_call_id="")
 
 
-def pending_request(environment: Environment) -> Conversation | None:
+def pending_request(environment: Env) -> Conversation | None:
     """What a program asks now; None where the rollout keeps the conversation itself."""
     return environment.request if isinstance(environment, OwnConversations) else None
 
 
-def opening_ids(
-    environment: Environment, messages: Sequence[Message], renderer: ChatRenderer
-) -> tuple[int, ...]:
+def opening_ids(environment: Env, messages: Sequence[Message], renderer: ChatRenderer) -> tuple[int, ...]:
     """The ids of a rollout's first context. Raises Unanswerable for what a program asks and the template
     refuses.
     """
@@ -189,7 +187,7 @@ def require_room(num_tokens: int, context_length: int) -> None:
 
 
 def report_sampled_turn(
-    environment: Environment, generation: Generation, context: Sequence[int], renderer: ChatRenderer
+    environment: Env, generation: Generation, context: Sequence[int], renderer: ChatRenderer
 ) -> SampledTurn | None:
     """Tell a program's environment how the turn was drawn, which its answer may have to say."""
     if not isinstance(environment, OwnConversations):
@@ -221,7 +219,7 @@ class EndpointTurn:
     text: str
 
 
-def _report_served_turn(environment: Environment, reply: ChatReply) -> None:
+def _report_served_turn(environment: Env, reply: ChatReply) -> None:
     if isinstance(environment, OwnConversations):
         turn = ServedTurn(
             finish=reply.finish,
@@ -231,7 +229,7 @@ def _report_served_turn(environment: Environment, reply: ChatReply) -> None:
         environment.sampled(turn)
 
 
-def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
+def endpoint_turn(reply: ChatReply, environment: Env) -> EndpointTurn:
     """The turn that a reply is.
 
     A server that reads no calls leaves them in the text, and they are read there. A turn with a call that

@@ -11,12 +11,11 @@ from functools import partial
 from typing import Protocol, cast
 
 from outrider.engines.base import Engine
-from outrider.environments.base import Environment, EnvironmentFactory, RoundAware
+from outrider.environments.base import Env, EnvironmentFactory, RoundAware
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.batching import LoopLag, RoundBatcher, StreamBatcher, StreamingEngine, run_to_end
 from outrider.rollout.branching import (
-    Brancher,
     BranchingGroupScheduler,
     Copies,
     Enqueue,
@@ -36,7 +35,7 @@ from outrider.rollout.faults import (
     rejoin,
     run_guarded,
 )
-from outrider.rollout.hooks import Hook
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
 from outrider.types import Origin, Task
@@ -120,6 +119,7 @@ class Scheduler:
 
         Raises ValueError when two tasks share a key (their random streams would coincide).
         """
+        self.hooks = as_hooks(self.hooks)
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
         try:
@@ -165,7 +165,7 @@ class Scheduler:
             return ExpansionScheduler(
                 expansion, run_seed=self.run_seed, training_step=training_step, enqueue=enqueue, copies=copies
             )
-        brancher = next((hook for hook in self.hooks if isinstance(hook, Brancher)), None)
+        brancher = next((hook for hook in self.hooks if hook.first_wave is not None), None)
         return BranchingGroupScheduler(traces, size=size, brancher=brancher, enqueue=enqueue, copies=copies)
 
     def _complete(self, trace: Trace, size: int) -> None:
@@ -187,7 +187,7 @@ class Scheduler:
         trace, rollout, fork = pending.trace, pending.rollout, pending.fork
         mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
         for attempt in range(self.max_retries + 1):
-            environment: Environment | None = None
+            environment: Env | None = None
             if is_late():
                 return cancelled_leaf(rollout)
             try:
@@ -222,12 +222,12 @@ class Scheduler:
                 self.rollout_status.remove(name)
         raise AssertionError("unreachable: the last attempt returns")
 
-    async def _close_all(self, environments: Sequence[Environment], faults: FaultLog) -> None:
+    async def _close_all(self, environments: Sequence[Env], faults: FaultLog) -> None:
         """Closes the copies for forks that a run which broke has left open."""
         for environment in environments:
             await self._close(environment, faults)
 
-    async def _close(self, environment: Environment, faults: FaultLog) -> None:
+    async def _close(self, environment: Env, faults: FaultLog) -> None:
         try:
             await run_guarded(environment.close, timeout_s=self.limits.step_timeout_s)
         except (ToolFault, EnvironmentFault) as fault:

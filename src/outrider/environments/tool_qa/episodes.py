@@ -106,7 +106,6 @@ class EpisodeConfig(EnvironmentSettings):
 
     has_verifier: ClassVar[bool] = False
     reports_metrics: ClassVar[bool] = False  # calls, refusals and rewards have metrics of their own
-    details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
 
     max_calls: int = Field(default=3, ge=0)
     """Tool calls that an episode may execute, all tools together. The next one is refused once, with the
