@@ -38,6 +38,11 @@ NAMES: Final[Mapping[str, str]] = {
     "fault_of": "find_call_error",
     "flaw_of": "find_schema_flaw",
     "form_named": "get_call_format",
+    "OwnConversations": "ExternalAgent",
+    "Refusing": "ExternalAgent",
+    "NativeTools": "Environment",
+    "CallCapped": "EnvironmentFactory",
+    "RoundAware": "EnvironmentFactory",
 }
 """Old name -> new name, in every module above and in those that call :func:`keep_old_names`."""
 

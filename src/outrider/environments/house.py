@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, play_steps
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.episode import Episode
 from outrider.environments.scienceworld import tasks as scienceworld_text
 from outrider.errors import ConfigError
 from outrider.seeding import stream
@@ -383,8 +384,8 @@ class HouseTaskSet:
         plan, goal = _plan(task, self.config)
         environment = HouseEnvironment(plan=plan, goal=goal, max_moves=self.config.max_moves)
         environment.reset(seed)
-        steps = play_steps(
-            environment, [scienceworld_text.render_action(command) for command in solution(plan, goal)]
+        steps = Episode(environment).play(
+            [scienceworld_text.render_action(command) for command in solution(plan, goal)]
         )
         return steps if environment.result().success else None
 

@@ -13,7 +13,8 @@ from outrider.environments.alfworld.games import (
 )
 from outrider.environments.alfworld.made_games import VERBS, Split
 from outrider.environments.alfworld.play import Engine, Game
-from outrider.environments.base import EpisodeResult, StepResult, play_steps
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.episode import Episode
 from outrider.environments.scienceworld import tasks as scienceworld_text
 from outrider.errors import EnvironmentFault
 from outrider.types import Message, Step, Task
@@ -204,7 +205,7 @@ class AlfworldTaskSet:
         try:
             environment.reset(seed)
             texts = [scienceworld_text.render_action(command) for command in self._games.plan(task)]
-            steps = play_steps(environment, texts)
+            steps = Episode(environment).play(texts)
         finally:
             environment.close()
         return steps if environment.result().success else None

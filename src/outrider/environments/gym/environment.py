@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
-from outrider.environments.base import EpisodeResult, StepResult, play_steps
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.episode import Episode
 from outrider.environments.gym.making import (
     GymConfig,
     IsolatedRandom,
@@ -253,4 +254,4 @@ def _play_expert(environment: GymEnvironment, solve: Any, seed: int) -> Sequence
     environment.reset(seed)
     texts = environment.expert_texts(solve)
     environment.reset(seed)  # it may have tried its way in the environment
-    return play_steps(environment, texts)
+    return Episode(environment).play(texts)

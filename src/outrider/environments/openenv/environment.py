@@ -8,7 +8,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from outrider.environments.base import EpisodeResult, StepResult, play_steps
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.episode import Episode
 from outrider.environments.openenv.server import (
     CAPACITY,
     NOT_VALID,
@@ -119,7 +120,7 @@ class OpenEnvEnvironment:
             turns = solve(opening)
             text = next(turns)
             for _ in range(MAX_EXPERT_TURNS):
-                steps += play_steps(self, [text])
+                steps += Episode(self).play([text])
                 if steps[-1].is_terminal:
                     break
                 text = turns.send(steps[-1].observation)

@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, play_steps
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.episode import Episode
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
 from outrider.environments.scienceworld import tasks as scienceworld_text
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Loan, Simulator, SimulatorPool
@@ -374,7 +375,7 @@ class ScienceWorldTaskSet:
         environment = ScienceWorldEnvironment(task=task, config=config, pool=self._expert_pool)
         try:
             environment.reset(seed)
-            steps = play_steps(environment, [scienceworld_text.render_action(action) for action in gold])
+            steps = Episode(environment).play([scienceworld_text.render_action(action) for action in gold])
         finally:
             environment.close()
         return steps if environment.result().success else None

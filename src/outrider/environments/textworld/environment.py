@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, play_steps
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.episode import Episode
 from outrider.environments.scienceworld import tasks as scienceworld_text
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.games import GameSettings, GameShelf, QuestGame, Split
@@ -389,8 +390,8 @@ class TextWorldTaskSet:
         try:
             environment.reset(seed)
             commands = walkthrough(shelf.story(*key))
-            steps = play_steps(
-                environment, [scienceworld_text.render_action(command) for command in commands]
+            steps = Episode(environment).play(
+                [scienceworld_text.render_action(command) for command in commands]
             )
         finally:
             environment.close()
