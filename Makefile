@@ -154,12 +154,12 @@ lint: setup
 	$(BIN)/python -m benchmarks.figures --check
 	$(BIN)/python -m docsite.reflow --check
 
-# How many small changes of the core make a test fail (docs/mutation.md). MUTATION='--modules pack --count 40 --survivors' chooses.
+# Which small changes of the core no test notices (docs/mutation.md). MUTATION='outrider.training.packing.*' selects mutants.
 MUTATION ?=
 
 mutation: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutation]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mutation $(MUTATION)
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run $(MUTATION)
 
 # The figures of README and docs that have a record (records/): write them, or find those that differ.
 figures: setup

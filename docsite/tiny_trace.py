@@ -16,7 +16,7 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import EpisodeState, Hook, Splice, format_retrieved
+from outrider.rollout.hooks import EpisodeState, Hook, Splice, StatelessHook, format_retrieved
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
@@ -71,7 +71,7 @@ class LookupFactory:
         """Nothing is held."""
 
 
-class RetrieveOnce:
+class RetrieveOnce(StatelessHook):
     """Another agent's step in front of the second turn of every hybrid rollout, as RAPO splices one."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
@@ -82,12 +82,6 @@ class RetrieveOnce:
         return (
             Splice(origin=Origin.BUFFER, text=format_retrieved(f"{step.text} {step.observation}"), step=step),
         )
-
-    def after_turn(self, state: EpisodeState) -> None:
-        """Nothing to do."""
-
-    def after_group(self, trace: Trace) -> None:
-        """Nothing is remembered."""
 
 
 def _policy(request: Request, context: str) -> str:

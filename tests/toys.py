@@ -28,7 +28,7 @@ from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.attention import TreePlan
 from outrider.engines.local.model import LanguageModel
 from outrider.engines.local.sampling import request_stream, sample
-from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
+from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.rollout.base import Limits
@@ -137,7 +137,7 @@ class LockFactory:
         """Nothing to release."""
 
 
-def expert_trajectory(task: Task, environment: Environment | None = None) -> Trajectory:
+def expert_trajectory(task: Task, environment: Env | None = None) -> Trajectory:
     """The combination, step by step, as the environment answers it (None: a lock)."""
     environment = environment or LockEnvironment(task)
     environment.reset(0)

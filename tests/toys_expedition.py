@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import numpy as np
 import torch
 
-from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.environments.base import Env, EpisodeResult, StepResult
 from outrider.environments.webshop.environment import WebShopConfig
 from outrider.seeding import stream
 from outrider.tokens import Tokenizer
@@ -121,7 +121,7 @@ def half_way(task: Task) -> Trajectory:
     return unrewarded(task, Expedition(task), [*right[: kinds.index("h")], GIVE_UP])
 
 
-def unrewarded(task: Task, environment: Environment, actions: Sequence[str]) -> Trajectory:
+def unrewarded(task: Task, environment: Env, actions: Sequence[str]) -> Trajectory:
     """An expert's actions, as the environment answers them."""
     environment.reset(0)
     steps = []

@@ -4,7 +4,7 @@ run begins.
 ::
 
     run = outrider.train("recipe.toml", run="runs/first", overrides=["train.num_steps=20"])
-    run = outrider.train(recipe, run="runs/mine", environment=MyFamily(MyFamily.Settings(num_tasks=8)))
+    run = outrider.train(recipe, run="runs/mine", environment=MyWorld(MyWorld.Settings(num_tasks=8)))
     run.metrics("train").to_pandas()
 """
 
@@ -16,6 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from outrider.config import Settings, load_settings, require_paths
+from outrider.environments.environment import Environment
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import add_search_folder, search_folders
 from outrider.plugins.listing import require_kinds
@@ -311,12 +312,25 @@ def _plugin_sections(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if unknown := [name for name in plugins if name not in _KINDS]:
         raise ConfigError(f"there is no section {unknown[0]!r} for a plug-in: {', '.join(_KINDS)}")
     chosen = {name: value for name, value in plugins.items() if value is not None}
-    objects = {_KINDS[name]: value for name, value in chosen.items() if not isinstance(value, str | Mapping)}
+    objects = {
+        _KINDS[name]: _task_set(value)
+        for name, value in chosen.items()
+        if not isinstance(value, str | Mapping)
+    }
     with substitute(objects) as object_sections:
         name_sections = {name: {"type": value} for name, value in chosen.items() if isinstance(value, str)}
         tables = {name: dict(value) for name, value in chosen.items() if isinstance(value, Mapping)}
         instances = {name: object_sections[kind] for name, kind in _KINDS.items() if kind in object_sections}
         yield name_sections | tables | instances
+
+
+def _task_set(plugin: Any) -> Any:
+    """The task set of an environment's class (with its default settings) or of an instance."""
+    if isinstance(plugin, Environment):
+        return plugin.build(plugin.settings)
+    if isinstance(plugin, type) and issubclass(plugin, Environment):
+        return plugin.build(plugin.Settings())
+    return plugin
 
 
 def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:

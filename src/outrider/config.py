@@ -95,8 +95,8 @@ def _located(path: Path, key: str, folders: Folders, *, is_input: bool) -> Path:
 
 
 def require_paths(settings: Any, folders: Sequence[Path], *, prefix: str = "") -> None:
-    """Raises DataError, which names the setting, the path and the folders that were searched, for an input
-    that does not exist. Sections that the run does not read are not checked.
+    """Raise DataError, which names the setting, the path and the searched folders, if an input does not
+    exist. Sections that the run does not read (``unread_sections``) are not checked.
     """
     for key, path in _inputs(settings, prefix):
         if not path.exists() and shutil.which(path) is None:
@@ -118,9 +118,9 @@ def shown_path(path: Path) -> str:
 
 
 def _inputs(settings: Any, prefix: str) -> Iterator[tuple[str, Path]]:
-    unused = settings.idle()
+    unread = getattr(settings, "unread_sections", ())
     for name, value in settings:
-        if name in unused:
+        if name in unread:
             continue
         if name in settings.input_paths and value is not None:
             yield f"{prefix}{name}", Path(value)
@@ -445,10 +445,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
-    details: ClassVar[frozenset[str]] = frozenset()
-    """Fields, or dotted keys below them, that hardly anybody sets: at their default ``--dry-run`` names them
-    below the others.
-    """
+    details: ClassVar[frozenset[str]] = frozenset()  # without effect; plug-ins of 0.3 extend it
 
     input_paths: ClassVar[frozenset[str]] = frozenset()
     """Fields that name a file or folder that has to exist, as a path or as text. Other fields of the type
@@ -458,12 +455,6 @@ class Settings(BaseModel):
     def names_path(self, key: str) -> bool:
         """Whether a field of this instance names a file or folder that exists, or nothing that exists."""
         return key in self.input_paths
-
-    def idle(self) -> frozenset[str]:
-        """Fields, or dotted keys below them, that have no effect as the others stand (a kind of KL without a
-        KL); ``--dry-run`` leaves them out.
-        """
-        return frozenset()
 
     def imported(self) -> Mapping[str, str]:
         """Fields that name a function of the user's by its import path, with the path: its code decides a run

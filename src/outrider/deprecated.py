@@ -40,9 +40,13 @@ NAMES: Final[Mapping[str, str]] = {
     "form_named": "get_call_format",
     "OwnConversations": "ExternalAgent",
     "Refusing": "ExternalAgent",
-    "NativeTools": "Environment",
+    "NativeTools": "Env",
     "CallCapped": "EnvironmentFactory",
     "RoundAware": "EnvironmentFactory",
+    "Forgetful": "StatelessHook",
+    "Portable": "Hook",
+    "Reflector": "Hook",
+    "Brancher": "Hook",
 }
 """Old name -> new name, in every module above and in those that call :func:`keep_old_names`."""
 

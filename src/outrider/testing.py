@@ -17,11 +17,17 @@ import numpy as np
 from outrider.algorithms.base import Algorithm, GroupAdvantages, ObjectiveSettings
 from outrider.config import Settings
 from outrider.engines.base import Engine, FinishReason, Generation, Request
-from outrider.environments.base import CopyableEnvironment, Environment, StepResult, TaskSet
+from outrider.environments.base import (
+    CopyableEnvironment,
+    Env,
+    StepResult,
+    TaskSet,
+)
+from outrider.environments.environment import Environment
 from outrider.environments.episode import Episode, open_episode
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
-from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
 from outrider.tools.base import SchemaTool, Tool, ToolOutput, trial_arguments
@@ -68,20 +74,35 @@ def find_settings(plugin: Any) -> Settings | None:
 
 
 def check_environment(
-    task_set: TaskSet,
+    environment: Environment | type[Environment] | TaskSet,
     *,
     split: str = "train",
     num_tasks: int = 2,
     texts: Sequence[str] = (),
     max_turns: int = 12,
 ) -> None:
-    """Play the first tasks of a split with garbage, with ``texts`` and with the expert's steps; the family is
-    closed in the end.
+    """Check an environment: play the first tasks of a split with garbage, ``texts`` and the expert's turns.
 
-    Checked: equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
-    for what a policy may write; a copy that is independent; everything closes twice; tasks and settings go to
-    other processes.
+    Checks equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
+    for anything that a policy may write; independent copies; that everything can be closed twice; and that
+    tasks and settings can be pickled.
+
+    Args:
+        environment: the class (with its default settings) or an instance with the settings to check.
+        split: the split whose tasks are played.
+        num_tasks: number of tasks.
+        texts: further turns to play, for example valid actions.
+        max_turns: turns per episode.
+
+    Raises:
+        AssertionError: with the problem that a run would meet.
     """
+    if isinstance(environment, Environment):
+        task_set = environment.build(environment.settings)
+    elif isinstance(environment, type):
+        task_set = environment.build(environment.Settings())
+    else:
+        task_set = environment
     _check_task_set(task_set, split)
     tasks = list(islice(task_set.tasks(split), num_tasks))
     factory = task_set.make()
@@ -141,7 +162,7 @@ class _EpisodeRecord:
     record: object
 
 
-def _check_episode(factory: Callable[[Task], Environment], task: Task, script: Sequence[str]) -> None:
+def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> None:
     first = _play(factory(task), script, seed=3)
     again = _play(factory(task), script, seed=3)
     require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
@@ -158,7 +179,7 @@ def _check_episode(factory: Callable[[Task], Environment], task: Task, script: S
     _check_copy(factory(task), task, script, first)
 
 
-def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
+def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
     try:
         episode = open_episode(environment)
         try:
@@ -201,7 +222,7 @@ def _require_record(episode: Episode, when: str) -> None:
     require(record == episode.result(), f"result {when} is another one when it is asked for again")
 
 
-def _check_copy(environment: Environment, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
+def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
     """A copy in the middle goes its own way, and the original ends as if there had been none."""
     try:
         if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
@@ -397,7 +418,7 @@ def _check_garbage(engine: Engine, request: Request) -> None:
     _generate(engine, [request])
 
 
-# The contract of hooks that have copies in other processes (:class:`outrider.rollout.hooks.Portable`).
+# The contract of hooks that have copies in other processes (:class:`outrider.rollout.hooks.Hook`).
 
 
 def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable[Trace]) -> None:
@@ -408,18 +429,19 @@ def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable
     alone does.
     """
     require(len(hooks) == len(copies), "other hooks for the same settings")
+    hooks, copies = as_hooks(hooks), as_hooks(copies)
     for trace in groups:
         for leaf in trace.leaves.values():
             leaf.reflection = f"tip {leaf.rollout} of {trace.task.key}"
         for hook in hooks:
             hook.after_group(trace)
     for hook, hook_copy in zip(hooks, copies, strict=True):
-        if isinstance(hook, Portable):
-            require(isinstance(hook_copy, Portable), f"{type(hook).__name__} is portable, its copy is not")
-            _check(hook, hook_copy)  # type: ignore[arg-type]
+        if hook.is_portable:
+            require(hook_copy.is_portable, f"{type(hook).__name__} is portable, its copy is not")
+            _check(hook, hook_copy)
 
 
-def _check(hook: Portable, copy: Portable) -> None:
+def _check(hook: Hook, copy: Hook) -> None:
     name = type(hook).__name__
     snapshot = _pickled_copy(hook.snapshot(), f"{name}.snapshot()")
     for _ in range(2):
@@ -554,7 +576,7 @@ def check_algorithm(
     settings that change some advantage, if it changes nothing but advantages (``without_effect`` names those
     that may have none); measurements under declared names; a memory that is the same after a
     checkpoint; hooks whose copies in other processes are what they are, where they can have any
-    (:class:`outrider.rollout.hooks.Portable`).
+    (:class:`outrider.rollout.hooks.Hook`).
     """
     make = _maker(algorithm)
     first, other = make(), make()

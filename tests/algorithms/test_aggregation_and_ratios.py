@@ -93,49 +93,6 @@ BATCH = st.lists(
 @given(
     batch=BATCH,
     kind=st.sampled_from(get_args(Aggregation)),
-    parts=st.integers(1, 5),
-    order=st.randoms(use_true_random=False),
-)
-def test_any_split_into_micro_batches_gives_one_loss_and_gradient(
-    batch: Any, kind: Any, parts: int, order: Any
-) -> None:
-    columns = zip(*batch, strict=True)
-    rollout_index = torch.tensor(next(columns))
-    shift, old, advantages = (flat(next(columns)) for _ in range(3))
-    mask = torch.tensor(next(columns))
-    max_length = 9 if kind in ("constant_length", "sum_over_length") else None
-    weights = token_weights(
-        kind=kind,
-        rollout_index=rollout_index,
-        num_rollouts=4,
-        max_length=max_length,
-        mask=mask,
-        dtype=torch.float64,
-    )
-    assignment = torch.tensor([order.randrange(parts) for _ in batch])
-    results = []
-    for pieces in (
-        [torch.arange(len(batch))],
-        [torch.nonzero(assignment == part)[:, 0] for part in range(parts)],
-    ):
-        logprobs = (old + shift).requires_grad_()
-        total, gradient = 0.0, torch.zeros_like(old)
-        for piece in pieces:
-            surrogate = clipped_surrogate_per_token(
-                logprobs=logprobs[piece], old_logprobs=old[piece], advantages=advantages[piece], dual_clip=3.0
-            )
-            loss = weighted_loss(losses=surrogate.losses, weights=weights[piece])
-            gradient = gradient + torch.autograd.grad(loss, logprobs)[0]
-            total += loss.item()
-        results.append((total, gradient))
-    assert results[0][0] == pytest.approx(results[1][0], abs=1e-12)
-    assert torch.equal(results[0][1], results[1][1])
-
-
-@settings(deadline=None)
-@given(
-    batch=BATCH,
-    kind=st.sampled_from(get_args(Aggregation)),
     garbage=st.sampled_from([math.nan, math.inf, -math.inf, 7.0]),
 )
 def test_masked_tokens_change_nothing(batch: Any, kind: Any, garbage: float) -> None:

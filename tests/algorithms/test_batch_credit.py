@@ -175,33 +175,6 @@ def test_numpy_references(groups: Any) -> None:
                 np.testing.assert_allclose(token_credit(traces), white, atol=1e-9)
 
 
-EVERY: list[Any] = [
-    grpo(),
-    grpo(advantage_std="batch"),
-    grpo(advantage="leave_one_out", advantage_std="batch"),
-    plus(),
-    plus(gamma=0.9),
-    plus(group_baseline=True),
-]
-
-
-@settings(deadline=None, max_examples=60)
-@given(groups=GROUPS, number=st.integers(0, len(EVERY) - 1), mask=MASK)
-def test_faults_and_their_tokens_change_no_bit_of_the_others(
-    groups: Any, number: int, mask: list[int]
-) -> None:
-    without = [own for rollouts in groups if (own := [one for one in rollouts if one[0] is not None])]
-    with_fault = [[(None, mask), *rollouts] for rollouts in without]
-    EVERY[number].advantages(base := batch(without))
-    credits_ = EVERY[number].advantages(other := batch([*with_fault, [(None, mask)]]))
-    assert token_credit(other).tolist() == token_credit(base).tolist()
-    assert all(trace.leaves[0].advantage is None for trace in other)
-    assert (
-        all(not credit.advantages.assigned[0] for credit in credits_)
-        and credits_[-1].advantages.reason == "unscorable"
-    )
-
-
 def test_every_page_is_asked_for_the_whole_batch() -> None:
     """A split into single groups would give other numbers: the first group's credit depends on the second's
     returns.

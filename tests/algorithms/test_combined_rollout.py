@@ -59,7 +59,7 @@ def play(
     [task] = tasks(1)
     assert method.tips is not None
     key = HashEmbedder().embed(["seen"])[0]
-    method.tips.hook.memory.add(task.key, key, "look up", 1.0, policy_version=0, rollout_id="earlier")
+    method.tips.memory.add(task.key, key, "look up", 1.0, policy_version=0, rollout_id="earlier")
 
     def ids(request: Request) -> list[int]:
         draw = random.Random(request.seed)
@@ -161,7 +161,7 @@ def test_one_rollout_at_a_time_plays_the_same_tree(buffer: StepTraceBuffer, role
 def test_novelty_counts_every_leaf_and_every_leaf_writes_a_tip(buffer: StepTraceBuffer, role: Role) -> None:
     trace, method = play(buffer, role, "tips_on", coefficient=0.3)
     assert method.tips is not None
-    counts = method.tips.hook.counts
+    counts = method.tips.counts
     assert counts["written"] + counts["empty"] == GROUP
     assert len({leaf.reflection for leaf, _ in trace.rollouts()}) == GROUP  # from each rollout's own stream
     method.assign_advantages(trace)

@@ -102,32 +102,6 @@ def test_numpy_reference(returns: list[float], std_ddof: Any) -> None:
 
 
 @settings(deadline=None)
-@given(
-    returns=RETURNS,
-    shift=st.floats(-50.0, 50.0),
-    scale=st.floats(0.5, 20.0),
-    order=st.randoms(use_true_random=False),
-)
-def test_rules_of_every_group(returns: list[float], shift: float, scale: float, order: Any) -> None:
-    base = group_normalized_advantages_per_rollout(returns=returns, eps=0.0)
-    assert abs(base.values.sum()) < 1e-9
-    moved = group_normalized_advantages_per_rollout(
-        returns=[scale * value + shift for value in returns], eps=0.0
-    )
-    np.testing.assert_allclose(moved.values, base.values, atol=1e-7)
-    centred = group_normalized_advantages_per_rollout(returns=returns, normalize_std=False)
-    left_out = leave_one_out_advantages_per_rollout(returns=returns)
-    num = len(returns)
-    np.testing.assert_allclose(left_out.values, centred.values * num / (num - 1), rtol=1e-12)
-    permutation = list(range(num))
-    order.shuffle(permutation)
-    permuted = group_normalized_advantages_per_rollout(
-        returns=[returns[index] for index in permutation], eps=0.0
-    )
-    assert permuted.values.tolist() == base.values[permutation].tolist()
-
-
-@settings(deadline=None)
 @given(returns=RETURNS, position=st.integers(0, 16))
 def test_an_unscorable_rollout_leaves_the_others_bit_for_bit_alone(
     returns: list[float], position: int

@@ -18,38 +18,23 @@ from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.exploration import Empo2Settings
 from outrider.algorithms.losses import clipped_surrogate_per_token, without_tips_mask
 from outrider.algorithms.tips import (
-    CountNovelty,
     MemorySettings,
     ModeSchedule,
     TipHook,
     clean_reflection,
-    intrinsic_return,
-    mode_of_draw,
     never_shows_a_tip,
     record_text,
     render_tips,
-    visit_bonus,
     visited_states,
 )
 from outrider.config import load_settings, validate
 from outrider.memory.embedders import HashEmbedder
+from outrider.memory.novelty import NoveltyStore
 from outrider.trace import Trace
 from outrider.training.data import TaskOrder
 from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.tip_groups import algorithm, played, vector
-
-
-def test_released_modes() -> None:
-    given_, expected = vector("mode_schedule")
-    names = {"off-policy": "tips_off", "on-policy-with-tips": "tips_on", "on-policy": "plain"}
-    found = [
-        mode_of_draw(
-            u, memory_probability=expected["p_memory"], off_policy_probability=expected["q_off_given_memory"]
-        )
-        for u in given_["uniform_draws"]
-    ]
-    assert found == [names[mode] for mode in expected["mode"]]
 
 
 @given(p=st.floats(0, 1), q=st.floats(0, 1), seed=st.integers(0, 5), windows=st.integers(1, 8))
@@ -229,7 +214,7 @@ def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
     here.
     """
     method = algorithm(memory={"scope": scope})
-    assert isinstance(method.novelty, CountNovelty)
+    assert isinstance(method.novelty, NoveltyStore)
     for task in ("one", "other"):
         trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
         trace.task = Task(key=task, question="q")
@@ -289,12 +274,12 @@ def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retriev
     train on it.
     """
     given_, expected = vector("intrinsic_reward_code")
+    [key] = HashEmbedder().embed(["a kitchen"])
     found = [
-        intrinsic_return([visit_bonus(1 + min(10, number))], coefficient=1.0)
+        NoveltyStore().visit("t", [key] * (1 + min(10, number)))[0][-1]
         for number in given_["similar_entries_in_buffer"]
     ]
     np.testing.assert_allclose(found, expected["reward"], atol=1e-6)
-    assert intrinsic_return([visit_bonus(num) for num in (1, 2, 4)], coefficient=2.0) == 3.5
 
 
 def test_every_different_action_of_an_episode_is_a_record() -> None:

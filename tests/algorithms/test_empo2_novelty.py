@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from outrider.algorithms.exploration import Empo2Settings
-from outrider.algorithms.tips import CountNovelty, DistilledNovelty
 from outrider.config import validate
 from outrider.memory.embedders import HashEmbedder
+from outrider.memory.novelty import NoveltyStore, RandomDistillation
 from outrider.metrics.registry import declared_metric
 from outrider.trace import Trace
 from tests.algorithms.tip_groups import algorithm, played
@@ -20,7 +20,7 @@ def intrinsic(trace: Trace) -> list[float]:
 
 def test_the_default_counts() -> None:
     assert validate(Empo2Settings, {}).novelty == "count"
-    assert isinstance(algorithm().novelty, CountNovelty)
+    assert isinstance(algorithm().novelty, NoveltyStore)
 
 
 def test_the_intrinsic_return_is_the_coefficient_times_the_scaled_errors() -> None:
@@ -28,7 +28,7 @@ def test_the_intrinsic_return_is_the_coefficient_times_the_scaled_errors() -> No
     told = [["start", "kitchen"], ["start", "kitchen"], ["start", "kitchen"], ["start", "garden"]]
     trace = played([0.0] * 4, told)
     credit = method.assign_advantages(trace)
-    assert isinstance(twin.novelty, DistilledNovelty)
+    assert isinstance(twin.novelty, RandomDistillation)
     texts = [text for states in told for text in states]
     errors = np.array(twin.novelty.errors(list(HashEmbedder().embed(texts))))
     worth = (errors / np.sqrt((errors**2).mean())).reshape(4, 2).sum(axis=1)
@@ -72,16 +72,3 @@ def test_a_restored_algorithm_goes_on_bit_for_bit() -> None:
     for one, trace in zip((whole, second), traces, strict=True):
         one.assign_advantages(trace)
     assert intrinsic(traces[0]) == intrinsic(traces[1])
-
-
-@pytest.mark.parametrize(
-    ("given_", "idle"),
-    [
-        ({}, {"rnd"}),
-        ({"novelty": "rnd"}, {"novelty_threshold"}),
-        ({"intrinsic_coefficient": 0.0}, {"novelty", "novelty_threshold", "rnd", "intrinsic_where_tied"}),
-    ],
-)
-def test_what_has_no_effect_is_not_shown(given_: dict[str, object], idle: set[str]) -> None:
-    states = {"novelty", "novelty_threshold", "rnd", "intrinsic_where_tied"}
-    assert validate(Empo2Settings, given_).idle() & states == idle

@@ -14,15 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.gigpo import (
-    Gigpo,
-    GigpoSettings,
     anchor_groups,
     discounted_returns_per_turn,
     episode_advantages_per_turn,
     step_advantages_per_turn,
 )
-from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.config import validate
 from tests.algorithms.gigpo_groups import (
     LARGE,
     LARGE_EXPECTED,
@@ -36,7 +32,6 @@ from tests.algorithms.gigpo_groups import (
     Episode,
     credited,
     flat,
-    play,
 )
 
 
@@ -166,27 +161,6 @@ def test_the_order_of_the_rollouts_changes_no_bit(
     ]
     for name, values in credit.measurements.items():
         assert sorted(other.measurements[name]) == sorted(values)
-
-
-@settings(deadline=None)
-@given(episodes=groups_of_episodes(), normalization=st.sampled_from(["std", "none"]))
-def test_without_the_step_part_it_is_grpo_bit_for_bit(episodes: list[Episode], normalization: str) -> None:
-    chosen = validate(GigpoSettings, {"normalization": normalization, "step_weight": 0.0})
-    trace, _ = play(episodes)
-    other, _ = play(episodes)
-    credit, plain = (
-        Gigpo(chosen).assign_advantages(trace),
-        Grpo(validate(GrpoSettings, {"advantage": chosen.advantage})).assign_advantages(other),
-    )
-    assert [node.credit for node in trace.nodes] == [node.credit for node in other.nodes]
-    assert [leaf.advantage for leaf in trace.leaves.values()] == [
-        leaf.advantage for leaf in other.leaves.values()
-    ]
-    assert credit.advantages.values.tolist() == plain.advantages.values.tolist()
-    assert (credit.advantages.reason, credit.advantages.has_signal) == (
-        plain.advantages.reason,
-        plain.advantages.has_signal,
-    )
 
 
 @settings(deadline=None)

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.algorithms.losses import (
     TokenLoss,
@@ -178,67 +176,6 @@ def test_negative_log_likelihood_and_replay_vectors() -> None:
     )
 
 
-NAMES = ("gppo_code", "gppo_paper", "cispo_cap", "cispo_verl", "clip")
-C = 3.0
-
-
-def per_token(name: str, **tensors: torch.Tensor) -> TokenLoss:
-    if name == "cispo_cap":
-        return cispo_per_token(**tensors, cap=1.28)
-    if name == "cispo_verl":
-        return cispo_per_token(**tensors, cap=1.28, floor=0.8)
-    if name == "clip":
-        return clipped_surrogate_per_token(**tensors, clip_high=0.28, dual_clip=C)
-    return gppo_per_token(**tensors, dual_clip=C if name == "gppo_code" else None)
-
-
-def table(name: str, ratio: float, advantage: float) -> float:
-    """k of ``d loss / d log pi = -A k``: the specification's table, row by row."""
-    row: dict[str, float] = dict.fromkeys(NAMES, ratio)
-    if advantage > 0.0 and ratio > 1.28:
-        row = {"clip": 0.0, "gppo_code": 1.28, "gppo_paper": 1.28, "cispo_cap": 1.28, "cispo_verl": 1.28}
-    elif advantage > 0.0 and ratio < 0.8:
-        row = row | {"cispo_verl": 0.8}
-    elif advantage < 0.0 and ratio < 0.8:
-        row = {"clip": 0.0, "gppo_code": 0.8, "gppo_paper": 0.8, "cispo_cap": ratio, "cispo_verl": 0.8}
-    elif advantage < 0.0 and ratio > 1.28:
-        row = row | {"cispo_cap": 1.28, "cispo_verl": 1.28}
-        if ratio > C:
-            row = row | {"clip": 0.0, "gppo_code": 0.0}
-    return row[name]
-
-
-TOKEN = st.tuples(st.floats(-3.0, 3.0), st.floats(-2.0, 2.0), st.floats(-4.0, 0.0))
-
-
-@settings(deadline=None)
-@given(tokens=st.lists(TOKEN, min_size=1, max_size=12), name=st.sampled_from(NAMES))
-def test_gradients_are_those_of_the_table_and_gppo_has_the_value_of_the_clip(tokens: Any, name: str) -> None:
-    log_ratios, advantages, old = (flat(list(column)) for column in zip(*tokens, strict=True))
-    logprobs = (old + log_ratios).requires_grad_()
-    surrogate = per_token(name, logprobs=logprobs, old_logprobs=old, advantages=advantages)
-    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
-    ratios = (logprobs.detach() - old).exp().tolist()
-    expected = [
-        -advantage * table(name, ratio, advantage)
-        for ratio, advantage in zip(ratios, advantages.tolist(), strict=True)
-    ]
-    np.testing.assert_allclose(gradient, expected, atol=1e-12)
-    if name.startswith("gppo"):
-        dual_clip = C if name == "gppo_code" else None
-        plain = clipped_surrogate_per_token(
-            **three(logprobs, old, advantages), clip_high=0.28, dual_clip=dual_clip
-        )
-        assert torch.equal(surrogate.losses, plain.losses)
-        assert torch.equal(surrogate.clipped_high, plain.clipped_high) and torch.equal(
-            surrogate.clipped_low, plain.clipped_low
-        )
-    if name.startswith("cispo"):
-        floor = 0.8 if name == "cispo_verl" else 0.0
-        values = -np.clip(ratios, floor, 1.28) * (advantages * logprobs.detach()).numpy()
-        np.testing.assert_allclose(surrogate.losses.detach(), values, atol=1e-12)
-
-
 def test_gppo_keeps_a_finite_gradient_where_the_ratio_overflows() -> None:
     """The printed form divides by a ratio that is infinite, and returns NaN."""
     logprobs = torch.tensor([900.0, -900.0], requires_grad=True)
@@ -254,29 +191,6 @@ def test_gppo_keeps_a_finite_gradient_where_the_ratio_overflows() -> None:
         assert torch.isfinite(losses).all() and torch.isfinite(gradient).all()
 
 
-ADVANTAGE = st.floats(-2.0, 2.0).map(lambda value: round(value, 3))
-ROLLOUTS = st.lists(
-    st.tuples(
-        ADVANTAGE, st.lists(st.tuples(st.floats(-1.5, 1.5), st.floats(-4.0, 0.0)), min_size=1, max_size=5)
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-def unpack(rollouts: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """rollout_index, log-ratios, old log-probs, advantages (one a rollout)."""
-    index = [number for number, (_, tokens) in enumerate(rollouts) for _ in tokens]
-    tokens = [token for _, own in rollouts for token in own]
-    advantages = [advantage for advantage, own in rollouts for _ in own]
-    return (
-        torch.tensor(index),
-        flat([token[0] for token in tokens]),
-        flat([token[1] for token in tokens]),
-        flat(advantages),
-    )
-
-
 def every_loss(logprobs: Any, old: Any, advantages: Any, index: torch.Tensor) -> dict[str, TokenLoss]:
     tensors = three(logprobs, old, advantages)
     return {
@@ -290,44 +204,6 @@ def every_loss(logprobs: Any, old: Any, advantages: Any, index: torch.Tensor) ->
     }
 
 
-@settings(deadline=None, max_examples=40)
-@given(rollouts=ROLLOUTS, kind=st.sampled_from(["sequence_mean_token_mean", "token_mean"]))
-def test_on_policy_all_gradients_are_that_of_reinforce(rollouts: Any, kind: Any) -> None:
-    index, _, old, advantages = unpack(rollouts)
-    weights = token_weights(kind=kind, rollout_index=index, num_rollouts=len(rollouts), dtype=torch.float64)
-    for surrogate in every_loss(logprobs := old.clone().requires_grad_(), old, advantages, index).values():
-        (gradient,) = torch.autograd.grad(weighted_loss(losses=surrogate.losses, weights=weights), logprobs)
-        np.testing.assert_allclose(gradient, -advantages * weights, atol=1e-14)
-
-
-@settings(deadline=None)
-@given(rollouts=ROLLOUTS, form=st.sampled_from(["token", "sequence", "product"]))
-def test_gspo_is_its_formula_and_a_clipped_rollout_has_no_gradient(rollouts: Any, form: Any) -> None:
-    index, shift, old, advantages = unpack(rollouts)
-    logprobs = (old + shift).requires_grad_()
-    surrogate = gspo_per_token(
-        **three(logprobs, old, advantages), rollout_index=index, clip_low=0.2, clip_high=0.3, form=form
-    )
-    weights = token_weights(
-        kind="sequence_mean_token_mean", rollout_index=index, num_rollouts=len(rollouts), dtype=torch.float64
-    )
-    (gradient,) = torch.autograd.grad(
-        loss := weighted_loss(losses=surrogate.losses, weights=weights), logprobs
-    )
-    total, slopes = 0.0, []
-    for number, (advantage, _) in enumerate(rollouts):
-        own = (logprobs.detach() - old)[index == number].numpy()
-        ratio = math.exp(own.sum() if form == "product" else own.mean())
-        plain, clipped = -advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3)
-        total += max(plain, clipped) / len(rollouts)
-        scale = 1 if form == "product" else len(own)
-        slopes += [plain / (scale * len(rollouts)) if plain >= clipped else 0.0] * len(own)
-        acted = (surrogate.clipped_high | surrogate.clipped_low)[index == number]
-        assert bool(acted.all()) == bool(acted.any()) == (plain < clipped)
-    assert loss.item() == pytest.approx(total, abs=1e-10)
-    np.testing.assert_allclose(gradient, slopes, atol=1e-10)
-
-
 def test_only_the_token_form_gives_each_token_its_own_advantage() -> None:
     logprobs, old, advantages = flat([-0.9, -1.8]).requires_grad_(), flat([-1.0, -2.0]), flat([2.0, -1.0])
     ratio = math.exp(0.15)
@@ -337,99 +213,6 @@ def test_only_the_token_form_gives_each_token_its_own_advantage() -> None:
         (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
         np.testing.assert_allclose(gradient, slopes, rtol=1e-12)
         np.testing.assert_allclose(surrogate.losses.detach(), [-2.0 * ratio, ratio], rtol=1e-12)
-
-
-@settings(deadline=None, max_examples=50)
-@given(rollouts=ROLLOUTS, seed=st.integers(0, 99), garbage=st.sampled_from([7.0, -300.0, math.inf]))
-def test_gspo_does_not_see_masked_tokens_nor_how_rollouts_are_split(
-    rollouts: Any, seed: int, garbage: float
-) -> None:
-    index, shift, old, advantages = unpack(rollouts)
-    generator = np.random.default_rng(seed)
-    mask = torch.tensor(generator.random(len(index)) < 0.6)
-    part = torch.tensor(generator.integers(0, 3, len(rollouts)))[index]
-    weights = token_weights(
-        kind="token_mean", rollout_index=index, num_rollouts=len(rollouts), mask=mask, dtype=torch.float64
-    )
-    spoiled = torch.where(mask, old + shift, torch.full_like(old, garbage))
-    everything = [torch.arange(len(index))]
-    results = []
-    for start, pieces in (
-        (old + shift, everything),
-        (spoiled, everything),
-        (old + shift, [torch.nonzero(part == number)[:, 0] for number in range(3)]),
-        (old + shift, [torch.nonzero(mask)[:, 0]]),
-    ):
-        logprobs = start.clone().requires_grad_()
-        total, gradient = 0.0, torch.zeros_like(old)
-        for piece in pieces:
-            own = three(logprobs[piece], old[piece], advantages[piece])
-            surrogate = gspo_per_token(**own, rollout_index=index[piece], mask=mask[piece], form="sequence")
-            loss = weighted_loss(losses=surrogate.losses, weights=weights[piece])
-            total += loss.item()
-            gradient = gradient + torch.autograd.grad(loss, logprobs)[0]
-        results.append((total, gradient[mask]))
-    for total, gradient in results[1:]:
-        assert total == pytest.approx(results[0][0], abs=1e-12)
-        np.testing.assert_allclose(gradient, results[0][1], atol=1e-12)
-
-
-@settings(deadline=None)
-@given(
-    tokens=st.lists(st.tuples(TOKEN, st.floats(-2.0, 2.0)), min_size=1, max_size=10),
-    cap=st.sampled_from([None, 0.5, 1.5]),
-)
-def test_replay_is_the_printed_formula_and_on_fresh_rollouts_the_clip(tokens: Any, cap: float | None) -> None:
-    (shift, advantages, behaviour), age = (
-        zip(*[token for token, _ in tokens], strict=True),
-        [age for _, age in tokens],
-    )
-    behaviour_T, old = flat(list(behaviour)), flat(list(behaviour)) + flat(age)
-    logprobs = (old + flat(list(shift))).requires_grad_()
-    given_ = three(logprobs, old, flat(list(advantages)))
-    surrogate = replay_centred_per_token(**given_, behaviour_logprobs=behaviour_T, weight_cap=cap)
-    for value, logprob, start, wrote, advantage in zip(
-        surrogate.losses.tolist(), logprobs.tolist(), old.tolist(), behaviour, advantages, strict=True
-    ):
-        centre = math.exp(start - wrote)
-        ratio = math.exp(logprob - wrote) * (1.0 if cap is None else min(centre, cap) / centre)
-        centre = centre if cap is None else min(centre, cap)
-        printed = max(-advantage * ratio, -advantage * min(max(ratio, 0.8 * centre), 1.2 * centre))
-        assert value == pytest.approx(printed, abs=1e-10)
-    fresh = replay_centred_per_token(**given_, behaviour_logprobs=old)
-    assert torch.equal(fresh.losses, clipped_surrogate_per_token(**given_).losses)
-
-
-@settings(deadline=None)
-@given(
-    tokens=st.lists(st.tuples(TOKEN, st.booleans()), min_size=1, max_size=10),
-    shaping=st.sampled_from([None, 0.1, 0.5]),
-    garbage=st.sampled_from([math.nan, -50.0]),
-)
-def test_luffy_shapes_demonstrations_and_clips_the_rest(
-    tokens: Any, shaping: float | None, garbage: float
-) -> None:
-    shift, advantages, old = (
-        flat(list(column)) for column in zip(*[token for token, _ in tokens], strict=True)
-    )
-    foreign = torch.tensor([mark for _, mark in tokens])
-    logprobs = (old + shift).clamp(max=0.0).requires_grad_()
-    holes = torch.where(foreign, torch.full_like(old, garbage), old)  # demonstrations have no old log-probs
-    surrogate = luffy_per_token(
-        **three(logprobs, holes, advantages), is_demonstration=foreign, shaping=shaping
-    )
-    plain = clipped_surrogate_per_token(**three(logprobs, old, advantages))
-    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
-    (plain_gradient,) = torch.autograd.grad(plain.losses.sum(), logprobs)
-    for token, is_foreign in enumerate(foreign.tolist()):
-        p, advantage = math.exp(logprobs.detach()[token].item()), advantages[token].item()
-        shaped, slope = (p, p) if shaping is None else (p / (p + shaping), shaping * p / (p + shaping) ** 2)
-        own = (plain.losses[token].item(), plain_gradient[token].item())
-        value, expected = (-advantage * shaped, -advantage * slope) if is_foreign else own
-        assert surrogate.losses[token].item() == pytest.approx(value, abs=1e-12)
-        assert gradient[token].item() == pytest.approx(expected, abs=1e-12)
-    clipped = surrogate.clipped_high | surrogate.clipped_low | surrogate.dual_clipped
-    assert torch.equal(clipped, (plain.clipped_high | plain.clipped_low) & ~foreign)
 
 
 def test_only_the_current_policy_carries_gradient() -> None:

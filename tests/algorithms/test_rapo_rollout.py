@@ -16,7 +16,12 @@ import pytest
 from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings, scheduled_probability
+from outrider.algorithms.retrieval import (
+    RetrievalHook,
+    RetrievalSettings,
+    retrieval_reward,
+    scheduled_probability,
+)
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.memory.embedders import load_embedder
@@ -576,17 +581,6 @@ def test_switched_off_it_is_grpo_bit_for_bit_also_on_retrieved_nodes(
     assert any(credit is not None and any(credit) for trace in ours for credit, _ in bits(trace))
 
 
-def test_without_hybrid_rollouts_it_has_no_hooks_and_writes_grpo_credit(buffer: StepTraceBuffer) -> None:
-    algorithm = Rapo(RapoSettings(group_size=8, num_hybrid=0), buffer=buffer, num_training_steps=1)
-    assert algorithm.hooks == () and algorithm.modes == ("on_policy",) * 8
-    traces, _, _ = play(buffer, modes=algorithm.modes, num_tasks=3)
-    for trace in traces:
-        other = copy.deepcopy(trace)
-        algorithm.assign_advantages(trace)
-        Grpo(GrpoSettings(group_size=8)).assign_advantages(other)
-        assert bits(trace) == bits(other)
-
-
 def test_a_hybrid_rollout_that_never_retrieved_counts_as_on_policy(buffer: StepTraceBuffer) -> None:
     traces, hook, _ = play(buffer, modes=("on_policy",) * 4 + ("hybrid",) * 4, probability=0.0, num_tasks=3)
     assert hook.counts["opportunities"] > 0 and hook.counts["retrievals"] == 0
@@ -644,9 +638,7 @@ def test_the_ablations_of_the_reward_reach_it(options: dict[str, Any]) -> None:
             parent=tip.node_id, origin=origin, token_ids=(2,), message=Message(role="assistant", content=""),
             logprobs=values, entropies=values,
         )  # fmt: skip
-    found = Rapo(RapoSettings(**options), buffer=None, num_training_steps=1).retrieval_reward(
-        trace.path(tip.node_id)
-    )
+    found = retrieval_reward(trace.path(tip.node_id), RapoSettings(**options))
     gain = math.tanh(2 * (0.5 - 0.2) / 0.5) * (-1 if options.get("sign") else 1)
     factor = {"none": 1.0, "inverse_entropy": 2.0}.get(options.get("timing", ""), 0.5)
     assert found.value == pytest.approx((gain if options.get("quality", True) else 1.0) * factor)

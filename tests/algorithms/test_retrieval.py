@@ -5,17 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.algorithms.retrieval import (
     combined_advantages_per_rollout,
     retrieval_advantages_per_rollout,
     retrieval_factors_per_rollout,
-    retrieval_ratio_scale,
     retrieval_reward_per_rollout,
     retrieved_token_share,
     step_entropy_change,
@@ -135,38 +130,6 @@ def test_lengths_must_agree() -> None:
     outcome = group_normalized_advantages_per_rollout(returns=[0.0, 1.0])
     with pytest.raises(ValueError, match="3 retrieval factors for 2"):
         combined_advantages_per_rollout(outcome=outcome, factors=np.ones(3))
-
-
-@settings(deadline=None)
-@given(
-    rollouts=st.lists(
-        st.tuples(st.floats(-5, 5), st.floats(-2, 2), st.floats(-3, 0), st.floats(-3, 0), st.floats(0, 1)),
-        min_size=1,
-        max_size=8,
-    )
-)
-def test_weights_of_zero_are_grpo_bit_for_bit(rollouts: list[tuple[float, ...]]) -> None:
-    returns, rewards, new, old, shares = (list(column) for column in zip(*rollouts, strict=True))
-    outcome = group_normalized_advantages_per_rollout(returns=returns)
-    factors = retrieval_factors_per_rollout(
-        retrieval=retrieval_advantages_per_rollout(rewards=rewards), weight=0.0
-    )
-    combined = combined_advantages_per_rollout(outcome=outcome, factors=factors)
-    assert combined.values.tobytes() == outcome.values.tobytes()
-    scale = torch.tensor([retrieval_ratio_scale(retrieved_token_share=share, weight=0.0) for share in shares])
-    results = []
-    for advantages, ratio_scale in ((outcome.values, None), (combined.values, scale)):
-        logprobs = torch.tensor(new, requires_grad=True)
-        surrogate = clipped_surrogate_per_token(
-            logprobs=logprobs,
-            old_logprobs=torch.tensor(old),
-            advantages=torch.tensor(advantages, dtype=torch.float32),
-            clip_high=0.28,
-            ratio_scale=ratio_scale,
-        )
-        (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
-        results.append((surrogate.losses.detach().numpy().tobytes(), gradient.numpy().tobytes()))
-    assert results[0] == results[1]
 
 
 def test_an_entropy_may_be_below_zero_by_rounding_alone() -> None:

@@ -16,7 +16,7 @@ from outrider.environments.alfworld.environment import AlfworldTaskSet
 from outrider.environments.alfworld.games import AlfworldConfig
 from outrider.environments.alfworld.made_games import TASK_TYPES, TaskType, make_scene, shortest_plan
 from outrider.environments.alfworld.play import OfflineGame
-from outrider.environments.base import Environment, StepResult
+from outrider.environments.base import Env, StepResult
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
 from outrider.testing import check_environment
@@ -101,7 +101,7 @@ def family(
     return AlfworldTaskSet(AlfworldConfig(data=data, **more), new_engine=new_engine)
 
 
-def act(environment: Environment, command: str) -> StepResult:
+def act(environment: Env, command: str) -> StepResult:
     return environment.step(Message(role="assistant", content=f"<action>{command}</action>"))
 
 

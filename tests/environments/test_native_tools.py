@@ -200,7 +200,7 @@ def test_the_setting_chooses_the_protocol() -> None:
 
 def test_a_step_is_answered_by_one_message_or_by_several() -> None:
     message = Message(role="user", content="a")
-    with pytest.raises(ValueError, match="message or by messages"):
+    with pytest.raises(ValueError, match="message or messages"):
         StepResult(message=message, messages=(message,))
 
 

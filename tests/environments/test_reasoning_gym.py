@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
 
-from outrider.environments.base import Environment  # noqa: E402
+from outrider.environments.base import Env  # noqa: E402
 from outrider.environments.reasoning_gym.environment import (  # noqa: E402
     ReasoningGymConfig,  # noqa: E402
     ReasoningGymFactory,
@@ -49,7 +49,7 @@ def verifier(factory: ReasoningGymFactory) -> SandboxedVerifier:
 
 
 def played(factory: ReasoningGymFactory, task: Task, text: str) -> tuple[float, bool, float]:
-    environment: Environment = factory(task)
+    environment: Env = factory(task)
     environment.reset(0)
     last = environment.step(Message(role="assistant", content=text))
     record = environment.result()

@@ -19,8 +19,7 @@ from outrider.environments.scienceworld.environment import (
 from outrider.environments.scienceworld.simulator import JavaSimulator
 from outrider.errors import EnvironmentFault
 from outrider.rollout.base import Limits
-from outrider.rollout.hooks import EpisodeState, Splice
-from outrider.trace import Trace
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.types import Message, Outcome
 from tests.rollout.fakes import scheduler, scripted
 
@@ -169,7 +168,7 @@ def test_a_killed_process_is_a_fault_and_is_replaced(
     assert factory.pool.num_replaced == num_replaced + 1
 
 
-class KillsOnce:
+class KillsOnce(Hook):
     """After the second turn of the first rollout that gets there, its simulator is killed."""
 
     def __init__(self, pid: int) -> None:
@@ -180,10 +179,6 @@ class KillsOnce:
             os.kill(self.pid, signal.SIGKILL)
             self.pid = None
         return ()
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
 
 @pytest.mark.long

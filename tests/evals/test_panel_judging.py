@@ -11,7 +11,7 @@ from outrider.evaluation.run import play_eval_tasks
 from outrider.evaluation.tasks import BENCHMARKS, EvalSetup, EvalTasks
 from outrider.rollout.base import Limits
 from outrider.types import Outcome, Task
-from outrider.viewer.progress import NullProgress
+from outrider.viewer.progress import Progress
 from tests.rollout.fakes import Factory, Fake
 
 TASKS = tuple(Task(key=f"task-{i}", question=f"q{i}", answers=(str(i),)) for i in range(40))
@@ -63,7 +63,7 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
             grader,
             store,
             num_samples=1,
-            display=NullProgress(),
+            display=Progress(),
         )
     store.close()
     again = EvalTasksStore.open(tmp_path / "r.jsonl", identity={})

@@ -25,7 +25,7 @@ from outrider.training.checkpoint import save_checkpoint
 from outrider.training.policy import Policy
 from outrider.training.settings import ModelSettings, OptimizerSettings, RunSettings
 from outrider.types import Task
-from outrider.viewer.progress import NullProgress
+from outrider.viewer.progress import Progress
 from tests.evals.panel_files import evaluate, results, summary
 from tests.rollout.fakes import TOKENIZER, Factory, Fake
 from tests.tiny import save_tiny_model
@@ -181,7 +181,7 @@ def test_a_run_and_its_checkpoints_are_models(root: Path, tmp_path: Path) -> Non
         resolve(ModelSettings(name=str(checkpoint)))
 
 
-class Shown(NullProgress):
+class Shown(Progress):
     """Remembers what it was asked to show."""
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ def play(
     store = EvalTasksStore.open(path, identity={"panel": 1})
     grader = Grader(rules=find_variant("default"), kind="qa", scorer="f1")
     try:
-        play_eval_tasks(panel, player, grader, store, num_samples=2, display=NullProgress())
+        play_eval_tasks(panel, player, grader, store, num_samples=2, display=Progress())
         if notes is not None:
             notes += player.notes()
         return make_report(settings, panel, player, store).as_json()  # type: ignore[return-value]

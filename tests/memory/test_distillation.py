@@ -57,10 +57,10 @@ def test_it_is_a_network_trained_by_adam_as_torch_does_it() -> None:
     for group in (units(6, 1), units(9, 2)):
         expected = errors(whitened(group, seen)).detach().numpy()
         every += expected.tolist()
-        found = store.visit_together(list(group))
-        np.testing.assert_allclose([error for _, error in found], expected, rtol=1e-10)
+        bonuses, found = store.visit("t", list(group))
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
         root = np.sqrt(np.mean(np.square(every)))
-        np.testing.assert_allclose([bonus for bonus, _ in found], expected / root, rtol=1e-10)
+        np.testing.assert_allclose(bonuses, expected / root, rtol=1e-10)
         seen = np.concatenate([seen, group])
         for _ in range(3):
             adam.zero_grad()
@@ -80,7 +80,7 @@ def test_the_error_falls_where_it_was_and_stays_where_it_was_not() -> None:
     keys = list(HashEmbedder().embed(rooms))
     store = RandomDistillation(256, seed=0)
     first = store.errors(keys)
-    bonuses = [store.visit_together(keys[:3] * 8)[0][0] for _ in range(40)]
+    bonuses = [store.visit("t", keys[:3] * 8)[0][0] for _ in range(40)]
     last = store.errors(keys)
     assert max(last[:3]) < 0.01 * min(first[:3])
     assert min(last[3:]) > 0.25 * min(first[3:]) and min(last[3:]) > 100 * max(last[:3])
@@ -91,18 +91,16 @@ def test_the_error_falls_where_it_was_and_stays_where_it_was_not() -> None:
 def test_states_that_are_seen_together_are_worth_the_same_in_any_order() -> None:
     keys = units(4, 3)
     there, back = (RandomDistillation(DIM, seed=1) for _ in range(2))
-    found = there.visit_together([*keys, *keys])
-    assert found[:4] == found[4:]
-    assert [error for _, error in back.visit_together([*keys[::-1], *keys[::-1]])][:4][::-1] == [
-        error for _, error in found[:4]
-    ]
+    bonuses, errors = there.visit("t", [*keys, *keys])
+    assert bonuses[:4] == bonuses[4:] and errors[:4] == errors[4:]
+    assert back.visit("t", [*keys[::-1], *keys[::-1]])[1][:4][::-1] == errors[:4]
 
 
 def test_looking_learns_nothing_and_no_states_are_no_visit() -> None:
     store = RandomDistillation(DIM, seed=1)
     assert store.errors(list(units(2, 1))) == store.errors(list(units(2, 1)))
     before = store.snapshot()
-    assert store.visit_together([]) == []
+    assert store.visit("t", []) == ([], [])
     assert store.snapshot()[0] == before[0]
     with pytest.raises(ValueError, match="finite"):
         store.errors([np.full(DIM, np.nan, np.float32)])
@@ -113,15 +111,15 @@ def test_a_restored_one_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole, first = RandomDistillation(DIM, seed=5), RandomDistillation(DIM, seed=5)
     parts = [list(units(num, num)) for num in (5, 8, 3, 8)]
     for part in parts[:2]:
-        whole.visit_together(part)
-        first.visit_together(part)
+        whole.visit("t", part)
+        first.visit("t", part)
     state, arrays = first.snapshot()
     save_file(arrays, tmp_path / "memory.safetensors")
     second = RandomDistillation(DIM, seed=6)
     second.restore(json.loads(json.dumps(state)), load_file(tmp_path / "memory.safetensors"))
-    first.visit_together(parts[0])  # a snapshot is no view of what goes on
+    first.visit("t", parts[0])  # a snapshot is no view of what goes on
     for part in parts[2:]:
-        assert whole.visit_together(part) == second.visit_together(part)
+        assert whole.visit("t", part) == second.visit("t", part)
     ended, again = whole.snapshot(), second.snapshot()
     assert ended[0] == again[0] and ended[1].keys() == again[1].keys()
     assert all(ended[1][name].tobytes() == again[1][name].tobytes() for name in ended[1])

@@ -15,7 +15,6 @@ from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.memory.embedders import HashEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import (
-    Candidate,
     StepFilter,
     StepRecord,
     history_text,
@@ -166,9 +165,7 @@ def test_ranking_of_one_task(offered: list[tuple[int, float, int, int]], num_kep
         make_trajectory(f"id{i}", reward=reward, num_tokens=tokens)
         for i, (_, reward, tokens, _) in enumerate(offered)
     ]
-    candidates = [
-        Candidate(reward=t.reward, num_tokens=t.num_tokens, order=i) for i, t in enumerate(trajectories)
-    ]
+    candidates = [(t.reward, t.num_tokens) for t in trajectories]
     expected = reference_filter([trajectories], num_kept, min_reward=0.0)
     assert {f"id{order}" for order in select_best(candidates, num_kept)} == expected
     assert select_best(candidates, None) == set(range(len(offered)))

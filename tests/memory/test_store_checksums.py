@@ -1,4 +1,4 @@
-"""E10: every column that queries, rollbacks and selections read is under a checksum."""
+"""Every column that queries, rollbacks and selections read is under a checksum."""
 
 import sqlite3
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import BufferCorrupt
-from outrider.memory import step_store as store_format
 from outrider.memory.embedders import HashEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from tests.memory.builders import make_trajectory
@@ -50,14 +49,14 @@ CHANGES = [
 @pytest.mark.parametrize(
     "statement", CHANGES, ids=[one.replace("UPDATE ", "").partition(" WHERE")[0] for one in CHANGES]
 )
-def test_e10_a_changed_column_is_found(statement: str, mode: str, tmp_path: Path) -> None:
+def test_a_changed_column_is_found(statement: str, mode: str, tmp_path: Path) -> None:
     path = build(tmp_path / "buffer.sqlite")
     change(path, statement)
     with pytest.raises(BufferCorrupt, match="checksum"):
         StepTraceBuffer(path, HashEmbedder(), mode=mode)  # type: ignore[arg-type]
 
 
-def test_e10_removing_and_restoring_keep_the_checksums(tmp_path: Path) -> None:
+def test_removing_and_restoring_keep_the_checksums(tmp_path: Path) -> None:
     path = build(tmp_path / "buffer.sqlite")
     with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
         late = buffer.digest()
@@ -72,19 +71,3 @@ def test_e10_removing_and_restoring_keep_the_checksums(tmp_path: Path) -> None:
         assert buffer.digest() == late != early
     with StepTraceBuffer(path, HashEmbedder(), mode="read") as buffer:
         assert buffer.digest() == late
-
-
-def test_e10_a_file_of_the_earlier_format_is_read_and_written_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_format, "FORMAT_VERSION", 1)
-    path = build(tmp_path / "buffer.sqlite")
-    monkeypatch.undo()
-    with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
-        assert buffer.revision == 2 and len(buffer) == 12
-        buffer.add_trajectories([make_trajectory("new", task="k9", num_steps=4)])
-    with StepTraceBuffer(path, HashEmbedder(), mode="read") as buffer:
-        assert buffer.revision == 3 and len(buffer) == 16
-    with sqlite3.connect(path) as db:
-        assert db.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone() == (1,)
-    db.close()

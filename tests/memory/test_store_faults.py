@@ -208,13 +208,16 @@ def test_writer_that_died_before_its_first_commit(tmp_path: Path) -> None:
     assert len(StepTraceBuffer(build(path), HashEmbedder(), mode="read")) == 120
 
 
-def test_other_format_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_other_format_is_refused(tmp_path: Path, version: int) -> None:
     path = build(tmp_path / "buffer.sqlite")
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE meta SET value = 3 WHERE key = 'format_version'")
+        db.execute(f"UPDATE meta SET value = {version} WHERE key = 'format_version'")
     db.close()
-    with pytest.raises(DataError, match="format_version is 3, this version of Outrider reads 2"):
-        open_reader(path)
+    told = f"format_version is {version}, this version of Outrider reads 2: build or import"
+    for mode in ("read", "write"):
+        with pytest.raises(DataError, match=told):
+            StepTraceBuffer(path, HashEmbedder(), mode=mode)  # type: ignore[arg-type]
 
 
 def test_closed_buffer_says_so(tmp_path: Path) -> None:

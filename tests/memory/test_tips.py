@@ -18,7 +18,7 @@ KEY = np.array([1.0, 0.0], np.float32)
 
 def visit(store: NoveltyStore, key: np.ndarray) -> int:
     """One visit of task ``t``."""
-    return store.visit_together("t", [key])[0]
+    return int(store.visit("t", [key])[1][0])
 
 
 def test_similarity_filters_and_score_ranks() -> None:
@@ -163,7 +163,7 @@ def test_what_is_saved_comes_back_and_goes_on_the_same(
         for task, angle, text, score in part:
             key = np.array([np.cos(angle), np.sin(angle)], np.float32)
             memory.add(task, key, text, float(score))
-            novelty.visit_together(task, [key])
+            novelty.visit(task, [key])
 
     whole, counted = TipMemory(capacity=capacity, eviction=eviction, seed=3), NoveltyStore()
     fill(whole, counted, adds)
@@ -196,8 +196,8 @@ def test_visits_of_the_nearest_state() -> None:
 def test_visits_at_the_same_time_do_not_depend_on_their_order(order: list[int]) -> None:
     keys = [np.eye(3, dtype=np.float32)[number % 3] for number in range(6)]
     store = NoveltyStore()
-    assert store.visit_together("t", [keys[i] for i in order]) == [2] * 6
-    assert store.visit_together("t", [keys[0], keys[0], keys[1]]) == [4, 4, 3]
+    assert store.visit("t", [keys[i] for i in order])[1] == [2] * 6
+    assert store.visit("t", [keys[0], keys[0], keys[1]]) == ([1 / 4, 1 / 4, 1 / 3], [4, 4, 3])
 
 
 def test_equal_states_of_one_call_have_equal_counts_also_where_a_new_one_comes_between() -> None:
@@ -206,7 +206,7 @@ def test_equal_states_of_one_call_have_equal_counts_also_where_a_new_one_comes_b
 
     store = NoveltyStore(threshold=0.9)
     visit(store, at(0))
-    counts = store.visit_together("t", [at(20), at(30), at(20)])
+    _, counts = store.visit("t", [at(20), at(30), at(20)])
     assert counts[0] == counts[2]
 
 
@@ -220,5 +220,5 @@ def test_equal_states_always_get_equal_counts(angles: list[int], before: list[in
     store = NoveltyStore(threshold=0.9)
     for angle in before:
         visit(store, keys[angle])
-    counts = store.visit_together("t", [keys[a] for a in angles])
+    _, counts = store.visit("t", [keys[a] for a in angles])
     assert all(len({c for a, c in zip(angles, counts, strict=True) if a == angle}) == 1 for angle in angles)

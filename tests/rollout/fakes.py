@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.environments.base import Env, EpisodeResult, StepResult
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Hook
@@ -61,11 +61,11 @@ class Fake:
 class Factory:
     """Makes environments with ``make(task, number)`` and keeps them for inspection."""
 
-    make: Callable[[Task, int], Environment]
-    made: list[Environment] = field(default_factory=list)
+    make: Callable[[Task, int], Env]
+    made: list[Env] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, task: Task) -> Environment:
+    def __call__(self, task: Task) -> Env:
         with self.lock:
             environment = self.make(task, len(self.made))
             self.made.append(environment)

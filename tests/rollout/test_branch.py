@@ -20,8 +20,7 @@ from outrider.engines.base import Request
 from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.base import Limits
-from outrider.rollout.branching import Brancher
-from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome
@@ -33,7 +32,7 @@ MODES = ("m",) * 8
 
 
 @dataclass
-class Forking:
+class Forking(Hook):
     """Forks where ``rule`` says so."""
 
     rule: Any
@@ -41,13 +40,6 @@ class Forking:
     wave: int | None = 5
     streak_scope: Literal["lineage", "prompt"] = "lineage"
     asked: list[tuple[str, int, int]] = field(default_factory=list)
-
-    def before_turn(self, state: EpisodeState) -> Sequence[Any]:
-        return ()
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
     def num_forks(self, state: EpisodeState) -> int:
         self.asked.append((state.task.key, state.rollout, state.turn))
@@ -83,7 +75,7 @@ def play(
 
 
 def test_the_stand_ins_are_what_they_should_be() -> None:
-    assert isinstance(Forking(None), Brancher) and isinstance(Copying(on_step=answers), CopyableEnvironment)
+    assert isinstance(Copying(on_step=answers), CopyableEnvironment)
     assert not isinstance(Fake(on_step=answers), CopyableEnvironment)
 
 
@@ -466,17 +458,13 @@ def test_what_sharing_alone_saves(
     assert all(len(trace.leaves) == leaves for trace in traces)
 
 
-class Retrieves:
+class Retrieves(Hook):
     """Shows a step to rollouts of mode ``hybrid`` before their second turn."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
         return (
             [Splice(origin=Origin.BUFFER, text="<r>")] if state.mode == "hybrid" and state.turn == 1 else []
         )
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])

@@ -15,7 +15,7 @@ from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversations import Conversation, ExternalAgent, SampledTurn, ServedTurn
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import EpisodeState, Forgetful, Hook, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, Splice, StatelessHook
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tokens.renderer import HistoryThinking
@@ -179,15 +179,11 @@ def test_a_growing_history_is_one_context_with_its_thinking() -> None:
     assert len(split_contexts(path)) == 1 and seen[-1].count("hm") == 2
 
 
-class Tips(Forgetful):
+class Tips(StatelessHook):
     """A tip in front of every turn."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
         return (Splice(origin=Origin.MEMORY, text=f" (tip {state.turn})"),)
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
 
 @settings(max_examples=12, deadline=None)

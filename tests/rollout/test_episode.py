@@ -14,7 +14,7 @@ from outrider.environments.base import StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import CUT_MARK
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
@@ -268,7 +268,7 @@ def test_an_observation_that_leaves_no_room_ends_the_rollout_and_trains_nothing_
 
 
 @dataclass(slots=True)
-class Inserter:
+class Inserter(Hook):
     """A hook that wants the same thing before every turn from ``first`` on."""
 
     wanted: Splice | Attempt

@@ -14,9 +14,8 @@ from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.rollout.episode import CUT_MARK, truncate_text
-from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.hooks import EpisodeState, Hook
 from outrider.tokens import ChatRenderer, decode_text
-from outrider.trace import Trace
 from outrider.training.step_records import trace_rows
 from outrider.types import Message
 from tests.rollout.fakes import Factory, Fake, scheduler, tasks
@@ -38,17 +37,10 @@ def tidying() -> PreTrainedTokenizerFast:
 TOKENIZER = tidying()
 
 
-class Asks:
+class Asks(Hook):
     """A question after the end of every rollout."""
 
     max_reflection_tokens = 64
-
-    def before_turn(self, state: EpisodeState) -> tuple[Splice, ...]:
-        return ()
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message:
         return Message(role="user", content="why , then ?")

@@ -8,7 +8,7 @@ from outrider.environments.base import StepResult
 from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
 from outrider.rollout.base import Limits
 from outrider.rollout.experts import play_experts, to_trajectory
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
@@ -96,7 +96,7 @@ def test_the_expert_says_a_step_that_could_not_be_shown(no: dict[str, bool]) -> 
     assert heard == ["a.", "b.", "b.", "c."] and all(node.origin is not Origin.BUFFER for node in trace.nodes)
 
 
-class Takes:
+class Takes(Hook):
     """Does an action before the second turn whose text finds no room."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
@@ -107,10 +107,6 @@ class Takes:
             metadata={"action": "take"},
         )
         return [Attempt(action="take", then=lambda result: long)] if state.turn == 1 else []
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -15,8 +15,10 @@ from outrider.algorithms.retrieval import RetrievalHook
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.registry import build, read_settings
-from outrider.rollout.hooks import Forgetful, Portable
+from outrider.rollout import hooks
+from outrider.rollout.hooks import Hook, StatelessHook, as_hooks
 from outrider.testing import build_group, check_copies
+from outrider.trace import Trace
 from outrider.types import Message, Step, Trajectory
 
 TIPS = {"memory_probability": 1.0, "memory": {"embedder": "hash", "scope": "all"}}
@@ -66,7 +68,7 @@ def maker(name: str, path: Path) -> Callable[[], Algorithm]:
 def test_every_hook_of_ours_has_copies(name: str, path: Path) -> None:
     make = maker(name, path)
     one = make()
-    assert one.hooks and all(isinstance(hook, Portable) for hook in one.hooks)
+    assert one.hooks and all(hook.is_portable for hook in one.hooks)
     groups = [build_group([0.0, 1.0], key=f"task-{i}", modes=("tips_on", "tips_on")) for i in range(3)]
     check_copies(one.hooks, make().hooks, groups)
     if "empo2" in name or name == "combined":
@@ -103,16 +105,11 @@ def test_a_copy_reads_the_revision_of_the_buffer_that_the_original_reads(path: P
         assert len(copied.buffer) == num_before
 
 
-class Counts(Forgetful):
+class Counts(Hook):
     """Counts groups; what is wrong with it is in a subclass."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-
-    def before_turn(self, state: Any) -> tuple[()]:
-        return ()
-
-    def after_turn(self, state: Any) -> None: ...
 
     def after_group(self, trace: Any) -> None:
         self.counts["groups"] += 1
@@ -151,3 +148,32 @@ def test_the_check_finds(kind: type[Counts], told: str) -> None:
     check_copies([Counts()], [Counts()], group)
     with pytest.raises(AssertionError, match=told):
         check_copies([kind()], [kind()], group)
+
+
+def test_an_object_with_the_methods_of_a_hook_still_works_and_warns() -> None:
+    class Old:
+        first_wave = 2
+
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def before_turn(self, state: Any) -> Any:
+            return [state]
+
+        def after_group(self, trace: Trace) -> None:
+            self.seen.append(trace)
+
+    old, new = Old(), Counts()
+    with pytest.warns(FutureWarning, match=r"Old must be a subclass of outrider\.rollout\.hooks\.Hook"):
+        [adapter, same] = as_hooks([old, new])
+    assert isinstance(adapter, Hook) and same is new
+    assert adapter.before_turn("state") == ["state"] and adapter.first_wave == 2  # type: ignore[arg-type,comparison-overlap]
+    adapter.after_group(build_group([1.0], key="task", modes=("plain",)))
+    assert len(old.seen) == 1 and not adapter.is_portable
+    assert adapter.max_reflection_tokens == 0 and new.is_portable and StatelessHook().is_portable
+
+
+@pytest.mark.parametrize("name", ["Forgetful", "Portable", "Reflector"])
+def test_old_names_of_hooks_warn(name: str) -> None:
+    with pytest.warns(FutureWarning, match=name):
+        assert issubclass(getattr(hooks, name), Hook)

@@ -15,10 +15,10 @@ from outrider.environments.base import StepResult
 from outrider.memory.tips import Tip
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
-from outrider.trace import Node, Trace, without_memory
+from outrider.trace import Node, without_memory
 from outrider.types import Origin
 from tests.algorithms.tip_groups import vector
 from tests.rollout.fakes import Factory, Fake, RawEngine, say, tasks
@@ -73,15 +73,11 @@ TOKENIZER = MergingTokenizer()
 TIP = render_tips([Tip(tip_id=0, text="look first", score=0.0)])
 
 
-class Shows:
+class Shows(Hook):
     """One tip before every turn."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
         return [Splice(origin=Origin.MEMORY, text=TIP, metadata={"tip_ids": [0]})]
-
-    def after_turn(self, state: EpisodeState) -> None: ...
-
-    def after_group(self, trace: Trace) -> None: ...
 
 
 def episode(hooks: Sequence[Any]) -> list[Node]:

@@ -19,7 +19,7 @@ from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import EpisodeState, Reflector, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace, policy_turns, without_memory
@@ -31,7 +31,7 @@ END = StepResult(message=None, done=True)
 
 
 @dataclass
-class Tips:
+class Tips(Hook):
     """Shows a text before every turn."""
 
     text: str
@@ -41,8 +41,6 @@ class Tips:
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
         return [Splice(origin=Origin.MEMORY, text=self.text)] if self.text else ()
-
-    def after_turn(self, state: EpisodeState) -> None: ...
 
     def after_group(self, trace: Trace) -> None:
         self.traces.append(trace)
@@ -130,7 +128,7 @@ def test_a_reflection_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -
     limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=60)
     report, hook = play("", role=role, limits=limits, asks=Message(role="user", content="a tip?"))
     silent, _ = play("", role=role, limits=limits)
-    assert isinstance(hook, Reflector)
+    assert hook.max_reflection_tokens > 0
     for trace, other in zip(report.traces, silent.traces, strict=True):
         assert [len(trace.nodes), *ids(trace, plain=False)] == [len(other.nodes), *ids(other, plain=False)]
         for leaf, path in trace.rollouts():

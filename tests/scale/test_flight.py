@@ -17,7 +17,7 @@ from outrider.distributed.rollouts import RemoteGroupPlayer
 from outrider.distributed.worker import Heartbeat, Job, JobResult, RolloutSlots
 from outrider.errors import ProcessLost
 from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import Forgetful
+from outrider.rollout.hooks import StatelessHook
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Trace
 from outrider.training.async_rollouts import (
@@ -241,7 +241,7 @@ class Together:
         self.num_replaced.update(gone.keys())
 
 
-class Known(Forgetful):
+class Known(StatelessHook):
     def snapshot(self) -> Any:
         return "known"
 

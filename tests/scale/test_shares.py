@@ -19,7 +19,7 @@ from outrider.distributed.rollouts import WorkerRollouts
 from outrider.distributed.worker import Heartbeat, Job, JobResult
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import Forgetful
+from outrider.rollout.hooks import StatelessHook
 from outrider.rollout.scheduler import RolloutReport
 from outrider.tools.concurrency import CallBudget
 from outrider.trace import Trace
@@ -85,7 +85,7 @@ class Handed(JobResult):
     __eq__ = object.__eq__
 
 
-class Notes(Forgetful):
+class Notes(StatelessHook):
     """Writes down what it is told, in order."""
 
     def __init__(self) -> None:

@@ -16,7 +16,6 @@ from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet
 from outrider.errors import ToolUnavailable
 from outrider.tools.concurrency import FairPool
 from outrider.tools.python import sandbox
-from outrider.tools.python import sandbox as sandbox_mounts
 from outrider.tools.python.tool import PythonTool, PythonToolConfig
 
 needs_locks = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
@@ -124,7 +123,7 @@ def test_d3_files_that_were_removed_but_are_mapped_count(tool: PythonTool) -> No
 def test_d3_without_a_file_system_of_its_own_bytes_are_charged_as_they_are_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sandbox_mounts, "may_mount", lambda: False)
+    monkeypatch.setattr(sandbox, "may_mount", lambda: False)
     config = PythonToolConfig(wall_seconds=60, disk_bytes=DISK, scratch_folder=str(tmp_path))
     with PythonTool(config) as tool:
         found = tool.run(HOLD.replace("PAUSE", "__import__('time').sleep(0.05)"))

@@ -5,14 +5,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from outrider.tools.python.sandbox import Limits
 from outrider.tools.python.server import REPLY, REQUEST, ServerSettings
-from outrider.tools.python.tool import _BOOT, _SOURCE
+from outrider.tools.python.tool import _COMMAND, _SOURCE
 
 
 @pytest.mark.parametrize(
@@ -34,18 +33,7 @@ def test_e7_a_server_without_a_trainer_leaves_neither_traceback_nor_folder(
         limits=limits,
     )
     ours, theirs = socket.socketpair()
-    command = [
-        sys.executable,
-        "-s",
-        "-P",
-        "-B",
-        "-X",
-        "utf8",
-        "-c",
-        _BOOT,
-        json.dumps(dataclasses.asdict(settings)),
-        _SOURCE,
-    ]
+    command = [*_COMMAND, json.dumps(dataclasses.asdict(settings)), _SOURCE]
     with theirs:
         server = subprocess.Popen(
             command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

@@ -122,29 +122,6 @@ def test_a_method_trains_and_one_seed_gives_the_same_weights(recipe: Path, name:
         assert all(torch.equal(first[one], second[one]) for one in first)
 
 
-@pytest.mark.slow
-def test_dynamic_sampling_that_drops_nothing_is_the_plain_run_bit_for_bit(recipe: Path) -> None:
-    """A metric that always differs: all groups that a plain run would train on have spread, or both runs
-    train on none.
-    """
-    plain = train(recipe, "plain", GRPO, "algorithm.group_size=4", "train.num_steps=1")
-    found = records(plain)[0]
-    filtered = train(
-        recipe,
-        "filtered",
-        GRPO,
-        "algorithm.group_size=4",
-        "train.num_steps=1",
-        "algorithm.dynamic_sampling.max_extra_batches=0",
-    )
-    dropped = records(filtered)[0]["group/num_dropped"]
-    assert dropped == found["group/num_without_signal_no_spread"]
-    assert records(filtered)[0]["reward/mean"] == found["reward/mean"]  # of all groups that were played
-    if dropped == 0:
-        first, second = weights(plain, 1), weights(filtered, 1)
-        assert all(torch.equal(first[one], second[one]) for one in first)
-
-
 def test_dynamic_sampling_continues_from_its_cursor_to_the_same_bits(recipe: Path) -> None:
     """As a kill after step 1 of 3 leaves it: the newest checkpoint is older than metrics and traces. Kills:
     test_resume.py.

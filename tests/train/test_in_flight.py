@@ -19,7 +19,7 @@ from outrider.algorithms.base import GroupFilter, TaskChoice
 from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.config import validate
 from outrider.errors import ConfigError, EngineFault
-from outrider.rollout.hooks import Forgetful
+from outrider.rollout.hooks import StatelessHook
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Leaf, Trace
 from outrider.training.async_rollouts import (
@@ -41,7 +41,7 @@ TASKS = [Task(key=f"t{number}", question="?", answers=("!",)) for number in rang
 SIZE, TURNS = 3, 3
 
 
-class Counts(Forgetful):
+class Counts(StatelessHook):
     """What copies have gathered, and the groups seen, in order."""
 
     def __init__(self) -> None:

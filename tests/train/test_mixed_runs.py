@@ -10,10 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.exploration import RapoSettings
-from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.loss_settings import ClipLoss
 from outrider.config import load_settings
 from outrider.errors import ConfigError, DataError
 from outrider.training.replay import replay_step
@@ -101,49 +97,6 @@ def test_the_policys_rollouts_are_those_of_a_group_without_the_demonstration(rec
     assert not same_weights(shown, plain, step=1)
 
 
-@pytest.mark.slow
-def test_without_demonstrations_luffy_is_dr_grpo_bit_for_bit(recipe: Path) -> None:
-    objective = (
-        "algorithm.advantage=group_centered",
-        "algorithm.aggregation=constant_length",
-        "algorithm.max_length=300",
-    )
-    grpo = train(recipe, "dr-grpo", "algorithm.type=grpo", *objective, "optimizer.learning_rate=3e-3")
-    none = train(
-        recipe,
-        "none",
-        "algorithm.type=luffy",
-        "algorithm.num_demonstrations=0",
-        *objective,
-        "optimizer.learning_rate=3e-3",
-    )
-    assert same_weights(grpo, none)
-
-
-@pytest.mark.slow
-def test_rapo_without_hybrid_rollouts_is_grpo_with_its_clip_and_aggregation(recipe: Path) -> None:
-    """What README and the recipes say about GRPO (row C4): three settings apart it is the same run, and with
-    them the same bits.
-    """
-    rapo, grpo = RapoSettings(num_hybrid=0).model_dump(), GrpoSettings().model_dump()
-    apart = {name: rapo[name] for name in ObjectiveSettings.model_fields if rapo[name] != grpo[name]}
-    clip = ClipLoss(clip_low=0.28, clip_high=0.28).model_dump()
-    assert apart == {"loss": clip, "aggregation": "sequence_mean_token_mean"}
-    rest = ("algorithm.group_size=4", "update.num_mini_batches=2", "optimizer.learning_rate=3e-3")
-    off = train(recipe, "rapo-off", "algorithm.num_hybrid=0", *rest, num_steps=2)
-    equal = train(
-        recipe,
-        "grpo-as-rapo",
-        "algorithm.type=grpo",
-        "algorithm.loss={clip_low = 0.28, clip_high = 0.28}",
-        f"algorithm.aggregation={apart['aggregation']}",
-        *rest,
-        num_steps=2,
-    )
-    plain = train(recipe, "grpo-plain", "algorithm.type=grpo", *rest, num_steps=2)
-    assert same_weights(off, equal, step=2) and not same_weights(off, plain, step=2)
-
-
 def test_demonstrations_must_be_there_before_the_first_rollout(recipe: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations"):
         load_settings(RunSettings, file=recipe, overrides=["algorithm.type=luffy"])
@@ -160,17 +113,6 @@ def test_demonstrations_must_be_there_before_the_first_rollout(recipe: Path) -> 
             f"algorithm.demonstrations={recipe.parent / 'foreign.jsonl'}",
         )
     assert not (recipe.parent / "foreign" / "config.toml").exists()
-
-
-@pytest.mark.slow
-def test_with_fresh_groups_alone_replay_is_grpo_bit_for_bit(recipe: Path) -> None:
-    rate = "optimizer.learning_rate=3e-3"
-    grpo = train(recipe, "grpo", "algorithm.type=grpo", rate)
-    fresh = train(recipe, "fresh", "algorithm.type=rollout_replay", "algorithm.fresh_share=1.0", rate)
-    assert same_weights(grpo, fresh)
-    start = load_file(grpo / "checkpoints" / "step-000000" / "masters.safetensors")
-    end = load_file(grpo / "checkpoints" / "step-000003" / "masters.safetensors")
-    assert not all(torch.equal(start[name], end[name]) for name in start)
 
 
 @pytest.mark.parametrize("selection", [pytest.param("order", marks=pytest.mark.slow), "difficulty"])

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.losses import token_weights, weighted_loss
 from outrider.algorithms.luffy import LuffySettings
 from outrider.algorithms.rollout_replay import RolloutReplaySettings
@@ -336,37 +335,6 @@ def demonstrations_only(seed: int) -> list[Trace]:
     for rollout in list(trace.leaves):
         with_demonstration(trace, rollout)
     return [trace]
-
-
-def test_on_fresh_groups_replay_is_grpo_and_without_demonstrations_luffy_is_dr_grpo_bit_for_bit() -> None:
-    """Up to scale: the script's sum over rollouts is N times Dr. GRPO's mean."""
-    traces = [random_trace(seed, key=str(seed), faults=False) for seed in range(3)]
-    for trace in traces:
-        for node in trace.nodes:
-            node.ratio_scale = 1.0
-
-    def gradients(objective: ObjectiveSettings) -> list[dict[str, Tensor]]:
-        policy = Recorder(tiny_model(dtype=torch.float64), shift)
-        settings = UpdateSettings(num_epochs=2, max_tokens=50)
-        update(policy, traces, objective=objective, settings=settings, reference=None, first=False)
-        return policy.gradients
-
-    dr_grpo = {
-        "advantage": "group_centered",
-        "aggregation": "constant_length",
-        "max_length": 23,
-        "clip_low": 0.02,
-        "clip_high": 0.01,
-    }
-    grpo = gradients(validate(GrpoSettings, nested(dr_grpo)))
-    replay = gradients(validate(RolloutReplaySettings, nested(dr_grpo)))
-    luffy = gradients(validate(LuffySettings, nested(dr_grpo) | {"num_demonstrations": 0}))
-    summed = gradients(validate(LuffySettings, nested(dr_grpo) | {"aggregation": "sum_over_length"}))
-    num_rollouts = sum(len(trace.leaves) for trace in traces)
-    for step in range(2):
-        for name, value in grpo[step].items():
-            assert torch.equal(replay[step][name], value) and torch.equal(luffy[step][name], value)
-            torch.testing.assert_close(summed[step][name], num_rollouts * value, rtol=1e-12, atol=1e-15)
 
 
 def test_a_mini_batch_gets_its_share_of_replayed_groups() -> None:

@@ -15,7 +15,7 @@ from outrider.environments.base import StepResult
 from outrider.errors import DataError
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
@@ -48,7 +48,7 @@ def script(request: Request, context: str) -> str:
     return "<ask>?</ask>" if turn == "000" else asks_first[rollout].replace("{n}", number)
 
 
-class Shows:
+class Shows(Hook):
     """Puts a step before the second turn: shown only, or executed in the environment."""
 
     def __init__(self, executes: bool) -> None:

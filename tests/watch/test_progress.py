@@ -11,12 +11,12 @@ from outrider.errors import ConfigError
 from outrider.printing import one_line
 from outrider.viewer.progress import (
     Field,
-    NullProgress,
     PlainProgress,
+    Progress,
     RichProgress,
-    Span,
     StageClock,
     compact,
+    duration,
     make_progress,
 )
 
@@ -149,7 +149,7 @@ def test_make_progress_is_plain_without_a_terminal_and_refuses_unknown_modes(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.stdout", io.StringIO())
     assert isinstance(make_progress(), PlainProgress)
-    assert isinstance(make_progress("none"), NullProgress)
+    assert type(make_progress("none")) is Progress
     with pytest.raises(ConfigError, match="not one of"):
         make_progress("loud")  # type: ignore[arg-type]
 
@@ -161,8 +161,7 @@ def test_one_line_leaves_only_printable_characters() -> None:
 def test_each_step_has_one_line_of_stable_columns_within_80() -> None:
     clock = Clock()
     progress, stream = plain(clock)
-    left = Span(3500.0, 7000.0)
-    progress.stage("train", 1000, time_left=lambda: left)
+    progress.stage("train", 1000, line_per_unit=True)
     for step, reward in enumerate((-0.25, 0.5, 123.4), start=1):
         for rollouts in range(8):  # they come within a second
             progress.advance(step - 1, generated=rollouts * 1000, rollouts=f"{rollouts}/64")
@@ -170,7 +169,7 @@ def test_each_step_has_one_line_of_stable_columns_within_80() -> None:
         progress.advance(step, **{"reward": reward, "no signal": 0.5, "s/step": 9.87, "tokens/s": 12345.0})
     lines = [line for line in stream.getvalue().splitlines() if "reward" in line]
     assert [line.split()[1] for line in lines] == ["1/1000", "2/1000", "3/1000"]
-    for name in ("no signal", "s/step", "left 58:20-1h57"):
+    for name in ("no signal", "s/step", "left"):
         assert len({line.index(name) for line in lines}) == 1
     assert all(len(line) <= 80 for line in stream.getvalue().splitlines())
 
@@ -193,7 +192,7 @@ def test_no_report_is_wider_than_80_columns(
 def test_the_display_has_a_line_for_each_of_its_parts_at_any_width(width: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     progress = RichProgress(console=console, clock=Clock())
-    progress.stage("evaluation before a cold start", 12345, time_left=lambda: Span(3500.0, 7000.0))
+    progress.stage("evaluation before a cold start", 12345)
     progress.advance(1, **{f"a long field {number}": 1.0 for number in range(9)})
     other = Console(file=io.StringIO(), width=width, color_system=None)
     with other.capture() as capture:
@@ -237,3 +236,9 @@ def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
     progress.stage("evaluate", 2)
     progress.advance(1)
     progress.close()
+
+
+def test_durations_are_short() -> None:
+    assert [duration(seconds) for seconds in (0.4, 61.0, 3599.4, 3600.0, 6010.0)] == [
+        "0:00", "1:01", "59:59", "1h00", "1h40",
+    ]  # fmt: skip

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.viewer.progress import NullProgress
+from outrider.viewer.progress import Progress
 from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress, read_alarms
 
 
-class Told(NullProgress):
+class Told(Progress):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -20,7 +20,7 @@ class Told(NullProgress):
 
 def test_the_state_is_written_once_a_second_and_at_every_stage(tmp_path: Path) -> None:
     now = [0.0]
-    shown = RecordedProgress(NullProgress(), tmp_path, clock=lambda: now[0])
+    shown = RecordedProgress(Progress(), tmp_path, clock=lambda: now[0])
 
     def state() -> list[object]:
         read = json.loads((tmp_path / LIVE).read_text())
@@ -62,7 +62,7 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_the_page_of_formats_names_every_field(tmp_path: Path) -> None:
-    shown = RecordedProgress(NullProgress(), tmp_path)
+    shown = RecordedProgress(Progress(), tmp_path)
     shown.stage("train", 9)
     shown.close()
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 from outrider.environments.base import StepResult
 from outrider.rollout.base import RolloutStatus
 from outrider.types import Message, Task
-from outrider.viewer.progress import NullProgress, PlainProgress, WatchedProgress
+from outrider.viewer.progress import PlainProgress, Progress, WatchedProgress
 from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
 from tests.rollout.test_scheduler import facts
 from tests.watch.test_progress import Clock
@@ -18,7 +18,7 @@ from tests.watch.test_progress import Clock
 END = StepResult(message=None, done=True)
 
 
-class Told(NullProgress):
+class Told(Progress):
     """Keeps the notes, and tells that there is one."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def test_a_step_that_hangs_is_named_while_it_hangs_and_the_result_is_the_same() 
 
 def test_no_thread_stays_behind() -> None:
     before = set(threading.enumerate())  # those of other tests may end at any time
-    with closing(WatchedProgress(NullProgress(), rollout_status=RolloutStatus(), after_s=0.01)):
+    with closing(WatchedProgress(Progress(), rollout_status=RolloutStatus(), after_s=0.01)):
         [watching] = set(threading.enumerate()) - before
     watching.join(10)
     assert not watching.is_alive()

@@ -13,7 +13,7 @@ from synthetic_run import write_run
 from outrider import cli
 from outrider.commands import watch as following
 from outrider.files import FileLock
-from outrider.viewer.progress import NullProgress
+from outrider.viewer.progress import Progress
 from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress
 from outrider.viewer.summary import read_snapshot, summary_lines
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
 @contextmanager
 def running(run: Path) -> Iterator[RecordedProgress]:
     with FileLock(run / "lock"):
-        shown = RecordedProgress(NullProgress(), run)
+        shown = RecordedProgress(Progress(), run)
         shown.stage("train", 40, done=12)
         yield shown
 

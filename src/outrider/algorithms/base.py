@@ -100,10 +100,6 @@ class ObjectiveSettings(Settings):
             )
         return self
 
-    def idle(self) -> frozenset[str]:
-        """The kind of a KL that nothing weighs."""
-        return frozenset() if self.kl_weight else frozenset({"kl_estimator"})
-
     @property
     def label(self) -> str:
         """Name of the method in evaluations after training: the algorithm's type."""

@@ -6,13 +6,13 @@ Entropies are in nats. ``u`` is a draw in [0, 1).
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from outrider.algorithms.base import Attribution
 from outrider.config import Settings
-from outrider.rollout.hooks import EpisodeState, Forgetful
+from outrider.rollout.hooks import EpisodeState, StatelessHook
 from outrider.trace import Node, Trace
 
 Reduce = Literal["mean", "sum"]
@@ -146,14 +146,6 @@ class BranchSettings(Settings):
     penalty_scope: Literal["lineage", "prompt"] = "lineage"
 
 
-def first_wave_problem(section: str, first_wave: int, group_size: int) -> str:
-    """The message about a first wave that is larger than its group; ``section`` holds the key."""
-    return (
-        f"{section}first_wave {first_wave} exceeds group_size {group_size}: set {section}first_wave to "
-        f"at most {group_size}, or algorithm.group_size to at least {first_wave}"
-    )
-
-
 def require_countable(
     attribution: Attribution,
     aggregation: str,
@@ -182,7 +174,7 @@ def require_countable(
         )
 
 
-class BranchHook(Forgetful):
+class BranchHook(StatelessHook):
     """Decides after every tool result how many rollouts leave there."""
 
     def __init__(
@@ -195,16 +187,6 @@ class BranchHook(Forgetful):
         self.every_action = every_action
         self.first_wave = 1 if settings.pre_monitor else settings.first_wave
         self.streak_scope = settings.penalty_scope
-
-    def before_turn(self, state: EpisodeState) -> Sequence[Any]:
-        """Nothing to do."""
-        return ()
-
-    def after_turn(self, state: EpisodeState) -> None:
-        """Nothing to do: the decision falls in front of the environment's step."""
-
-    def after_group(self, trace: Trace) -> None:
-        """Nothing to do: the hook remembers nothing."""
 
     def num_forks(self, state: EpisodeState) -> int | None:
         """Tries that succeed, after a turn that followed an executed call; each try draws from the turn's own

@@ -20,8 +20,8 @@ from outrider.algorithms.advantages import (
     group_normalized_advantages_per_rollout,
 )
 from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings
-from outrider.algorithms.grpo import OnPolicyGroup, with_preset
-from outrider.algorithms.presets import GIGPO_PRESETS, GigpoPreset
+from outrider.algorithms.grpo import OnPolicyGroup
+from outrider.algorithms.presets import GIGPO_PRESETS, GigpoPreset, with_preset
 from outrider.trace import Leaf, Node, Trace, policy_turns
 from outrider.types import Origin
 

@@ -7,7 +7,7 @@ part of them is a setting of its own.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -46,6 +46,7 @@ from outrider.algorithms.presets import (
     REINFORCE_PLUS_PLUS_PRESETS,
     GrpoPreset,
     ReinforcePlusPlusPreset,
+    with_preset,
 )
 from outrider.config import Settings
 from outrider.rollout.base import Limits
@@ -143,22 +144,6 @@ class GroupSettings(ObjectiveSettings):
     def rewards_kl(self) -> bool:
         """With a ``reward_kl_weight``."""
         return self.reward_kl_weight > 0
-
-
-def with_preset(presets: Mapping[str, Mapping[str, Any]], data: Any, *, default: str) -> Any:
-    """``data`` settings with what their preset says about the rest; a table in both is merged."""
-    if not isinstance(data, Mapping):
-        return data
-    chosen = presets.get(str(data.get("preset", default)), {})
-    merged = {**chosen, **data}
-    for name, table in chosen.items():
-        own = data.get(name)
-        if isinstance(table, Mapping) and isinstance(own, Mapping):
-            # Of another kind (loss.type) the preset's keys mean nothing.
-            merged[name] = (
-                {**table, **own} if own.get("type", table.get("type")) == table.get("type") else own
-            )
-    return merged
 
 
 def shape_returns(

@@ -5,7 +5,7 @@ Sources: docs/algorithms/objectives.md.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -82,8 +82,6 @@ class SamplerCorrection(Settings):
     ``level`` says whose ratio it is: each token's, the product over its rollout, or the product's n-th root.
     ``outside``: a weight beyond a bound is put on it, or to 0.
     """
-
-    details: ClassVar[frozenset[str]] = frozenset({"level", "outside"})
 
     upper: float = Field(2.0, gt=0)
     lower: float | None = Field(None, ge=0)

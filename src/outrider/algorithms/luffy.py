@@ -21,8 +21,9 @@ from outrider.algorithms.base import (
     StepPlay,
     assign_advantages,
 )
-from outrider.algorithms.grpo import OnPolicyGroup, with_preset
+from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
+from outrider.algorithms.presets import with_preset
 from outrider.rollout.experts import join_demonstration
 from outrider.rollout.faults import lost_reasons
 from outrider.trace import Trace

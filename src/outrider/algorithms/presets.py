@@ -113,3 +113,21 @@ GIGPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "kl_estimator": "k3",
     },
 }
+
+
+def with_preset(presets: Mapping[str, Mapping[str, Any]], data: Any, *, default: str) -> Any:
+    """The settings ``data``, with the values of their preset for keys that they do not set.
+
+    A table that both set is merged, unless its ``type`` differs (such as ``loss.type``): the preset's keys
+    then have no meaning.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    preset = presets.get(str(data.get("preset", default)), {})
+    merged = {**preset, **data}
+    for name, table in preset.items():
+        own = data.get(name)
+        if isinstance(table, Mapping) and isinstance(own, Mapping):
+            is_same_type = own.get("type", table.get("type")) == table.get("type")
+            merged[name] = {**table, **own} if is_same_type else own
+    return merged

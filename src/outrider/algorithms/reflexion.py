@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from outrider.algorithms.tips import clean_reflection, last_words
 from outrider.environments.base import EpisodeResult
-from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.trace import Trace
 from outrider.types import Message, Origin
 
@@ -21,7 +21,7 @@ REQUEST = (
 )
 
 
-class ReflexionHook:
+class ReflexionHook(Hook):
     """Plans by task and rollout number: every sample of a task learns from its own failures only."""
 
     retries_failures = True
@@ -37,9 +37,6 @@ class ReflexionHook:
             return ()
         text = "\n\n" + "\n".join([HEADING, *(f"- {plan}" for plan in plans)])
         return [Splice(origin=Origin.MEMORY, text=text, metadata={"num_plans": len(plans)})]
-
-    def after_turn(self, state: EpisodeState) -> None:
-        """Nothing to do."""
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
         """Asked after failures only, behind what the environment said last."""

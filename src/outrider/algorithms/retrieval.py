@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -18,20 +18,14 @@ from outrider.algorithms.advantages import (
     RolloutAdvantages,
     group_normalized_advantages_per_rollout,
 )
-from outrider.algorithms.loss_settings import LossSettings
 from outrider.config import Settings
 from outrider.environments.base import StepResult
-from outrider.environments.task_sets import is_inline, is_stateful
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import Hit, StepFilter, StepRecord, history_text
 from outrider.rollout.base import HYBRID, has_part
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice, format_retrieved, join_observation
-from outrider.trace import Leaf, Node, Trace
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, format_retrieved, join_observation
+from outrider.trace import Node, Trace
 from outrider.types import Origin, Step
-
-if TYPE_CHECKING:
-    from outrider.training.settings import RunSettings
-
 
 EntropySign = Literal["decrease", "increase"]
 Timing = Literal["entropy", "inverse_entropy", "none"]
@@ -226,40 +220,18 @@ class RetrievalAdvantageSettings(Settings):
         return self
 
 
-def require_known_ratio(loss: LossSettings, ratio_weight: float) -> None:
-    """Raises ValueError for a loss whose ratio nothing scales."""
-    if loss.type != "clip" and ratio_weight > 0:
-        raise ValueError(
-            f"loss.type = {loss.type} does not know RAPO's ratio: set ratio_weight = 0 or loss.type = clip"
-        )
+def retrieval_advantages(
+    trace: Trace, outcome: RolloutAdvantages, settings: RetrievalAdvantageSettings
+) -> tuple[RolloutAdvantages, list[float], dict[str, list[float]]]:
+    """Shape a group's outcome advantages by its retrievals.
 
-
-def require_equal_scales(attribution: str, ratio_weight: float) -> None:
-    """Raises ValueError where a token counts once, and its rollouts scale its ratio differently."""
-    if attribution == "hard" and ratio_weight > 0:
-        raise ValueError(
-            "branch.attribution = hard needs ratio_weight = 0: leaves "
-            "of one token would scale its ratio differently"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetrievalAdvantages:
-    """Of one group [N]: ``factors`` on the outcome advantages, ``scales`` of the importance ratios, and what
-    was measured.
+    Returns ``(1 + a A_ret) A_acc`` of every rollout (Eq. 10), the scales ``1 + m F_ret`` of the importance
+    ratios (Eq. 8), and raw values of the metrics, which the trainer averages over the step.
     """
-
-    factors: Float64Array
-    scales: list[float]
-    measurements: dict[str, list[float]]
-
-
-def retrieval_advantages(trace: Trace, settings: RetrievalAdvantageSettings) -> RetrievalAdvantages:
-    """``1 + a A_ret`` (Eq. 10) and ``1 + m F_ret`` (Eq. 8) of every rollout of a group."""
     rollouts = list(trace.rollouts())
     rewards = [retrieval_reward(path, settings) for _, path in rollouts]
     scored = [
-        # The rollouts that the outcome cannot score: both advantages have to span the same ones.
+        # None for rollouts without an outcome: both advantages have to span the same rollouts
         None if leaf.episode_return is None else reward.value
         for (leaf, _), reward in zip(rollouts, rewards, strict=True)
     ]
@@ -270,8 +242,23 @@ def retrieval_advantages(trace: Trace, settings: RetrievalAdvantageSettings) -> 
     scales = [
         retrieval_ratio_scale(retrieved_token_share=share, weight=settings.ratio_weight) for share in shares
     ]
-    measured = _measure(rollouts, rewards, shares, factors.tolist())
-    return RetrievalAdvantages(factors=factors, scales=scales, measurements=measured)
+    around = [pair for _, path in rollouts for pair in entropies_around_retrievals(path)]
+    retrieved = [node for _, path in rollouts for node in path if node.origin is Origin.BUFFER]
+    measurements = {
+        "retrieval/z_mean": [z for reward in rewards for z in reward.rewards],
+        "retrieval/g_mean": [g for reward in rewards for g in reward.gains],
+        "retrieval/entropy_before_mean": [before for before, _ in around],
+        "retrieval/entropy_after_mean": [after for _, after in around if after is not None],
+        "retrieval/share_g_positive": [float(g > 0) for reward in rewards for g in reward.gains],
+        "retrieval/token_share": [share for share in shares if share > 0],
+        "retrieval/similarity_mean": [
+            s for node in retrieved if not math.isnan(s := float(node.metadata["similarity"]))
+        ],
+        "retrieval/num_unscored": [float(reward.num_without_after) for reward in rewards],
+        "retrieval/num_floored": [float(reward.num_floored) for reward in rewards],
+        "retrieval/share_factor_negative": [float(factor < 0) for factor in factors.tolist()],
+    }
+    return combined_advantages_per_rollout(outcome=outcome, factors=factors), scales, measurements
 
 
 def retrieval_reward(path: Sequence[Node], settings: RetrievalAdvantageSettings) -> RetrievalReward:
@@ -316,33 +303,6 @@ def retrieved_share(path: Sequence[Node]) -> float:
     )
 
 
-def _measure(
-    rollouts: Sequence[tuple[Leaf, list[Node]]],
-    rewards: Sequence[RetrievalReward],
-    shares: Sequence[float],
-    factors: Sequence[float],
-) -> dict[str, list[float]]:
-    """Raw values behind the metrics of spec section 12; the trainer averages them over the step."""
-    around = [entropies_around_retrievals(path) for _, path in rollouts]
-    retrieved = [node for _, path in rollouts for node in path if node.origin is Origin.BUFFER]
-    return {
-        "retrieval/z_mean": [z for reward in rewards for z in reward.rewards],
-        "retrieval/g_mean": [g for reward in rewards for g in reward.gains],
-        "retrieval/entropy_before_mean": [before for pairs in around for before, _ in pairs],
-        "retrieval/entropy_after_mean": [
-            after for pairs in around for _, after in pairs if after is not None
-        ],
-        "retrieval/share_g_positive": [float(g > 0) for reward in rewards for g in reward.gains],
-        "retrieval/token_share": [share for share in shares if share > 0],
-        "retrieval/similarity_mean": [
-            s for node in retrieved if not math.isnan(s := float(node.metadata["similarity"]))
-        ],
-        "retrieval/num_unscored": [float(reward.num_without_after) for reward in rewards],
-        "retrieval/num_floored": [float(reward.num_floored) for reward in rewards],
-        "retrieval/share_factor_negative": [float(factor < 0) for factor in factors],
-    }
-
-
 # The hybrid-policy rollout of RAPO (Eq. 3-4, Algorithm 1) as a hook of the one loop.
 
 
@@ -380,19 +340,6 @@ class RetrievalSettings(Settings):
         return self
 
 
-def require_showable(retrieval: RetrievalSettings, run: "RunSettings") -> None:
-    """Raises ValueError for retrieved steps that the environment cannot take, or show."""
-    if retrieval.mode == "execute" and not is_stateful(run.environment):
-        raise ValueError(
-            "retrieval.mode = execute needs a stateful environment "
-            "(scienceworld, webshop, textworld, house, alfworld)"
-        )
-    if retrieval.form == "turn" and not is_inline(run.environment):
-        raise ValueError(
-            "retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are messages"
-        )
-
-
 def scheduled_probability(settings: RetrievalSettings, training_step: int, num_training_steps: int) -> float:
     """The retrieval probability of a training step (0-based) of ``num_training_steps``."""
     if settings.final_probability is None or num_training_steps <= 1:
@@ -403,7 +350,7 @@ def scheduled_probability(settings: RetrievalSettings, training_step: int, num_t
     return settings.probability + (settings.final_probability - settings.probability) * progress
 
 
-class RetrievalHook:
+class RetrievalHook(Hook):
     """Before every turn of a hybrid rollout but its first, maybe splices a retrieved step; a policy turn
     always follows.
     """
@@ -531,14 +478,6 @@ class RetrievalHook:
 
     def _format(self, text: str) -> str:
         return format_retrieved(text) if self.settings.form == "tags" else text
-
-    def after_turn(self, state: EpisodeState) -> None:
-        """Nothing to do."""
-
-    def after_group(self, trace: Trace) -> None:
-        """Nothing to do: the trainer feeds an evolving buffer, so that it can be rolled back with a
-        checkpoint.
-        """
 
     def snapshot(self) -> int:
         """The buffer's revision: a copy reads the same file."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from outrider.algorithms.grpo import with_preset
+from outrider.algorithms.presets import with_preset
 from outrider.algorithms.tips import action_text
 from outrider.config import Settings
 from outrider.engines.base import Engine, EngineContext, FinishReason, Generation, LocalSettings, Request

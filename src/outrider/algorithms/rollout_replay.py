@@ -28,8 +28,9 @@ from outrider.algorithms.base import (
     group_advantages,
     outcome_advantages,
 )
-from outrider.algorithms.grpo import OnPolicyGroup, with_preset
+from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
+from outrider.algorithms.presets import with_preset
 from outrider.errors import CheckpointError
 from outrider.seeding import stream
 from outrider.trace import Leaf, Trace

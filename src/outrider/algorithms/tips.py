@@ -7,13 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from outrider.algorithms.base import AdvantageKind, Arrays, group_advantages
+from outrider.algorithms.base import AdvantageKind, group_advantages
 from outrider.config import Settings
 from outrider.environments.base import EpisodeResult
 from outrider.memory.embedders import Embedder
@@ -42,13 +42,6 @@ def tip_mode(mode: str) -> TipMode:
     return next((candidate for candidate in MODES if has_part(mode, candidate)), PLAIN)
 
 
-def mode_of_draw(u: float, *, memory_probability: float, off_policy_probability: float) -> TipMode:
-    """The mode for a uniform draw in [0, 1): below p q tips-off, below p tips-on, else plain."""
-    if u < memory_probability * off_policy_probability:
-        return TIPS_OFF
-    return TIPS_ON if u < memory_probability else PLAIN
-
-
 class ModeSchedule:
     """The mode of every group of a run, by its number: exact proportions, not their expectation.
 
@@ -65,74 +58,19 @@ class ModeSchedule:
     def mode(self, group: int) -> TipMode:
         """The mode of group number ``group``, counted from 0 over the whole run."""
         window, position = divmod(group, _WINDOW)
-        with_tips = self._num_with_tips(window)
-        without = self._num_off(window)
+        # differences of rounded totals, so that rounding does not add up over windows
+        before, after = (_rounded(n * _WINDOW * self._memory) for n in (window, window + 1))
+        with_tips = after - before
+        without = _rounded(after * self._off_policy) - _rounded(before * self._off_policy)
         modes: list[TipMode] = (
             [TIPS_OFF] * without + [TIPS_ON] * (with_tips - without) + [PLAIN] * (_WINDOW - with_tips)
         )
         return modes[int(stream(self._seed, "tip modes", window).permutation(_WINDOW)[position])]
 
-    def _num_with_tips(self, window: int) -> int:
-        # A difference of rounded totals: rounding does not add up over windows.
-        return _rounded((window + 1) * _WINDOW * self._memory) - _rounded(window * _WINDOW * self._memory)
-
-    def _num_off(self, window: int) -> int:
-        before, after = (_rounded(n * _WINDOW * self._memory) for n in (window, window + 1))
-        return _rounded(after * self._off_policy) - _rounded(before * self._off_policy)
-
 
 def _rounded(value: float) -> int:
     # Python's round takes halves to the even side, which would depend on the window.
     return math.floor(value + 0.5)
-
-
-# What a new state is worth to EMPO² (arXiv 2602.23008, section 4.2 and appendix F): by visits, or by what a
-# predictor has not learned.
-
-
-class Novelty(Protocol):
-    """A bonus for every state, and the memory that it comes from. ``metric`` names what is measured of it."""
-
-    metric: ClassVar[str]
-
-    def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
-        """The bonuses of states that were visited at the same time, before the coefficient; what is
-        measured.
-        """
-        ...
-
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """Plain data and arrays for a checkpoint."""
-        ...
-
-    def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Become what was saved."""
-        ...
-
-
-class CountNovelty(NoveltyStore):
-    """``1 / n`` of a state that its task has visited n times."""
-
-    metric: ClassVar[str] = "tips/state_visits"
-
-    def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
-        counts = self.visit_together(task_key, keys)
-        return [visit_bonus(count) for count in counts], [float(count) for count in counts]
-
-
-class DistilledNovelty(RandomDistillation):
-    """The scaled error of random network distillation; one predictor, whatever the task is."""
-
-    metric: ClassVar[str] = "tips/novelty_error"
-
-    def see(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
-        visits = self.visit_together(keys)
-        return [bonus for bonus, _ in visits], [error for _, error in visits]
-
-
-def visit_bonus(num_visits: int) -> float:
-    """``1 / n`` of a state that was visited n times."""
-    return 1.0 / num_visits
 
 
 # Tips in the environment's own words: what it answered to an action (``memory.writer = "environment"``).
@@ -200,8 +138,6 @@ class MemorySettings(Settings):
     ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"capacity", "eviction", "max_prompt_tokens", "rank"})
-
     embedder: EmbedderName = "minilm"
     writer: Literal["policy", "environment"] = "policy"
     scope: Literal["task", "world", "all"] = "task"
@@ -216,7 +152,7 @@ class MemorySettings(Settings):
     eviction: Eviction = "fifo"
 
 
-class TipHook:
+class TipHook(Hook):
     """The memory's hook. ``num_tokens`` counts the tokens of a text; ``counts`` what happened, for
     metrics.
     """
@@ -524,100 +460,37 @@ class TipSettings(Settings):
     rnd: DistillationSettings = DistillationSettings()
     memory: MemorySettings = MemorySettings()
 
-    def idle(self) -> frozenset[str]:
-        """How to count states that add nothing to a return, and what tips need that nobody sees."""
-        states = {"rnd"} if self.novelty == "count" else {"novelty_threshold"}
-        if not self.intrinsic_coefficient:
-            states = {"intrinsic_where_tied", "novelty", "novelty_threshold", "rnd"}
-        shown = set() if self.memory_probability else {"off_policy_probability", "memory"}
-        return super().idle() | states | shown
 
-    @property
-    def acts(self) -> bool:
-        """Whether any group sees tips, or is paid for what is new."""
-        return self.memory_probability > 0 or self.intrinsic_coefficient > 0
+def reward_novelty(
+    trace: Trace,
+    settings: TipSettings,
+    novelty: NoveltyStore | RandomDistillation,
+    embedder: Embedder,
+    *,
+    advantage: AdvantageKind,
+) -> list[float]:
+    """Write the intrinsic return of every rollout of a group; return the measurement of each visited state.
 
-
-class Tips:
-    """Hook, schedule of the modes and novelty of one run."""
-
-    def __init__(
-        self,
-        settings: TipSettings,
-        *,
-        advantage: AdvantageKind,
-        embedder: Embedder,
-        num_tokens: Callable[[str], int],
-        groups_per_step: int,
-        seed: int,
-    ) -> None:
-        self.settings = settings
-        self.hook = TipHook(settings.memory, embedder=embedder, num_tokens=num_tokens, seed=seed)
-        self.hooks: tuple[Hook, ...] = (self.hook,) if settings.memory_probability else ()
-        self.novelty: Novelty = (
-            CountNovelty(threshold=settings.novelty_threshold)
-            if settings.novelty == "count"
-            else DistilledNovelty(embedder.dim, settings.rnd, seed=seed)
-        )
-        self._advantage = advantage
-        self._embedder = embedder
-        self._groups_per_step = groups_per_step
-        self._schedule = ModeSchedule(
-            memory_probability=settings.memory_probability,
-            off_policy_probability=settings.off_policy_probability,
-            seed=seed,
-        )
-
-    def mode(self, step: int, group: int) -> TipMode:
-        """The mode of all rollouts of a group."""
-        return self._schedule.mode(step * self._groups_per_step + group)
-
-    def leaves_out(self, trace: Trace) -> bool:
-        """Whether the update renders the group without its tips."""
-        return tip_mode(trace.modes[0]) == TIPS_OFF
-
-    def measurements(self, trace: Trace, measured: Sequence[float]) -> dict[str, list[float]]:
-        """What was paid for novelty, and what :meth:`reward_novelty` measured."""
-        paid = [leaf.intrinsic for leaf, _ in trace.scored_rollouts()]
-        return {"tips/intrinsic_mean": paid, self.novelty.metric: list(measured)}
-
-    def reward_novelty(self, trace: Trace) -> list[float]:
-        """What is measured of all states of the group, seen together: rollouts that see the same get the
-        same.
-
-        Visits are counted by task, whatever the tips' scope is: the reward is for what is new in this task.
-        """
-        if not self.settings.intrinsic_coefficient:
-            return []
-        rollouts = [(leaf, visited_states(path)) for leaf, path in trace.scored_rollouts()]
-        texts = [text for _, states in rollouts for text in states]
-        if not texts:
-            return []
-        returns = [leaf.episode_return for leaf, _ in trace.scored_rollouts()]
-        is_paid = self.settings.intrinsic_where_tied or group_advantages(returns, self._advantage).has_signal
-        # Counted even where nothing is paid: what was seen is not new the next time.
-        bonuses, measured = self.novelty.see(trace.task.key, list(self._embedder.embed(texts)))
-        rest = iter(bonuses)
-        for leaf, states in rollouts:
-            mine = [next(rest) for _ in states]
-            leaf.intrinsic = (
-                intrinsic_return(mine, coefficient=self.settings.intrinsic_coefficient) if is_paid else 0.0
-            )
-        return measured
-
-    def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Memory and novelty, as plain data and arrays, for a checkpoint."""
-        tips, tip_arrays = self.hook.memory.snapshot()
-        novelty, novelty_arrays = self.novelty.snapshot()
-        # of rollouts that no step has measured yet: those that were played beside an update
-        counts = {"counts": dict(self.hook.counts)} if self.hook.counts else {}
-        return {"tips": tips, "novelty": novelty, **counts}, {**tip_arrays, **novelty_arrays}
-
-    def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """Puts back what :meth:`state` saved."""
-        self.hook.memory.restore(state["tips"], arrays)
-        self.hook.counts = Counter(state.get("counts", {}))
-        self.novelty.restore(state["novelty"], arrays)
+    All states of the group count as visited at the same time, so that rollouts that visit the same states get
+    the same reward. Visits are counted per task, whatever the scope of the tips.
+    """
+    if not settings.intrinsic_coefficient:
+        return []
+    rollouts = [(leaf, visited_states(path)) for leaf, path in trace.scored_rollouts()]
+    texts = [text for _, states in rollouts for text in states]
+    if not texts:
+        return []
+    is_paid = (
+        settings.intrinsic_where_tied
+        or group_advantages([leaf.episode_return for leaf, _ in rollouts], advantage).has_signal
+    )
+    # count visits even if nothing is paid: these states are not new the next time
+    bonuses, measured = novelty.visit(trace.task.key, list(embedder.embed(texts)))
+    rest = iter(bonuses)
+    for leaf, states in rollouts:
+        total = sum(next(rest) for _ in states)
+        leaf.intrinsic = settings.intrinsic_coefficient * total if is_paid else 0.0
+    return measured
 
 
 def never_shows_a_tip(settings: TipSettings, *, num_groups: int, num_tasks: int) -> bool:
@@ -630,16 +503,6 @@ def never_shows_a_tip(settings: TipSettings, *, num_groups: int, num_tasks: int)
     return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
 
 
-def no_tips(settings: TipSettings, section: str, *, num_groups: int, num_tasks: int) -> list[str]:
-    """The warning of :func:`never_shows_a_tip`, or nothing; ``section`` is the place of the settings."""
-    if not never_shows_a_tip(settings, num_groups=num_groups, num_tasks=num_tasks):
-        return []
-    return [
-        f"NO TIPS: {num_groups} groups play none of the {num_tasks} tasks twice, "
-        f"and a task is shown its own tips only; {section}.memory.scope=all shares them"
-    ]
-
-
 def visited_states(path: Sequence[Node]) -> list[str]:
     """The states of an episode: what each turn acted on, one per turn (section 4.2: the reward of a step is
     that of its state).
@@ -648,8 +511,3 @@ def visited_states(path: Sequence[Node]) -> list[str]:
     cut the episode, and counted there it would pay an episode for being cut.
     """
     return [turn.observation for turn in policy_turns(path)]
-
-
-def intrinsic_return(bonuses: Sequence[float], *, coefficient: float) -> float:
-    """``c`` times the sum of what the states of an episode are worth."""
-    return coefficient * sum(bonuses)

@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 from outrider.algorithms.advantages import TreeCombination, tree_advantages_per_leaf
 from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages
 from outrider.algorithms.entropy_branching import require_countable
-from outrider.algorithms.grpo import OnPolicyGroup, with_preset
+from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import needs_whole_rollouts
+from outrider.algorithms.presets import with_preset
 from outrider.rollout.branching import Expansion
 from outrider.trace import Leaf, Node, Trace
 

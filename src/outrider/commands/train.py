@@ -37,10 +37,8 @@ def print_settings(
     """
     validate_references(settings)
     check_lines = [] if smoke else _check_lines(settings)
-    from outrider.training.run_dir import UNSEEN
-
     origins = key_sources(recipe, overrides) | dict.fromkeys(key_sources(None, smoke), "smoke")
-    text = as_toml(leaves(settings, sources=origins, unseen=UNSEEN, others=others))
+    text = as_toml(leaves(settings, sources=origins, others=others))
     print_lines(*text.split("\n"))
     if check_lines:
         print_lines("", *(f"# {line}".rstrip() for line in check_lines))

@@ -21,7 +21,7 @@ from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.base import RolloutStatus
 from outrider.rollout.batching import largest
 from outrider.rollout.faults import lost_leaf
-from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.hooks import Hook
 from outrider.rollout.scheduler import Modes, RolloutReport
 from outrider.trace import Trace
 from outrider.training.async_rollouts import GroupName, GroupResult, PendingStep, RolloutPrefetch
@@ -326,16 +326,16 @@ def worker_name(number: int) -> str:
     return f"rollout worker {number}"
 
 
-def portable(hooks: Sequence[Hook]) -> list[Portable]:
+def portable(hooks: Sequence[Hook]) -> list[Hook]:
     """The hooks as those that have copies. Raises ConfigError for one that can have none."""
     for hook in hooks:
-        if not isinstance(hook, Portable):
+        if not hook.is_portable:
             raise ConfigError(
                 f"{type(hook).__name__} has no copies in other processes (snapshot, restore, gathered, "
                 "absorb: docs/concepts/hooks.md): play in one process, without cluster.num_engines, "
                 "cluster.num_rollout_workers and cluster.weights"
             )
-    return [hook for hook in hooks if isinstance(hook, Portable)]
+    return list(hooks)
 
 
 @dataclass(slots=True)

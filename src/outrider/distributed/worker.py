@@ -23,7 +23,6 @@ from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.listing import server_digests
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import Portable
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tools.concurrency import CallBudget
 from outrider.training.components import Components, token_counter
@@ -264,7 +263,7 @@ class RolloutWorker:
 
     def _play(self, job: Job, algorithm: Algorithm, engine: RemoteEngine) -> JobResult:
         hooks = algorithm.hooks if job.is_training else ()
-        copies = [hook for hook in hooks if isinstance(hook, Portable)]
+        copies = [hook for hook in hooks if hook.is_portable]
         for hook, snapshot in zip(copies, job.snapshots, strict=True):
             hook.restore(snapshot)
         budget: CallBudget | None = getattr(self._factory, "call_budget", None)

@@ -133,19 +133,23 @@ def _is_date(value: Any) -> bool:
 class StepResult:
     """Outcome of one policy message.
 
-    ``message`` is the observation (None when the episode ended without one); where several answer, one a tool
-    call say, they are ``messages`` in its place. ``reward`` is the step reward.
-    ``num_tool_calls`` counts calls that were really executed; ``tools`` names them. ``invalid`` marks output
-    that the environment could not read as an action; the observation then says what was wrong. ``refused``
-    marks an action that was read and not done (a door that is not there, a button that the page lacks, a call
-    beyond the budget); rewards and outcomes are as for any other. ``truncated`` goes with ``done``: the
-    environment's own limit of moves cut the episode.
+    Numbers and flags may be of any numeric type, such as a scalar of NumPy or PyTorch; they are converted.
 
-    Numbers and flags may be of any numeric type, such as a scalar of NumPy or PyTorch:
-    :class:`~outrider.environments.episode.Episode` converts them.
+    Attributes:
+        message: the observation, as text or as a message; None if the episode has ended without one.
+        messages: the observations if there are several, for example one per tool call.
+        reward: the step reward.
+        done: whether the episode has ended.
+        invalid: whether the turn contained no action that the environment could parse. The observation then
+            explains what was wrong.
+        refused: whether the action was parsed but not executed, for example a door that does not exist or a
+            call beyond the budget.
+        truncated: set together with ``done`` if the environment's own limit of moves ended the episode.
+        num_tool_calls: number of tool calls that were executed.
+        tools: names of the executed tools.
     """
 
-    message: Message | None = None
+    message: Message | str | None = None
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     done: bool = False
@@ -157,32 +161,34 @@ class StepResult:
 
     def __post_init__(self) -> None:
         if self.message is not None and self.messages:
-            raise ValueError("a step is answered by message or by messages")
+            raise ValueError("a step has either message or messages, not both")
 
     @property
     def observations(self) -> tuple[Message, ...]:
-        """All messages that answer, in order."""
+        """All observations, in order."""
+        if isinstance(self.message, str):
+            return (Message(role="user", content=self.message),)
         return self.messages or (() if self.message is None else (self.message,))
 
     @property
     def text(self) -> str:
-        """The observation's text, a line apart where several answer; empty where the episode ended without
-        one.
-        """
+        """Text of the observations, one per line; empty if the episode ended without one."""
         return "\n".join(message.content for message in self.observations)
 
     @property
     def carried_out(self) -> bool:
-        """Whether the message was an action and the environment did it."""
+        """Whether the turn contained an action and the environment executed it."""
         return not (self.invalid or self.refused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeResult:
-    """The environment's own record: the return of the episode, success, and named metrics (floats).
+    """The environment's own record of an episode.
 
-    Numbers and flags may be of any numeric type, as in :class:`StepResult`: they are
-    converted. A metric that is None is not defined in this episode.
+    Attributes:
+        episode_return: the return. The rollout loop does not add up step rewards itself.
+        success: whether the task was solved.
+        metrics: named numbers; None means that a metric is not defined in this episode.
     """
 
     episode_return: float
@@ -212,37 +218,42 @@ def as_names(value: object) -> tuple[str, ...]:
 
 
 class EnvironmentSettings(Settings):
-    """Base of the settings of every task family; the rest says what a run asks before anything is built.
+    """Base class of the settings of environments.
 
-    ``is_closed_book``: whether the tasks are questions with answers, which can be asked without the
-    environment. ``starts_quickly``: whether ``--dry-run`` may list its tasks and start an episode, which
-    takes seconds at most and starts no program. ``reports_metrics``: whether the means of the metrics that
-    episodes return are recorded with every step and evaluation; those of single rollouts always are.
+    Its class variables and properties answer what a run must know before it builds the environment. A
+    subclass may override a property by a class variable.
+
+    Class attributes:
+        is_closed_book: whether the tasks are questions that can also be answered without the environment.
+        starts_quickly: whether ``--dry-run`` may list the tasks and start an episode: this takes seconds at
+            most and starts no program.
+        reports_metrics: whether the means of the episodes' metrics are recorded with every step and
+            evaluation. The metrics of single rollouts are always recorded.
     """
 
     is_closed_book: ClassVar[bool] = False
     starts_quickly: ClassVar[bool] = True
     reports_metrics: ClassVar[bool] = True
     if TYPE_CHECKING:
-        type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
+        type: str = ""  # set to the plug-in's name if the class does not declare it
 
     @property
     def has_experts(self) -> bool:
-        """Whether :meth:`TaskSet.expert` may find steps; a class may set it as a class variable."""
+        """Whether an expert may exist for some task."""
         return True
 
     @property
     def max_concurrent(self) -> int | None:
-        """Episodes that can be played at a time, where something shared bounds them."""
+        """Maximum number of concurrent episodes, or None if there is no limit."""
         return None
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """Seconds that a step may wait for other episodes' steps, which are no fault of its own."""
+        """Seconds that a step may wait for the steps of other episodes before its own time limit starts."""
         return 0.0
 
     def replayed_differently(self) -> list[str]:
-        """Names of the tasks in which the same actions may lead elsewhere: methods that fork by replay refuse
-        them.
+        """Names of tasks in which the same actions may lead to different states. Methods that fork by replay
+        reject them.
         """
         return []
 
@@ -252,27 +263,27 @@ class EnvironmentSettings(Settings):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether a step without a single tool call is suspicious."""
+        """Whether a step without any tool call is suspicious and worth a warning."""
         return False
 
     @property
     def call_format(self) -> str | None:
-        """The form of native tool calls; None where turns are text to the environment."""
+        """The format of native tool calls (``hermes``, for example), or None if turns are plain text."""
         return None
 
     @property
     def keeps_conversations(self) -> bool:
-        """Whether its environments are of the kind
-        :class:`~outrider.environments.conversations.ExternalAgent`.
-        """
+        """Whether episodes are of the kind :class:`~outrider.environments.conversations.ExternalAgent`."""
         return False
 
 
-class Environment(Protocol):
-    """One episode at a time. May block: the rollout loop calls ``step`` in a thread.
+class Env(Protocol):
+    """One episode, as the rollout loop steps it. Users write an
+    :class:`~outrider.environments.environment.Environment`.
 
-    Raises :class:`~outrider.errors.ToolFault` or :class:`~outrider.errors.EnvironmentFault` when
-    infrastructure broke; malformed model output never raises.
+    Methods may block, because the loop calls them in a thread. They raise
+    :class:`~outrider.errors.ToolFault` or :class:`~outrider.errors.EnvironmentFault` if infrastructure
+    breaks, and never for malformed model output.
     """
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -293,7 +304,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class CopyableEnvironment(Environment, Protocol):
+class CopyableEnvironment(Env, Protocol):
     """An environment whose episode can be forked."""
 
     def copy(self) -> "CopyableEnvironment":
@@ -302,13 +313,9 @@ class CopyableEnvironment(Environment, Protocol):
 
 
 class TaskSet(Protocol):
-    """A named set of tasks together with the environment that plays them. As a plug-in, a class with
-    ``Settings`` (a subclass of :class:`EnvironmentSettings`), made of them.
+    """Named tasks together with the environment that plays them, as the rest of the package sees them.
 
-    ``stop`` are the strings that end a policy turn (kept in the turn's text). ``protocol`` tells how an
-    observation is joined: ``inline`` (inside the open assistant message) or ``chat`` (a new user message).
-    ``stateful`` says whether an action changes hidden state, so that showing a step is not the same as doing
-    it (RAPO's mode ``execute``).
+    ``stop`` and ``stateful`` are those of :class:`~outrider.environments.environment.Environment`.
     """
 
     name: str
@@ -339,7 +346,7 @@ class TaskSet(Protocol):
 class EnvironmentFactory(Protocol):
     """Makes environments for tasks and owns what they share (an index, a pool of simulators)."""
 
-    def __call__(self, task: Task) -> Environment:
+    def __call__(self, task: Task) -> Env:
         """A fresh environment for one episode of the task."""
         ...
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Self, TypeVar
 
 from outrider.environments.base import (
-    Environment,
+    Env,
     EpisodeResult,
     StepResult,
     as_bool,
@@ -38,7 +38,7 @@ class Episode:
     is_external = False
     """Whether an external program keeps the conversation (:class:`ExternalEpisode`)."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Env) -> None:
         self.environment = environment
         self.prompt: tuple[Message, ...] = ()
         self.actions: list[str] = []
@@ -274,7 +274,7 @@ class ExternalEpisode(Episode):
             raise EnvironmentFault("a program asked something else the second time: it cannot fork by replay")
 
 
-def open_episode(environment: Environment) -> Episode:
+def open_episode(environment: Env) -> Episode:
     """The driver of an environment."""
     return ExternalEpisode(environment) if isinstance(environment, ExternalAgent) else Episode(environment)
 

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 from pydantic import Field, model_validator
 
 from outrider.environments.base import (
-    Environment,
+    Env,
     EnvironmentFactory,
     EnvironmentSettings,
     EpisodeResult,
@@ -31,8 +31,6 @@ SEEDS_PER_SPLIT: Final = 1_000_000
 
 class SeedSettings(EnvironmentSettings):
     """A task is a seed: all rollouts of a group play the same game."""
-
-    details: ClassVar[frozenset[str]] = frozenset({"success_key"})
 
     num_train: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 64
     num_valid: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 16
@@ -179,7 +177,7 @@ def opening_message(settings: SeedSettings, instructions: str, text: str) -> Mes
 # An expert that is a function of the user's: its turns, played.
 
 
-EnvironmentT = TypeVar("EnvironmentT", bound=Environment)
+EnvironmentT = TypeVar("EnvironmentT", bound=Env)
 
 
 class ExpertTurns(Generic[EnvironmentT]):

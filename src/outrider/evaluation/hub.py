@@ -33,7 +33,7 @@ from outrider.printing import format_mean_return, one_line, score
 from outrider.resolved import leaves
 from outrider.training.checkpoint import checkpoint_step
 from outrider.training.export import export_run, find_checkpoint
-from outrider.training.run_dir import RECORD, UNSEEN, recorded_settings
+from outrider.training.run_dir import RECORD, recorded_settings
 from outrider.training.settings import RunSettings
 from outrider.types import Trajectory
 from outrider.viewer.records import StepFiles, evaluation_file, node_table, read_rows, step_file
@@ -140,7 +140,7 @@ def public_settings(settings: RunSettings) -> str:
     """
     tree: dict[str, Any] = {}
     private = private_words()
-    for leaf in leaves(settings, sources={}, unseen=UNSEEN):
+    for leaf in leaves(settings, sources={}):
         if leaf.source == "default" and leaf.key not in (
             "algorithm.type",
             "environment.type",

@@ -8,7 +8,7 @@ task, D dimensions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ class NoveltyStore:
     digits are equal, and of equally near states the older one is visited.
     """
 
+    metric: ClassVar[str] = "tips/state_visits"
+
     def __init__(self, *, threshold: float = 0.9) -> None:
         if not -1.0 <= threshold <= 1.0:
             raise ValueError(f"a cosine threshold of {threshold} is impossible")
@@ -46,9 +48,9 @@ class NoveltyStore:
         """Distinct states of a task."""
         return len(self._tasks[task_key].counts) if task_key in self._tasks else 0
 
-    def visit_together(self, task_key: str, keys: Sequence[Key]) -> list[int]:
-        """Count visits that happened at the same time; for each, the visits n of its state after all of
-        them. The reward is ``c / n``.
+    def visit(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
+        """Count visits that happened at the same time. Returns for each the bonus ``1 / n`` and the number n
+        of visits of its state after all of them.
 
         Rollouts of one group that reach one state get one reward: counted one after the other, the first
         would get ``c``, the eighth ``c / 8``, and a group whose returns tie would be taught by the order of
@@ -64,7 +66,8 @@ class NoveltyStore:
         nearest = [self._nearest(states, unit)[0] for unit in units]
         for state in nearest:
             states.counts[state] += 1
-        return [states.counts[state] for state in nearest]
+        counts = [float(states.counts[state]) for state in nearest]
+        return [1.0 / count for count in counts], counts
 
     def _nearest(self, states: _States, unit: NDArray[np.float64]) -> tuple[int, float]:
         assert states.units_ND is not None
@@ -146,6 +149,8 @@ class RandomDistillation:
     the variance that of a unit vector's parts, as if one key had said so.
     """
 
+    metric: ClassVar[str] = "tips/novelty_error"
+
     def __init__(self, dim: int, settings: DistillationSettings | None = None, *, seed: int) -> None:
         self.settings = settings or DistillationSettings()
         draws = stream(seed, "distillation")
@@ -167,15 +172,15 @@ class RandomDistillation:
         predicted_NF = self._predict(inputs_ND)[-1]
         return [float(error) for error in ((predicted_NF - self._features(inputs_ND)) ** 2).mean(axis=1)]
 
-    def visit_together(self, keys: Sequence[NDArray[Any]]) -> list[tuple[float, float]]:
-        """For each of the states that were visited at the same time its bonus and its error; then learn them.
+    def visit(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
+        """The bonus and the error of each of the states that were visited at the same time; then learn them.
 
         The bonus is the error over the root mean square of all errors so far, these included: an average
         state of the run's has about 1. All errors are those before the update, so that rollouts of a group
         that see the same get the same.
         """
         if not len(keys):
-            return []
+            return [], []
         errors = self.errors(keys)
         self._num_errors += len(errors)
         self._squared_errors += sum(error * error for error in errors)
@@ -186,7 +191,7 @@ class RandomDistillation:
         target_NF = self._features(inputs_ND)
         for _ in range(self.settings.passes):
             self._update(self._gradients(inputs_ND, target_NF))
-        return [(error / scale, error) for error in errors]
+        return [error / scale for error in errors], errors
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, Floats]]:
         """Plain data and arrays that :meth:`restore` takes; for checkpoints."""

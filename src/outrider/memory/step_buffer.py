@@ -1,5 +1,5 @@
-"""Which offered trajectories enter the buffer, and which leave it (the reward-aware filter of RAPO, section
-3.1).
+"""The step-trace buffer: off-policy steps, retrieved by the history before them, with a reward-aware filter
+(RAPO, arXiv 2603.03078, section 3.1 and Eq. 3).
 """
 
 import math
@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -21,7 +21,6 @@ from outrider.memory.index import GrowingMatrix, Mask, search
 from outrider.memory.step_store import (
     BufferStats,
     BuildReport,
-    Candidate,
     Hit,
     NewTrajectory,
     OpenReport,
@@ -39,46 +38,14 @@ from outrider.types import Step, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The decision for one task: what to add (with the keys of its steps), rows to remove, and why others
-    stay out.
+    """The decision for one task: trajectories to add, the keys of their steps, rows to remove, and counts by
+    their names in :class:`~outrider.memory.step_store.BuildReport`.
     """
 
     added: tuple[NewTrajectory, ...]
     histories: tuple[tuple[str, ...], ...]
     removed: tuple[int, ...]
-    num_present: int
-    num_empty: int
-    num_below_min_reward: int
-    num_outranked: int
-    num_repaired_texts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A trajectory with well-formed texts and the keys of its steps."""
-
-    item: NewTrajectory
-    histories: tuple[str, ...]
-    num_repaired_texts: int
-
-
-def build_report(
-    selections: Sequence[Selection], num_different: int, *, num_duplicate: int, revision: int
-) -> BuildReport:
-    """Sums up the decisions for all offered tasks."""
-    return BuildReport(
-        num_offered=num_different + num_duplicate,
-        num_inserted=sum(len(chosen.added) for chosen in selections),
-        num_steps_inserted=sum(len(item.steps) for chosen in selections for item in chosen.added),
-        num_present=sum(chosen.num_present for chosen in selections),
-        num_duplicate=num_duplicate,
-        num_empty=sum(chosen.num_empty for chosen in selections),
-        num_below_min_reward=sum(chosen.num_below_min_reward for chosen in selections),
-        num_outranked=sum(chosen.num_outranked for chosen in selections),
-        num_removed=sum(len(chosen.removed) for chosen in selections),
-        num_repaired_texts=sum(chosen.num_repaired_texts for chosen in selections),
-        revision=revision,
-    )
+    counts: Counter[str]
 
 
 def check_trajectories(
@@ -133,31 +100,34 @@ def select(
     filled = [trajectory for trajectory in fresh if trajectory.steps]
     good = [trajectory for trajectory in filled if min_reward is None or trajectory.reward >= min_reward]
     prepared = [_prepare(trajectory, questions, count_tokens) for trajectory in good]
-    # Stored ones come first in the order, by row; rows are given in the same order to those that enter.
-    candidates = [
-        Candidate(reward=t.reward, num_tokens=t.num_tokens, order=order) for order, t in enumerate(stored)
-    ]
-    candidates += [
-        Candidate(reward=p.item.reward, num_tokens=p.item.num_tokens, order=order)
-        for order, p in enumerate(prepared, start=len(stored))
-    ]
+    # stored ones first, by row: rows are given in the same order to those that enter
+    candidates = [(t.reward, t.num_tokens) for t in stored]
+    candidates += [(item.reward, item.num_tokens) for item, _, _ in prepared]
     retained = select_best(candidates, num_best)
-    entering = [p for order, p in enumerate(prepared, start=len(stored)) if order in retained]
+    entering = [entry for order, entry in enumerate(prepared, start=len(stored)) if order in retained]
+    added = tuple(item for item, _, _ in entering)
+    removed = tuple(t.row for order, t in enumerate(stored) if order not in retained)
     return Selection(
-        added=tuple(p.item for p in entering),
-        histories=tuple(p.histories for p in entering),
-        removed=tuple(t.row for order, t in enumerate(stored) if order not in retained),
-        num_present=len(offered) - len(fresh),
-        num_empty=len(fresh) - len(filled),
-        num_below_min_reward=len(filled) - len(good),
-        num_outranked=len(prepared) - len(entering),
-        num_repaired_texts=sum(p.num_repaired_texts for p in entering),
+        added=added,
+        histories=tuple(histories for _, histories, _ in entering),
+        removed=removed,
+        counts=Counter(
+            num_inserted=len(added),
+            num_steps_inserted=sum(len(item.steps) for item in added),
+            num_present=len(offered) - len(fresh),
+            num_empty=len(fresh) - len(filled),
+            num_below_min_reward=len(filled) - len(good),
+            num_outranked=len(prepared) - len(entering),
+            num_removed=len(removed),
+            num_repaired_texts=sum(num_repaired for _, _, num_repaired in entering),
+        ),
     )
 
 
 def _prepare(
     trajectory: Trajectory, questions: Mapping[str, str] | None, count_tokens: TokenCounter | None
-) -> _Prepared:
+) -> tuple[NewTrajectory, tuple[str, ...], int]:
+    """A trajectory with well-formed texts, the keys of its steps, and the number of repaired texts."""
     known_question = None if questions is None else questions.get(trajectory.task_key)
     question = prompt_question(trajectory.prompt) if known_question is None else known_question
     before = [question, *(text for step in trajectory.steps for text in (step.text, step.observation))]
@@ -180,15 +150,8 @@ def _prepare(
         steps=steps,
         step_num_tokens=counts,
     )
-    return _Prepared(
-        item=item,
-        histories=tuple(history_text(after[0], steps[:index]) for index in range(len(steps))),
-        num_repaired_texts=sum(a != b for a, b in zip(before, after, strict=True)),
-    )
-
-
-# The Step-Trace Buffer: off-policy steps, retrieved by the history before them (RAPO, arXiv 2603.03078, 3.1
-# and Eq. 3).
+    histories = tuple(history_text(after[0], steps[:index]) for index in range(len(steps)))
+    return item, histories, sum(a != b for a, b in zip(before, after, strict=True))
 
 
 Mode = Literal["read", "write"]
@@ -316,7 +279,7 @@ class StepTraceBuffer:
             raise ConfigError("keep_best and batch_steps must be at least 1")
         with self._add_lock:
             offered, num_duplicate = check_trajectories(trajectories, self._store)
-            selections: list[Selection] = []
+            counts: Counter[str] = Counter()
             pending: list[Selection] = []
             for task in offered.values():
                 selection = select(
@@ -327,15 +290,18 @@ class StepTraceBuffer:
                     questions=questions,
                     count_tokens=count_tokens,
                 )
-                selections.append(selection)
+                counts.update(selection.counts)
                 pending += [selection] if selection.added or selection.removed else []
-                if sum(len(item.steps) for chosen in pending for item in chosen.added) >= batch_steps:
+                if sum(chosen.counts["num_steps_inserted"] for chosen in pending) >= batch_steps:
                     self._write(pending)
                     pending = []
             if pending:
                 self._write(pending)
-        num_different = sum(map(len, offered.values()))
-        return build_report(selections, num_different, num_duplicate=num_duplicate, revision=self.revision)
+        names = [field.name for field in fields(BuildReport)]
+        counts["num_duplicate"] = num_duplicate
+        counts["num_offered"] = sum(map(len, offered.values())) + num_duplicate
+        counts["revision"] = self.revision
+        return BuildReport(**{name: counts[name] for name in names})
 
     def query(self, history: str, step_filter: StepFilter | None = None, *, k: int = 1) -> list[Hit]:
         """The ``k`` steps whose keys are nearest to ``history`` (made by

@@ -1,6 +1,15 @@
-"""Carriers of the Step-Trace Buffer: records, filters, hits and reports."""
+"""The file of a step-trace buffer: records, history texts, and one SQLite database in WAL mode.
 
-import contextlib
+Every committed batch of whole tasks raises ``revision`` by one. Trajectories have the revision that added
+them and the one that removed them, and only a rollback deletes, so that every earlier revision can be read or
+restored. A marker row announces a batch in its own transaction and goes when the batch commits: a marker
+without a living writer is a batch that died. The crash of a process loses at most that batch; a power failure
+may also lose the commits since the last :meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
+
+A checksum covers every column that queries and rollbacks read, because SQLite itself does not notice changed
+bytes. It finds damage, not malice.
+"""
+
 import functools
 import hashlib
 import sqlite3
@@ -137,10 +146,6 @@ class BufferStats:
     reward_quantiles: tuple[float, ...]
 
 
-# From trajectories to keys: the history text, and the reward-aware filter (RAPO, arXiv 2603.03078, section
-# 3.1).
-
-
 TokenCounter: TypeAlias = Callable[[str], int]
 
 HISTORY_FORMAT = 1
@@ -167,59 +172,15 @@ def prompt_question(prompt: Sequence[Message]) -> str:
     return "\n".join(user_texts or [message.content for message in prompt])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A trajectory in the ranking of its task. ``num_tokens`` 0 is unknown; ``order`` is unique: earlier is
-    smaller.
+def select_best(candidates: Sequence[tuple[float, int]], num_best: int | None) -> set[int]:
+    """The positions of the ``num_best`` best (None: all) among ``candidates`` of reward and number of tokens.
+
+    Higher reward first, then fewer tokens, then the earlier position. An unknown number of tokens (0) comes
+    first among equals: such a trajectory may be short. The order is total, so that filtering in portions
+    keeps the same trajectories as filtering everything at once.
     """
-
-    reward: float
-    num_tokens: int
-    order: int
-
-
-def select_best(candidates: Sequence[Candidate], num_best: int | None) -> set[int]:
-    """The ``order`` of the ``num_best`` best (None: all): higher reward, then fewer tokens, then earlier.
-
-    Those of unknown length come first among equals: they may be short, and nothing that is known to be long
-    displaces them. The ranking is a total order, so filtering in portions keeps the same trajectories as
-    filtering everything at once.
-    """
-    ranked = sorted(candidates, key=lambda c: (-c.reward, c.num_tokens, c.order))
-    return {candidate.order for candidate in ranked[:num_best]}
-
-
-# One writer per file; readers may ask whether it lives.
-
-
-_NUM_TRIES = 20
-_PAUSE_S = 0.05
-
-
-def _lock_path(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")
-
-
-def writer_lock(path: Path) -> FileLock:
-    """Held while a process may write ``path``. Raises :class:`~outrider.errors.ConfigError` if another one
-    holds it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # a reader that asks whether the writer lives holds the lock for an instant
-    for _ in range(_NUM_TRIES):
-        try:
-            return FileLock(_lock_path(path))
-        except BlockingIOError:
-            time.sleep(_PAUSE_S)
-    raise ConfigError(f"{path}: another process or buffer object is writing to it")
-
-
-def writer_is_alive(path: Path) -> bool:
-    """Whether any process holds the writer lock of ``path`` now."""
-    return is_locked(_lock_path(path))
-
-
-# One SQLite connection with our errors, usable from any thread.
+    ranked = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], candidates[i][1], i))
+    return set(ranked[:num_best])
 
 
 _DAMAGE = ("malformed", "not a database", "could not decode")
@@ -231,10 +192,10 @@ def copy_database(source: Path, target: Path) -> None:
     Raises BufferCorrupt or DataError, one line.
     """
     with (
-        contextlib.closing(Database(source, writable=False)) as reader,
+        closing(Database(source, writable=False)) as reader,
         replacing_by_name(target) as partial,
         reader.guard() as db,
-        contextlib.closing(sqlite3.connect(partial)) as copy,
+        closing(sqlite3.connect(partial)) as copy,
     ):
         db.backup(copy)
 
@@ -317,24 +278,14 @@ def checksum(*parts: str | bytes) -> int:
     return value
 
 
-# Checksums of the rows of a Step-Trace Buffer, by the file's format. They find damage, not malice.
-#
-# Format 1 had texts, rewards and vectors under them; format 2 has every column that queries and rollbacks
-# read. A file stays in the format that it was made in.
-
-
-COUNTERS: Final = ("revision", "oldest_revision", "generation", "num_trajectories", "num_steps")
-TRAJECTORY_COLUMNS: Final = (
+_COUNTERS: Final = ("revision", "oldest_revision", "generation", "num_trajectories", "num_steps")
+_TRAJECTORY_COLUMNS: Final = (
     "trajectory_row, added, removed, reward, checksum, num_tokens, first_step_id, num_steps, "
     "task_key, trajectory_id, agent, question"
 )
-"""Columns of :func:`trajectory_checksum`, in the order in which it takes them."""
-
-_COUNTERS_CHECKSUM: Final = "counters_checksum"
 
 
 def trajectory_checksum(
-    file_format: int,
     *,
     reward: float,
     texts: Iterable[str],
@@ -345,29 +296,24 @@ def trajectory_checksum(
     removed: int,
 ) -> int:
     """``texts``: task key, trajectory id, agent, question."""
-    numbers = struct.pack("<d", reward)
-    if file_format > 1:
-        numbers += struct.pack("<5q", num_tokens, first_step_id, num_steps, added, removed)
+    numbers = struct.pack("<d5q", reward, num_tokens, first_step_id, num_steps, added, removed)
     return checksum(numbers, *texts)
 
 
-def vector_checksum(
-    file_format: int, vector: bytes, *, step_id: int, row: int, num_tokens: int, is_terminal: int
-) -> int:
-    """Of a step's key and, from format 2 on, of the step's numbers; its texts have one of their own."""
-    seed = zlib.crc32(struct.pack("<4q", step_id, row, num_tokens, is_terminal)) if file_format > 1 else 0
-    return zlib.crc32(vector, seed)
+def _vector_checksum(vector: bytes, *, step_id: int, row: int, num_tokens: int, is_terminal: int) -> int:
+    """Of a step's key and numbers; its texts have a checksum of their own."""
+    return zlib.crc32(vector, zlib.crc32(struct.pack("<4q", step_id, row, num_tokens, is_terminal)))
 
 
-def mark_removed(db: sqlite3.Connection, file_format: int, rows: Iterable[int], revision: int) -> None:
+def _mark_removed(db: sqlite3.Connection, rows: Iterable[int], revision: int) -> None:
     """Set the revision that removed these trajectories, inside a transaction."""
     for trajectory_row in rows:
-        query = f"SELECT {TRAJECTORY_COLUMNS} FROM trajectories WHERE trajectory_row = ?"
+        query = f"SELECT {_TRAJECTORY_COLUMNS} FROM trajectories WHERE trajectory_row = ?"
         row, added, _, reward, _, num_tokens, first, num_steps, *texts = db.execute(
             query, (trajectory_row,)
         ).fetchone()
         crc = trajectory_checksum(
-            file_format, reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first,
+            reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first,
             num_steps=num_steps, added=added, removed=revision,
         )  # fmt: skip
         db.execute(
@@ -375,35 +321,19 @@ def mark_removed(db: sqlite3.Connection, file_format: int, rows: Iterable[int], 
         )
 
 
-def write_counters_checksum(db: sqlite3.Connection, file_format: int) -> None:
-    """Inside the transaction that changed them."""
-    if file_format > 1:
-        db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_COUNTERS_CHECKSUM, _counters(db)))
-
-
-def counters_are_whole(db: sqlite3.Connection, file_format: int) -> bool:
-    """Whether they are what was written; format 1 cannot tell."""
-    if file_format == 1:
-        return True
-    entry = db.execute("SELECT value FROM meta WHERE key = ?", (_COUNTERS_CHECKSUM,)).fetchone()
-    return entry is not None and entry[0] == _counters(db)
-
-
-def _counters(db: sqlite3.Connection) -> int:
+def _counters_checksum(db: sqlite3.Connection) -> int:
     entries = dict(db.execute("SELECT key, value FROM meta"))
-    return checksum(*(str(entries.get(name)) for name in COUNTERS))
+    return checksum(*(str(entries.get(name)) for name in _COUNTERS))
 
 
-# The file format of the Step-Trace Buffer: its tables, how a new file is made, and what an existing one has
-# to prove.
+def _write_counters_checksum(db: sqlite3.Connection) -> None:
+    """Inside the transaction that changed the counters."""
+    db.execute("INSERT OR REPLACE INTO meta VALUES ('counters_checksum', ?)", (_counters_checksum(db),))
 
 
-FORMAT_VERSION = 2
-_READ = (1, 2)
-
+FORMAT_VERSION: Final = 2
 _APPLICATION_ID = 0x4F535442
 _STATISTICS: Final = frozenset({"sqlite_stat1", "sqlite_stat4"})  # of ANALYZE, written by SQLite alone
-_STORED: Final = ("table", "index")  # told behind views and triggers, which matter more
 # A file keeps this text letter by letter: a long line is continued, not broken.
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -432,16 +362,6 @@ def meta(database: Database, key: str) -> str | int:
     return value
 
 
-def is_blank(path: Path) -> bool:
-    """Whether the file is a database without tables: a writer died before its first commit."""
-    database = Database(path, writable=False)
-    try:
-        with database.guard() as db:
-            return db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
-    finally:
-        database.close()
-
-
 def check_schema(path: Path, db: sqlite3.Connection) -> None:
     """Check that the file has our tables and indexes and nothing else, before anything is read from them.
 
@@ -458,7 +378,9 @@ def check_schema(path: Path, db: sqlite3.Connection) -> None:
         if name not in _STATISTICS or kind != "table"
     }
     expected = _expected_schema()
-    for name, (kind, _) in sorted(objects.items(), key=lambda item: (item[1][0] in _STORED, str(item[0]))):
+    # views and triggers first: they matter more than a table or index that is not ours
+    order = sorted(objects.items(), key=lambda item: (item[1][0] in ("table", "index"), str(item[0])))
+    for name, (kind, _) in order:
         if objects[name] != expected.get(name):
             raise BufferCorrupt(
                 f"{path}: refused: the {kind} {str(name)[:80]!r} is not one that Outrider writes into a "
@@ -470,7 +392,7 @@ def check_schema(path: Path, db: sqlite3.Connection) -> None:
 
 @functools.cache
 def _expected_schema() -> dict[str, tuple[str, str]]:
-    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+    with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(_SCHEMA)
         rows = db.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     return {name: (kind, _normalize_sql(sql)) for kind, name, sql in rows}
@@ -493,11 +415,11 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
             problem = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if problem != "ok":
                 raise BufferCorrupt(f"{path}: damaged: {' '.join(str(problem).split())}")
-            for key, readable in (("format_version", _READ), ("history_format", (HISTORY_FORMAT,))):
-                if meta(database, key) not in readable:
+            for key, readable in (("format_version", FORMAT_VERSION), ("history_format", HISTORY_FORMAT)):
+                if (found := meta(database, key)) != readable:
                     raise DataError(
-                        f"{path}: {key} is {meta(database, key)}, this version "
-                        f"of Outrider reads {readable[-1]}"
+                        f"{path}: {key} is {found}, this version of Outrider reads {readable}: build or "
+                        "import the buffer again"
                     )
             built = (meta(database, "embedder"), meta(database, "dim"))
             if built != (embedder, dim):
@@ -508,27 +430,6 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
             return db.execute("SELECT 1 FROM meta WHERE key = 'open_batch'").fetchone() is not None
     finally:
         database.close()
-
-
-def create_tables(database: Database, *, embedder: str, dim: int) -> None:
-    """Make an empty buffer, in one transaction."""
-    entries = {
-        "format_version": FORMAT_VERSION,
-        "history_format": HISTORY_FORMAT,
-        "embedder": embedder,
-        "dim": dim,
-    }
-    counters = dict.fromkeys(COUNTERS, 0)
-    with database.transaction() as db:
-        db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        for statement in _SCHEMA.split(";"):
-            db.execute(statement)
-        db.executemany("INSERT INTO meta VALUES (?, ?)", (entries | counters).items())
-        write_counters_checksum(db, FORMAT_VERSION)
-
-
-# Reads a whole Step-Trace Buffer into memory and verifies it: what the search needs to know of every
-# step.
 
 
 NEVER = 2**62
@@ -558,19 +459,19 @@ def load_all(database: Database, *, dim: int) -> Loaded:
     """Everything, in order of step id. Raises BufferCorrupt for what fails its checksum or is not there."""
     path = database.path
     # One transaction: a writer elsewhere may commit while this reads.
-    with damage(path), database.transaction("BEGIN") as db:
-        file_format = int(meta(database, "format_version"))
-        if not counters_are_whole(db, file_format):
+    with _damage(path), database.transaction("BEGIN") as db:
+        entry = db.execute("SELECT value FROM meta WHERE key = 'counters_checksum'").fetchone()
+        if entry is None or entry[0] != _counters_checksum(db):
             raise BufferCorrupt(f"{path}: the counters fail their checksum")
         revision, generation = int(meta(database, "revision")), int(meta(database, "generation"))
         tasks: dict[str, int] = {}
         trajectories: dict[int, tuple[int, int, int, float]] = {}
         spans: dict[int, tuple[int, int]] = {}
-        query = f"SELECT {TRAJECTORY_COLUMNS} FROM trajectories ORDER BY trajectory_row"
+        query = f"SELECT {_TRAJECTORY_COLUMNS} FROM trajectories ORDER BY trajectory_row"
         for row, added, removed, reward, crc, num_tokens, first, num_steps, *texts in db.execute(query):
             written = trajectory_checksum(
-                file_format, reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first,
-                num_steps=num_steps, added=added, removed=removed,
+                reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first, num_steps=num_steps,
+                added=added, removed=removed,
             )  # fmt: skip
             if crc != written:
                 raise BufferCorrupt(f"{path}: trajectory {row} fails its checksum")
@@ -589,23 +490,19 @@ def load_all(database: Database, *, dim: int) -> Loaded:
             raise BufferCorrupt(f"{path}: the number of steps differs from the {num_steps} that were written")
         rows = np.empty(num_steps, ROW_DTYPE)
         vectors = np.empty((num_steps, dim), np.float32)
-        _load_steps(database, file_format, trajectories, rows, vectors)
-        _check_spans(path, rows, spans)
+        _load_steps(database, trajectories, rows, vectors)
+        # a trajectory's span of steps is followed later without a look at the steps themselves
+        owners, first_rows, counts = np.unique(rows["trajectory"], return_index=True, return_counts=True)
+        stored = zip(rows["step_id"][first_rows].tolist(), counts.tolist(), strict=True)
+        stored_spans = dict(zip(owners.tolist(), stored, strict=True))
+        for row, (first, count) in spans.items():
+            if stored_spans.get(row, (first, 0)) != (first, count):
+                raise BufferCorrupt(f"{path}: trajectory {row} does not have the steps that were written")
     return Loaded(rows=rows, vectors=vectors, tasks=tasks, revision=revision, generation=generation)
 
 
-def _check_spans(path: Path, rows: NDArray[np.void], spans: dict[int, tuple[int, int]]) -> None:
-    """A trajectory's numbers of steps are followed later without a look at the steps themselves."""
-    owners, first_rows, counts = np.unique(rows["trajectory"], return_index=True, return_counts=True)
-    first_and_count = zip(rows["step_id"][first_rows].tolist(), counts.tolist(), strict=True)
-    trajectory_steps = dict(zip(owners.tolist(), first_and_count, strict=True))
-    for row, (first, num_steps) in spans.items():
-        if trajectory_steps.get(row, (first, 0)) != (first, num_steps):
-            raise BufferCorrupt(f"{path}: trajectory {row} does not have the steps that were written")
-
-
 @contextmanager
-def damage(path: Path) -> Iterator[None]:
+def _damage(path: Path) -> Iterator[None]:
     """A column of another type, or a number out of its range, is damage: SQLite stores whatever it is
     given.
     """
@@ -617,7 +514,6 @@ def damage(path: Path) -> Iterator[None]:
 
 def _load_steps(
     database: Database,
-    file_format: int,
     trajectories: dict[int, tuple[int, int, int, float]],
     rows: NDArray[np.void],
     vectors: NDArray[np.float32],
@@ -633,9 +529,7 @@ def _load_steps(
         if end > len(rows):
             break
         for step_id, row, terminal, crc, vector, num in chunk:
-            written = vector_checksum(
-                file_format, vector, step_id=step_id, row=row, num_tokens=num, is_terminal=terminal
-            )
+            written = _vector_checksum(vector, step_id=step_id, row=row, num_tokens=num, is_terminal=terminal)
             if row not in trajectories or len(vector) != 4 * dim or crc != written:
                 raise BufferCorrupt(f"{path}: step {step_id} fails its checksum")
         rows[done:end] = [(c[0], c[1], *trajectories[c[1]], bool(c[2])) for c in chunk]
@@ -643,15 +537,6 @@ def _load_steps(
         done = end
     if done != len(rows) or cursor.fetchone() is not None:
         raise BufferCorrupt(f"{path}: the number of steps differs from the {len(rows)} that were written")
-
-
-# The Step-Trace Buffer on disk: one SQLite file in WAL mode, written in transactions of whole tasks.
-#
-# Every committed batch raises ``revision`` by one. Trajectories carry the revision that added them and the
-# one that removed them; a rollback alone deletes, so any revision before it can be read or restored. A batch
-# is announced by a marker row in its own transaction and takes the marker away when it commits: a marker
-# without a living writer is a batch that died. Process crashes lose at most that batch; a power failure may
-# also lose the commits since the last :meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -679,6 +564,27 @@ class StoredTrajectory:
     num_tokens: int
 
 
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def _writer_lock(path: Path) -> FileLock:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # retried, because a reader that asks whether the writer lives holds the lock for an instant
+    for _ in range(20):
+        try:
+            return FileLock(_lock_path(path))
+        except BlockingIOError:
+            time.sleep(0.05)
+    raise ConfigError(f"{path}: another process or buffer object is writing to it")
+
+
+def _is_blank(path: Path) -> bool:
+    """Whether the file is a database without tables: a writer died before its first commit."""
+    with closing(Database(path, writable=False)) as database, database.guard() as db:
+        return db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+
+
 class StepStore:
     """The file, opened for reading or as its only writer. Methods may be called from any thread.
 
@@ -691,22 +597,37 @@ class StepStore:
         self.path = path
         self.lost_batch = False
         self._dim = dim
-        self._writer_lock = writer_lock(path) if writable else None
+        self._writer_lock = _writer_lock(path) if writable else None
         try:
-            is_new = not path.exists() or is_blank(path)
+            is_new = not path.exists() or _is_blank(path)
             if is_new and not writable:
                 raise DataError(f"{path}: no step-trace buffer there")
             if not is_new:
-                announced = check_file(path, embedder=embedder, dim=dim)
-                self.lost_batch = announced and (writable or not writer_is_alive(path))
+                is_announced = check_file(path, embedder=embedder, dim=dim)
+                # a reader asks whether the writer of the announced batch still lives
+                self.lost_batch = is_announced and (writable or not is_locked(_lock_path(path)))
             self._database = Database(path, writable=writable)
             if is_new:
-                create_tables(self._database, embedder=embedder, dim=dim)
-            self._format = self._meta("format_version")
+                self._create_tables(embedder)
         except BaseException:
             if self._writer_lock is not None:
                 self._writer_lock.release()
             raise
+
+    def _create_tables(self, embedder: str) -> None:
+        entries = {
+            "format_version": FORMAT_VERSION,
+            "history_format": HISTORY_FORMAT,
+            "embedder": embedder,
+            "dim": self._dim,
+            **dict.fromkeys(_COUNTERS, 0),
+        }
+        with self._database.transaction() as db:
+            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            for statement in _SCHEMA.split(";"):
+                db.execute(statement)
+            db.executemany("INSERT INTO meta VALUES (?, ?)", entries.items())
+            _write_counters_checksum(db)
 
     @property
     def revision(self) -> int:
@@ -767,7 +688,7 @@ class StepStore:
         rows: list[tuple[int, int, int, int, int, float, bool]] = []
         with self._database.transaction() as db:
             revision = self.revision + 1
-            mark_removed(db, self._format, removed, revision)
+            _mark_removed(db, removed, revision)
             step_id = self._next_id("steps", "step_id")
             for row, item in enumerate(added, start=self._next_id("trajectories", "trajectory_row")):
                 self._insert(
@@ -779,7 +700,7 @@ class StepStore:
             self._set_meta("revision", revision)
             self._set_meta("num_trajectories", self._meta("num_trajectories") + len(added))
             self._set_meta("num_steps", self._meta("num_steps") + len(rows))
-            write_counters_checksum(db, self._format)
+            _write_counters_checksum(db)
             # In the batch's own transaction: a marker that is still there means that the batch is not.
             db.execute("DELETE FROM meta WHERE key = 'open_batch'")
         return np.array(rows, ROW_DTYPE)
@@ -794,13 +715,21 @@ class StepStore:
         self.require(revision)
         with self._database.transaction() as db:
             later = "SELECT trajectory_row FROM trajectories WHERE added > ?"
-            dropped = self._delete(later, revision)
+            # vectors first: their ids are looked up among the steps
+            for table in ("vectors", "steps"):
+                ids = f"SELECT step_id FROM steps WHERE trajectory_row IN ({later})"
+                db.execute(f"DELETE FROM {table} WHERE step_id IN ({ids})", (revision,))
+            num_dropped = db.execute("DELETE FROM trajectories WHERE added > ?", (revision,)).rowcount
             query = f"SELECT trajectory_row FROM trajectories WHERE removed > ? AND removed < {NEVER}"
             restored = [row for (row,) in db.execute(query, (revision,)).fetchall()]
-            mark_removed(db, self._format, restored, NEVER)
+            _mark_removed(db, restored, NEVER)
+            for table in ("trajectories", "steps"):
+                count = f"(SELECT count(*) FROM {table})"
+                db.execute(f"UPDATE meta SET value = {count} WHERE key = 'num_{table}'")
             self._set_meta("revision", revision)
-            self._count_again()
-        return dropped, len(restored)
+            self._set_meta("generation", self.generation + 1)
+            _write_counters_checksum(db)
+        return num_dropped, len(restored)
 
     def require(self, revision: int) -> None:
         """Raise :class:`~outrider.errors.CheckpointError` unless this revision can be read."""
@@ -819,7 +748,7 @@ class StepStore:
         with self._database.guard():
             if self.generation != generation:
                 raise DataError(f"{self.path}: rolled back since it was loaded here; open it again")
-            with damage(self.path):
+            with _damage(self.path):
                 return [self._record(int(step_id)) for step_id in step_ids]
 
     def step_ids(self, trajectory_id: str, *, revision: int) -> range:
@@ -835,7 +764,7 @@ class StepStore:
         query = """SELECT t.task_key, t.agent, t.reward, t.num_steps, (SELECT sum(s.num_tokens) FROM steps s
                    WHERE s.step_id >= t.first_step_id AND s.step_id < t.first_step_id + t.num_steps)
                    FROM trajectories t WHERE t.added <= ? AND t.removed > ? ORDER BY t.trajectory_row"""
-        with damage(self.path), self._database.guard() as db:
+        with _damage(self.path), self._database.guard() as db:
             rows = db.execute(query, (revision, revision)).fetchall()
             return [
                 (task, agent, float(reward), int(num), int(tokens))
@@ -866,7 +795,7 @@ class StepStore:
         vectors_TD: NDArray[np.float32],
     ) -> None:
         crc = trajectory_checksum(
-            self._format, reward=item.reward,
+            reward=item.reward,
             texts=(item.task_key, item.trajectory_id, item.agent, item.question), num_tokens=item.num_tokens,
             first_step_id=first_step_id, num_steps=len(item.steps), added=revision, removed=NEVER,
         )  # fmt: skip
@@ -884,29 +813,12 @@ class StepStore:
             # Little-endian whatever the machine: the file may move.
             blob = vector.astype("<f4").tobytes()
             terminal = int(step.is_terminal)
-            crc = vector_checksum(
-                self._format, blob, step_id=step_id, row=row, num_tokens=num_tokens, is_terminal=terminal
+            crc = _vector_checksum(
+                blob, step_id=step_id, row=row, num_tokens=num_tokens, is_terminal=terminal
             )
             vectors.append((step_id, crc, blob))
         self._database.db.executemany("INSERT INTO steps VALUES (?,?,?,?,?,?,?)", steps)
         self._database.db.executemany("INSERT INTO vectors VALUES (?,?,?)", vectors)
-
-    def _delete(self, trajectory_rows: str, revision: int) -> int:
-        # Vectors first: their ids are looked up among the steps.
-        for table in ("vectors", "steps"):
-            ids = f"SELECT step_id FROM steps WHERE trajectory_row IN ({trajectory_rows})"
-            self._database.db.execute(f"DELETE FROM {table} WHERE step_id IN ({ids})", (revision,))
-        statement = f"DELETE FROM trajectories WHERE trajectory_row IN ({trajectory_rows})"
-        return self._database.db.execute(statement, (revision,)).rowcount
-
-    def _count_again(self) -> None:
-        """After a deletion: the numbers of rows that the next opening has to find, and a new generation."""
-        for table in ("trajectories", "steps"):
-            self._database.db.execute(
-                f"UPDATE meta SET value = (SELECT count(*) FROM {table}) WHERE key = 'num_{table}'"
-            )
-        self._set_meta("generation", self.generation + 1)
-        write_counters_checksum(self._database.db, self._format)
 
     def _record(self, step_id: int) -> StepRecord:
         query = """SELECT t.trajectory_id, t.task_key, t.agent, t.question, t.reward, t.first_step_id
@@ -951,9 +863,6 @@ class StepStore:
 
     def _set_meta(self, key: str, value: int) -> None:
         self._database.db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
-
-
-# Steps of a buffer as a person looks at them: by words, at a revision, read-only beside whoever writes.
 
 
 _STEPS_AT_REVISION: Final = """

@@ -92,7 +92,7 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          "largest of the rollout workers", "below 0.2", "cluster.num_rollout_workers, train.max_concurrent"),
         ("evaluation", "s", "wall-clock seconds of this evaluation", "stable",
          "evaluation.num_tasks, evaluation.num_samples"),
-        ("checkpoint", "s", "mean wall-clock seconds of the last checkpoints before this step", "stable",
+        ("checkpoint", "s", "seconds of the last checkpoint before this step, 0 after a resume", "stable",
          "the disk"),
     ),
     *group(

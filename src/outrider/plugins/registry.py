@@ -187,7 +187,7 @@ def resolve(kind: Kind, name: str) -> type:
     """The class of a name. Raises ConfigError for one that cannot be imported, or that is no plug-in of this
     kind."""
     if (kind, name) in _substitutes:
-        return type(_substitutes[kind, name])
+        return _class_of(_substitutes[kind, name])
     # Which file an import path stands for depends on the recipe's folder: what it names is looked at each
     # time.
     return _load_class(kind, name) if is_import_path(name) else _resolve(kind, name)
@@ -215,6 +215,10 @@ def require_kind(kind: Kind, name: str) -> None:
     looked at when it is built.
     """
     cls = resolve(kind, name)
+    if missing := getattr(cls, "__abstractmethods__", ()):
+        raise ConfigError(
+            f"{name} ({find_origin(cls)}) is not {_NOUN[kind]}: it has no method {min(missing)}"
+        )
     if not hasattr(cls, "build"):
         _require_methods(kind, f"{name} ({find_origin(cls)})", cls)
 
@@ -345,7 +349,8 @@ def substitute(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, 
                 f"{plugin.__module__}:{plugin.__qualname__}"
             )
         _require_methods(kind, f"an object of {type(plugin).__name__}", plugin)
-        name = f"{type(plugin).__module__}:{type(plugin).__qualname__}"
+        cls = _class_of(plugin)
+        name = f"{cls.__module__}:{cls.__qualname__}"
         own = _settings_inside(plugin)
         sections[kind] = {**({} if own is None else own.model_dump(exclude={"type"})), "type": name}
         _substitutes[kind, name] = plugin
@@ -355,6 +360,12 @@ def substitute(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, 
     finally:
         for key in keys:
             _substitutes.pop(key, None)
+
+
+def _class_of(plugin: object) -> type:
+    """The class that a recipe names for an object, whose own class may be what that class builds."""
+    cls: type = getattr(plugin, "plugin_class", type(plugin))
+    return cls
 
 
 def substituted_kinds() -> list[str]:

@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
-from outrider.environments.base import CopyableEnvironment, Environment, EnvironmentFactory
+from outrider import deprecated
+from outrider.environments.base import CopyableEnvironment, Env, EnvironmentFactory
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.faults import run_guarded
-from outrider.rollout.hooks import EpisodeState, Forgetful, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, StatelessHook
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 
@@ -50,7 +51,7 @@ async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
 
 async def fork_environment(
     fork: Fork | None, factory: EnvironmentFactory, trace: Trace, *, timeout_s: float
-) -> Environment:
+) -> Env:
     """An environment for one try: a copy of the fork's, or a fresh one."""
     if fork is not None and fork.environment is not None:
         # A copy of the copy: other forks and retries begin from the same one.
@@ -80,37 +81,6 @@ class Copies:
     def open(self) -> list[CopyableEnvironment]:
         """Those that are still kept, for the end of a run that broke."""
         return [fork.environment for fork in self._open.values() if fork.environment is not None]
-
-
-@runtime_checkable
-class Brancher(Protocol):
-    """A hook that forks. ``first_wave`` rollouts of a group begin at its prompt; the rest are forks, or
-    follow at its end.
-
-    ``streak_scope``: whether ``branch_streak`` counts the branched turns in a row of a lineage, or of the
-    whole group in the order of its decisions.
-    """
-
-    first_wave: int
-    streak_scope: Literal["lineage", "prompt"]
-
-    def num_forks(self, state: EpisodeState) -> int | None:
-        """Called when the policy has written a turn and before the environment acts: how many rollouts should
-        leave here.
-
-        None: there is nothing to decide here. The number depends on the rollout's own history, on its streams
-        and on ``branch_streak``, with which it does not grow; never on other rollouts, or on when or how
-        often it is asked.
-        """
-        ...
-
-    def budget(self, trace: Trace) -> int | None:
-        """Called when the only rollout of a first wave of one has ended: how many should begin at the prompt,
-        it included.
-
-        None: it decides nothing.
-        """
-        ...
 
 
 class GroupScheduler(Protocol):
@@ -216,11 +186,13 @@ class BranchingGroupScheduler:
         traces: Sequence[Trace],
         *,
         size: int,
-        brancher: Brancher | None,
+        brancher: Hook | None,
         enqueue: Enqueue,
         copies: Copies,
     ) -> None:
-        first_wave = size if brancher is None else min(brancher.first_wave, size)
+        first_wave = (
+            size if brancher is None or brancher.first_wave is None else min(brancher.first_wave, size)
+        )
         self._brancher = brancher
         self._needs_budget = first_wave == 1 < size
         self._size = size
@@ -276,7 +248,7 @@ class BranchingGroupScheduler:
         for number in group.begin(num_fresh, round_number=group.num_rounds + 1):
             self._enqueue(trace, number, None)
 
-    def _num_fresh(self, brancher: Brancher, group: _Group) -> int:
+    def _num_fresh(self, brancher: Hook, group: _Group) -> int:
         # Whoever still plays may want forks, and they come before fresh rollouts.
         if group.num_finished < group.num_started:
             return 0
@@ -287,7 +259,7 @@ class BranchingGroupScheduler:
                 return min(wave - 1, num_left)
         return num_left
 
-    def _decide(self, brancher: Brancher, group: _Group) -> None:
+    def _decide(self, brancher: Hook, group: _Group) -> None:
         """Decide all points that nothing can come before; let go of the copies that no place is left for."""
         while group.points and group.is_decidable(group.points[0]):
             point = group.points.pop(0)
@@ -332,7 +304,7 @@ class BranchingGroupScheduler:
         return points
 
 
-def _make_point(brancher: Brancher, state: EpisodeState, position: _Position) -> _Point | None:
+def _make_point(brancher: Hook, state: EpisodeState, position: _Position) -> _Point | None:
     """The hook's wish here. A streak of the group is not known yet: the hook wants most without one."""
     if brancher.streak_scope == "lineage":
         num_requested = brancher.num_forks(state)
@@ -362,7 +334,7 @@ def _make_point(brancher: Brancher, state: EpisodeState, position: _Position) ->
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expansion(Forgetful):
+class Expansion(StatelessHook):
     """The shape of a group, as a hook that says it to the scheduler: ``num_trees`` M, ``num_expansions`` N in
     each of ``num_rounds`` L.
 
@@ -379,16 +351,6 @@ class Expansion(Forgetful):
     def tree_size(self) -> int:
         """Leaves of a tree before pruning."""
         return 1 + self.num_expansions * self.num_rounds
-
-    def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
-        """Nothing to do."""
-        return ()
-
-    def after_turn(self, state: EpisodeState) -> None:
-        """Nothing to do: the scheduler keeps the points."""
-
-    def after_group(self, trace: Trace) -> None:
-        """Nothing to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -505,3 +467,6 @@ def _mark_fork(point: _ExpansionPoint) -> Fork:
         "is_replayed": point.fork.environment is None,
     }
     return point.fork
+
+
+deprecated.keep_old_names(__name__)

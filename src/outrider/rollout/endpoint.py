@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Final, TypeVar
 
 from outrider.engines.chat import ChatEndpoint, ChatReply, Refusal
-from outrider.environments.base import Environment, EnvironmentFactory, StepResult
+from outrider.environments.base import Env, EnvironmentFactory, StepResult
 from outrider.environments.conversations import Refusal as ProgramRefusal
 from outrider.environments.conversations import ServedTurn, before_stop
 from outrider.environments.episode import Episode, ExternalEpisode, open_episode
@@ -170,7 +170,7 @@ class Collector:
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
             self.rollout_status.remove(name)
 
-    def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
+    def _episode(self, environment: Env, task: Task, rollout: int, num_retries: int) -> Collected:
         episode = open_episode(environment)
         # By task alone: all rollouts of a task begin in the same state.
         self._run_timed(episode.start, stream_seed(self.run_seed, "collect reset", task.key))

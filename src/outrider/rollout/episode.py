@@ -12,14 +12,14 @@ from functools import partial
 from typing import TypeVar
 
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
+from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.environments.episode import Episode, open_episode
 from outrider.errors import ConfigError, EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.batching import RoundBatcher, StreamBatcher
 from outrider.rollout.branching import Fork, GroupScheduler, make_fork
 from outrider.rollout.faults import cancelled_leaf, locate_invalid_result, run_guarded, run_timed
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, to_message
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, to_message
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
@@ -56,7 +56,7 @@ class EpisodeRunner:
         *,
         task: Task,
         trace: Trace,
-        environment: Environment,
+        environment: Env,
         rollout: int,
         mode: str,
         fork: Fork | None = None,
@@ -306,7 +306,7 @@ class EpisodeRunner:
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         """The first reflection that a hook requests, and its number of tokens."""
         for hook in self.hooks:
-            if isinstance(hook, Reflector):
+            if hook.max_reflection_tokens:
                 self._set_status(state, "the wait for a reflection")
                 key = (state.task.key, state.rollout)
                 reflection = await request_reflection(
@@ -578,7 +578,7 @@ def _without_end(state: EpisodeState, length: int) -> Node:
 
 async def request_reflection(
     state: EpisodeState,
-    hook: Reflector,
+    hook: Hook,
     result: EpisodeResult,
     *,
     batcher: RoundBatcher | StreamBatcher,
@@ -617,7 +617,7 @@ async def request_reflection(
 
 def _reflection_prompt(
     state: EpisodeState,
-    hook: Reflector,
+    hook: Hook,
     result: EpisodeResult,
     *,
     renderer: ChatRenderer,
@@ -683,7 +683,7 @@ def play_texts(
         close_quietly(environment, timeout_s=timeout_s)
 
 
-def close_quietly(environment: Environment, *, timeout_s: float) -> None:
+def close_quietly(environment: Env, *, timeout_s: float) -> None:
     """Close an environment whose episode is over; a close that fails or hangs changes nothing of it."""
     with suppress(ToolFault, EnvironmentFault):
         run_timed(environment.close, timeout_s=timeout_s)

@@ -24,7 +24,7 @@ ExpertSource = Callable[[Task], Sequence[Step] | None]
 
 
 @dataclass(slots=True, kw_only=True)
-class ExpertPlayer:
+class ExpertPlayer(Hook):
     """Script and hook in one: says the expert's next step, and shows some steps inside ``<retrieve>``
     instead.
 
@@ -56,12 +56,6 @@ class ExpertPlayer:
             return ()
         action = state.episode.convert(self._steps[key][shown_index].text)
         return [Attempt(action=action, then=partial(_to_splice, action))]
-
-    def after_turn(self, state: EpisodeState) -> None:
-        """Nothing to do."""
-
-    def after_group(self, trace: Trace) -> None:
-        """Nothing to do."""
 
     def next_text(self, request: Request, context: str) -> str:
         """The expert's next step; nothing once its path is over."""

@@ -1,11 +1,13 @@
-"""The three ways into the rollout loop, and the state that they see."""
+"""Hooks: what acts inside the rollout loop, and the state that it sees."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Self
 
 import numpy as np
 
+from outrider import deprecated
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.episode import Episode
 from outrider.seeding import stream
@@ -45,10 +47,10 @@ class EpisodeState:
     """One running rollout. ``turn`` counts the policy's turns; ``last_node`` is the newest; ``steps`` the
     history.
 
-    ``episode`` steps the environment and keeps what it was given and answered. ``is_forked``: the next turn
-    begins where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a
-    row at which rollouts left. ``conversation`` are the messages so far, if they are rendered again before
-    every turn.
+    ``episode`` steps the environment and stores the actions and results. ``is_forked``: the next turn begins
+    where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a row at
+    which rollouts left. ``conversation`` are the messages so far, if they are rendered again before every
+    turn.
     """
 
     task: Task
@@ -69,7 +71,7 @@ class EpisodeState:
     conversation: tuple[Message, ...] = ()
 
     def snapshot(self) -> Self:
-        """The rollout so far; it does not change when this one goes on."""
+        """The rollout so far; it does not change when this one continues."""
         return replace(self, episode=self.episode.history(), steps=list(self.steps))
 
     def stream(self, purpose: str) -> np.random.Generator:
@@ -77,81 +79,114 @@ class EpisodeState:
         return stream(self.run_seed, purpose, self.training_step, self.task.key, self.rollout, self.turn)
 
 
-class Hook(Protocol):
-    """A plug-in of the loop. Hooks run in the order given; all three methods are called for every rollout."""
+class Hook:
+    """Base class of what acts inside the rollout loop. Every method does nothing unless you override it.
+
+    Hooks run in the order given. With rollout workers, each worker has copies of the hooks, made of the same
+    settings: override :meth:`snapshot`, :meth:`restore`, :meth:`gathered` and :meth:`absorb`, or derive from
+    :class:`StatelessHook`. All values that they exchange are pickled.
+    """
+
+    max_reflection_tokens: int = 0
+    """Limit of the answer to :meth:`closing_message`; 0: the hook requests none."""
+
+    first_wave: int | None = None
+    """How many rollouts of a group begin at its prompt; the rest are forks, or follow at its end. None: the
+    hook does not branch.
+    """
+
+    streak_scope: Literal["lineage", "prompt"] = "lineage"
+    """Whether ``branch_streak`` counts the branched turns in a row of a lineage, or of the whole group in the
+    order of its decisions.
+    """
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
-        """Called before every policy turn; may return what to splice in, or to do and then splice in."""
-        ...
+        """Called before every policy turn. Returns text to splice in, or actions to execute first."""
+        return ()
 
     def after_turn(self, state: EpisodeState) -> None:
-        """Called after the environment answered; sees the newest policy node's entropies, and the result."""
-        ...
-
-    def after_group(self, trace: Trace) -> None:
-        """Called once all rollouts of a group have ended, group by group in order; may write to a memory."""
-        ...
-
-
-@runtime_checkable
-class Portable(Protocol):
-    """A hook that copies in other processes can stand in for; every hook of Outrider's own is one.
-
-    A memory changes in :meth:`Hook.after_group` of the original alone. A copy becomes what the original is in
-    front of a batch, acts in the copy's process, and hands back what it has gathered; the original absorbs
-    that, copy by copy in a fixed order, and only then sees the groups. All values can be pickled.
-    """
-
-    def snapshot(self) -> Any:
-        """All that a copy, made of the same settings, needs to act as this hook does now."""
-        ...
-
-    def restore(self, snapshot: Any) -> None:
-        """Become what was taken; what was gathered before is forgotten."""
-        ...
-
-    def gathered(self) -> Any:
-        """What was counted and seen since :meth:`restore`."""
-        ...
-
-    def absorb(self, gathered: Any) -> None:
-        """Take in what a copy has gathered, as if it had happened here."""
-        ...
-
-
-class Forgetful:
-    """Base of a hook that neither remembers nor counts: any copy acts as it does."""
-
-    __slots__ = ()
-
-    def snapshot(self) -> None:
-        """See :class:`Portable`."""
-
-    def restore(self, snapshot: None) -> None:
-        """See :class:`Portable`."""
-
-    def gathered(self) -> None:
-        """See :class:`Portable`."""
-
-    def absorb(self, gathered: None) -> None:
-        """See :class:`Portable`."""
-
-
-@runtime_checkable
-class Reflector(Protocol):
-    """A hook that has the policy say something about an ended episode, in at most ``max_reflection_tokens``
-    that nothing trains on.
-    """
-
-    max_reflection_tokens: int
+        """Called after the environment answered; ``state`` has the turn's entropies and the result."""
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Called when the episode has ended: the message that the policy answers, or None.
+        """Called when the episode has ended. Returns a message that the policy answers in at most
+        ``max_reflection_tokens`` tokens, which nothing trains on, or None.
 
-        Where the environment ended it, its last message is in no node but in ``state.last_result``, cut to
-        what there is room for. Called again with less of it where the message turns out too long.
+        The environment's last message is in no node but in ``state.last_result``, truncated to the room that
+        is left. If the returned message is too long, the method is called again with a shorter one.
         """
-        ...
+        return None
+
+    def after_group(self, trace: Trace) -> None:
+        """Called when all rollouts of a group have ended, group by group in order; may write to a memory."""
+
+    def num_forks(self, state: EpisodeState) -> int | None:
+        """Called after a policy turn and before the environment's step. Returns how many rollouts should fork
+        here, or None if there is nothing to decide.
+
+        The number may depend on the rollout's own history, on its streams and on ``branch_streak``, with
+        which it must not grow; never on other rollouts or on when or how often the method is called.
+        """
+        return None
+
+    def budget(self, trace: Trace) -> int | None:
+        """Called when the only rollout of a first wave of one has ended. Returns how many rollouts should
+        begin at the prompt, including this one, or None to leave that open.
+        """
+        return None
+
+    def snapshot(self) -> Any:
+        """Everything that a copy, made of the same settings, needs to act as this hook does now."""
+        return None
+
+    def restore(self, snapshot: Any) -> None:
+        """Restore the snapshot and reset what :meth:`gathered` returns."""
+
+    def gathered(self) -> Any:
+        """What this copy counted and saw since :meth:`restore`."""
+        return None
+
+    def absorb(self, gathered: Any) -> None:
+        """Add what a copy has gathered, as if it had happened here. Memories change in :meth:`after_group`,
+        which only the original hook receives.
+        """
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether copies in other processes can stand in for this hook."""
+        return getattr(self.snapshot, "__func__", None) is not Hook.snapshot
+
+
+class StatelessHook(Hook):
+    """Base class of hooks that neither remember nor count: every copy acts alike."""
+
+    def snapshot(self) -> None:
+        return None
+
+
+class _OldHook(Hook):
+    """Adapter of an object that has methods of a hook without being a :class:`Hook`."""
+
+    def __init__(self, hook: object) -> None:
+        names = [name for name in vars(Hook) if not name.startswith("_") and name != "is_portable"]
+        for name in names:
+            if hasattr(hook, name):
+                setattr(self, name, getattr(hook, name))
+
+
+def as_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
+    """The hooks, with an adapter for each object that only has the methods; that form is deprecated."""
+    adapted = []
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            warnings.warn(
+                f"{type(hook).__name__} must be a subclass of outrider.rollout.hooks.Hook or StatelessHook; "
+                "an object that only has its methods works for one more version",
+                FutureWarning,
+                stacklevel=2,
+            )
+            hook = _OldHook(hook)
+        adapted.append(hook)
+    return tuple(adapted)
 
 
 def format_retrieved(text: str) -> str:
@@ -168,3 +203,6 @@ def join_observation(text: str, observation: str) -> str:
 def to_message(splice: Splice) -> Message:
     """The message that renders a splice: it continues the assistant's message."""
     return Message(role="inline", content=splice.text)
+
+
+deprecated.keep_old_names(__name__)

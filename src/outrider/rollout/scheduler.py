@@ -11,13 +11,12 @@ from functools import partial
 from typing import Protocol, cast
 
 from outrider.engines.base import Engine
-from outrider.environments.base import Environment, EnvironmentFactory
+from outrider.environments.base import Env, EnvironmentFactory
 from outrider.environments.conversations import ExternalAgent
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.batching import LoopLag, RoundBatcher, StreamBatcher, StreamingEngine, run_to_end
 from outrider.rollout.branching import (
-    Brancher,
     BranchingGroupScheduler,
     Copies,
     Enqueue,
@@ -38,7 +37,7 @@ from outrider.rollout.faults import (
     rejoin,
     run_guarded,
 )
-from outrider.rollout.hooks import Hook
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens import ChatRenderer
 from outrider.tools.concurrency import CallBudget
 from outrider.trace import Leaf, Trace
@@ -123,6 +122,7 @@ class Scheduler:
 
         Raises ValueError when two tasks share a key (their random streams would coincide).
         """
+        self.hooks = as_hooks(self.hooks)
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
         try:
@@ -146,7 +146,7 @@ class Scheduler:
             return ExpansionScheduler(
                 expansion, run_seed=self.run_seed, training_step=training_step, enqueue=enqueue, copies=copies
             )
-        brancher = next((hook for hook in self.hooks if isinstance(hook, Brancher)), None)
+        brancher = next((hook for hook in self.hooks if hook.first_wave is not None), None)
         return BranchingGroupScheduler(traces, size=size, brancher=brancher, enqueue=enqueue, copies=copies)
 
     def _complete(self, trace: Trace, size: int) -> None:
@@ -161,7 +161,7 @@ class Scheduler:
 
     async def _play(
         self,
-        make_runner: Callable[[Environment], EpisodeRunner],
+        make_runner: Callable[[Env], EpisodeRunner],
         pending: _PendingRollout,
         faults: FaultLog,
         is_late: Callable[[], bool],
@@ -172,7 +172,7 @@ class Scheduler:
         trace, rollout, fork = pending.trace, pending.rollout, pending.fork
         mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
         for attempt in range(self.max_retries + 1):
-            environment: Environment | None = None
+            environment: Env | None = None
             if is_late():
                 return cancelled_leaf(rollout)
             try:
@@ -207,12 +207,12 @@ class Scheduler:
                 self.rollout_status.remove(name)
         raise AssertionError("unreachable: the last attempt returns")
 
-    async def _close_all(self, environments: Sequence[Environment], faults: FaultLog) -> None:
+    async def _close_all(self, environments: Sequence[Env], faults: FaultLog) -> None:
         """Closes the copies for forks that a run which broke has left open."""
         for environment in environments:
             await self._close(environment, faults)
 
-    async def _close(self, environment: Environment, faults: FaultLog) -> None:
+    async def _close(self, environment: Env, faults: FaultLog) -> None:
         try:
             await run_guarded(environment.close, timeout_s=self.limits.step_timeout_s)
         except (ToolFault, EnvironmentFault) as fault:
@@ -271,7 +271,7 @@ class _Batch:
             self._scheduler._complete(trace, self._size)
         return _report(self._traces, self._batcher, self._faults, self._lag.p99)
 
-    def _make_runner(self, environment: Environment) -> EpisodeRunner:
+    def _make_runner(self, environment: Env) -> EpisodeRunner:
         runner = ExternalAgentRunner if isinstance(environment, ExternalAgent) else EpisodeRunner
         return runner(
             batcher=self._batcher,

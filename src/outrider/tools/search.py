@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -87,8 +87,6 @@ class SearchResult:
 
 class SearchConfig(Settings):
     """How many passages a query returns and how long each may be."""
-
-    details: ClassVar[frozenset[str]] = frozenset({"title_weight", "show_ids"})
 
     top_k: int = Field(default=5, ge=1, le=100)
     """Passages a query returns at most."""

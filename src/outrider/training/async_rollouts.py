@@ -21,8 +21,7 @@ from pydantic import TypeAdapter
 from outrider.errors import ConfigError
 from outrider.files import parsed, whole_lines
 from outrider.rollout.batching import largest
-from outrider.rollout.branching import Brancher, Expansion
-from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.branching import Expansion
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.components import Components
@@ -422,7 +421,7 @@ class AsyncRolloutQueue:
         branch.
         """
         hooks = parts.algorithm.hooks
-        if any(isinstance(hook, Brancher | Expansion) for hook in hooks):
+        if any(hook.first_wave is not None or isinstance(hook, Expansion) for hook in hooks):
             raise ConfigError("cluster.in_flight goes without rollouts that branch")
         self._parts, self._player = parts, player
         self._counts = parts.algorithm.counts() if snapshot is None else snapshot.counts
@@ -487,8 +486,8 @@ class AsyncRolloutQueue:
 
     def _absorb(self, pending: PendingStep) -> None:
         """What came of the groups that have ended, in their order."""
-        hooks: Sequence[Hook] = self._parts.algorithm.hooks
-        portable_hooks = [hook for hook in hooks if isinstance(hook, Portable)]
+        hooks = self._parts.algorithm.hooks
+        portable_hooks = [hook for hook in hooks if hook.is_portable]
         for _, group in sorted(pending.results.items()):
             if group.gathered is None:
                 continue

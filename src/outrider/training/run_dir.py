@@ -86,12 +86,6 @@ ROUNDING: Final = {
     "update.max_tokens", "update.checkpoint_activations", "update.attention",
     "cluster.num_trainers", "cluster.num_engines", "cluster.tensor_parallel",
 }  # fmt: skip
-UNSEEN: Final = {
-    **dict.fromkeys(FREE, "moves no number"),
-    **dict.fromkeys(ROUNDING, "moves speed and rounding alone"),
-    "model.forward": "a run's start says which path it means",
-}
-"""Why somebody who reads resolved settings need not see the default of a key."""
 # How far a run goes, and how often it is measured.
 _LENGTH: Final = {"train.num_steps", "train.max_policy_tokens", "evaluation.every"}
 

@@ -60,8 +60,6 @@ class OptimizerSettings(Settings):
     first share.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"beta1", "beta2"})
-
     learning_rate: float = Field(1e-6, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -83,7 +81,6 @@ class ColdStartSettings(Settings):
     examples: no cold start.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"num_epochs", "warmup_steps"})
     input_paths: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
 
     num_examples: int = Field(0, ge=0)
@@ -111,8 +108,6 @@ class UpdateSettings(Settings):
     the memory of the layers' activations. ``attention``: segment by segment (``segments``), or one compiled
     call of flex attention for a whole micro-batch (``flex``, on a GPU; ``auto`` there).
     """
-
-    details: ClassVar[frozenset[str]] = frozenset({"max_logprob_gap"})
 
     num_mini_batches: int = Field(1, ge=1)
     num_epochs: int = Field(1, ge=1)
@@ -163,10 +158,6 @@ class ClusterSettings(Settings):
     replaced, or all begin anew from the newest checkpoint: ``max_restarts`` times within an hour, counted
     together.
     """
-
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"max_restarts", "placement_timeout_s", "update_timeout_s", "turn_timeout_s", "heartbeat_s"}
-    )
 
     num_trainers: int = Field(1, ge=1)
     num_engines: int = Field(1, ge=1)
@@ -257,7 +248,6 @@ class ModelSettings(Settings):
     samples).
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"template_kwargs", "history_thinking"})
     input_paths: ClassVar[frozenset[str]] = frozenset({"initial_checkpoint"})
 
     name: str = "smollm2-135m-instruct"
@@ -380,21 +370,13 @@ class RunSettings(Settings):
         """
         return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
 
-    def idle(self) -> frozenset[str]:
-        """Sections that nothing of this run reads."""
-        no_cold_start = not self.cold_start.num_examples
-        reads_buffer = self.algorithm.retrieves or self.cold_start.retrieve_share > 0
-        rules = {
-            "cluster": self.cluster.num_trainers == 1 and not self.cluster.is_remote,
-            "buffer": not reads_buffer,
-            "rollout.max_splice_tokens": not reads_buffer,
-            "cold_start": no_cold_start,
-            "cold_start.tip_share": self.algorithm.tip_memory is None,
-            "evaluation.memory": not self.evaluation.num_trials,
-            "optimizer": not self.train.num_steps,
-            "update": not self.train.num_steps,
-        }
-        return frozenset(name for name, rests in rules.items() if rests)
+    @property
+    def unread_sections(self) -> frozenset[str]:
+        """Sections with input paths that nothing of this run reads."""
+        unread = set() if self.cold_start.num_examples else {"cold_start"}
+        if not (self.algorithm.retrieves or self.cold_start.retrieve_share > 0):
+            unread.add("buffer")
+        return frozenset(unread)
 
     @model_validator(mode="after")
     def _validate(self) -> "RunSettings":

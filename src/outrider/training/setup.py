@@ -24,6 +24,7 @@ from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
 from outrider.rollout.base import RolloutStatus
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
 from outrider.training.adapters import coverage
@@ -369,6 +370,8 @@ def make_algorithm(
     if old := [hook for hook in algorithm.hooks if hasattr(hook, "max_remark_tokens")]:
         # It would pass for a hook that asks nothing.
         raise ConfigError(f"{type(old[0]).__name__}.max_remark_tokens is called max_reflection_tokens now")
+    if not all(isinstance(hook, Hook) for hook in algorithm.hooks):
+        algorithm.hooks = as_hooks(algorithm.hooks)
     declare(getattr(algorithm, "metrics", ()))
     return algorithm
 

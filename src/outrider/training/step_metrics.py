@@ -2,7 +2,6 @@
 the update begins with.
 """
 
-import math
 import re
 import resource
 import time
@@ -17,14 +16,12 @@ from outrider.algorithms.base import GroupAdvantages
 from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.base import HYBRID, has_part
-from outrider.rollout.branching import Brancher
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.components import Components, RemoteRollouts
 from outrider.training.data import SampledStep
 from outrider.training.settings import RunSettings
 from outrider.types import Origin, Outcome
-from outrider.viewer.progress import RemainingWork
 
 _MOST_TRUNCATED: Final = 0.05
 _LEAST_EFFECTIVE: Final = 0.5
@@ -290,48 +287,6 @@ class Advice:
                 "buffer (outrider buffer stats)"
             )
         return f"{begin}no turn drew a retrieval; raise the retrieval's probability"
-
-
-# Work that a training run has still to do, counted from its settings and where it is: for the time that is
-# left.
-
-
-def remaining_work(
-    settings: RunSettings,
-    *,
-    step: int,
-    saved_step: int,
-    num_policy_tokens: int,
-    is_evaluated: bool,
-    ends_evaluated: bool,
-) -> RemainingWork:
-    """``saved_step``: of the newest checkpoint. ``is_evaluated``: whether the evaluation of this step, where
-    there is one, is on file; ``ends_evaluated``: whether the last one is, or there is none.
-
-    A token budget is taken to last as long as the steps so far say.
-    """
-    end = _last_step(settings, step, num_policy_tokens)
-    every, saves = settings.evaluation.every, settings.train.checkpoint_every
-    between = 0
-    if every:
-        last = min(end, settings.train.num_steps - 1)  # the evaluation of the last step is the one at the end
-        between = max(0, last // every - step // every) + (
-            0 < step <= last and step % every == 0 and not is_evaluated
-        )
-    regular = end // saves - step // saves + (step > saved_step and step % saves == 0)
-    final = end > saved_step and end % saves != 0
-    return RemainingWork(
-        step=end - step,
-        evaluation=between + (end > 0 and not ends_evaluated),
-        checkpoint=regular + final,
-    )
-
-
-def _last_step(settings: RunSettings, step: int, num_policy_tokens: int) -> int:
-    budget, last_step = settings.train.max_policy_tokens, max(step, settings.train.num_steps)
-    if budget is None or not step or not num_policy_tokens:
-        return last_step
-    return min(last_step, step + max(0, math.ceil((budget - num_policy_tokens) * step / num_policy_tokens)))
 
 
 # Declared metrics of one step's rollouts, from traces and credits (meanings: docs/metrics.md).
@@ -648,7 +603,7 @@ def step_record(
     """
     algorithm, traces = parts.algorithm, report.traces
     values = rollout_metrics(traces) | advantage_metrics(group_advantages) | algorithm.measure(traces)
-    if any(isinstance(hook, Brancher) for hook in algorithm.hooks):
+    if any(hook.first_wave is not None for hook in algorithm.hooks):
         values |= branch_metrics(traces)
     if parts.settings.environment.reports_metrics:
         values |= environment_metrics(traces)

@@ -1,5 +1,6 @@
 """Credit of one step: by group, or over the whole batch where the algorithm's statistics span it."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,6 @@ from outrider.training.step_metrics import (
     Advice,
     StepClock,
     environment_metrics,
-    remaining_work,
     rollout_metrics,
     skipped_alarms,
     staleness_metrics,
@@ -46,7 +46,7 @@ from outrider.training.step_metrics import (
 )
 from outrider.training.step_records import NodeValues, collect_node_values
 from outrider.training.update import UpdateReport
-from outrider.viewer.progress import Progress, RunPace
+from outrider.viewer.progress import Progress
 from outrider.viewer.summary import STEP_FIELDS
 from outrider.viewer.trackers import TrackerSet
 
@@ -227,7 +227,7 @@ class Trainer:
     stop: Event = field(default_factory=Event)
     num_restarts: int = 0  # of this command, from a checkpoint, before anything of this object
     num_done: int = 0  # of the stage that is shown
-    pace: RunPace = field(default_factory=RunPace)
+    checkpoint_seconds: float = 0.0  # of the last checkpoint that this process wrote
     state: RunState = field(init=False)
     source: StepSource = field(init=False)
     advice: Advice = field(init=False)
@@ -289,7 +289,6 @@ class Trainer:
                 )
                 return
             state.rewind(saved, last_label=self._last_label)
-            self.pace.recall(state.metrics.path)
             self._note_lines(self._fresh_start())
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
@@ -299,9 +298,7 @@ class Trainer:
         if state.step < settings.train.num_steps:
             self._show_training()
         while state.step < settings.train.num_steps and not self._is_budget_spent():
-            with self.pace.timed("step"):
-                fields = self._train_step()
-            self._update_remaining_work()
+            fields = self._train_step()
             self.num_done = state.step
             self.progress.advance(state.step, **fields)
             self._raise_if_stopped()
@@ -346,9 +343,9 @@ class Trainer:
         self._save()
 
     def _save(self) -> None:
-        with self.pace.timed("checkpoint"):
-            self.state.save()
-        self._update_remaining_work()
+        began = time.monotonic()
+        self.state.save()
+        self.checkpoint_seconds = time.monotonic() - began
 
     @property
     def _last_label(self) -> str:
@@ -371,24 +368,9 @@ class Trainer:
         self.progress.stage(name, total, done=done, num_parallel=num_parallel)
 
     def _show_training(self) -> None:
-        """The stage of training, whose time left is that of the run: evaluations and checkpoints come between
-        its steps.
-        """
-        self._update_remaining_work()
         self.num_done = self.state.step
         total = self.parts.settings.train.num_steps
-        self.progress.stage("train", total, done=self.num_done, time_left=lambda: self.pace.left)
-
-    def _update_remaining_work(self) -> None:
-        state = self.state
-        self.pace.remaining = remaining_work(
-            self.parts.settings,
-            step=state.step,
-            saved_step=state.saved_step,
-            num_policy_tokens=state.num_policy_tokens,
-            is_evaluated=self._is_evaluated(f"step {state.step}"),
-            ends_evaluated=self._is_evaluated(self._last_label),
-        )
+        self.progress.stage("train", total, done=self.num_done, line_per_unit=True)
 
     def _note_lines(self, lines: list[str]) -> None:
         for line in lines:
@@ -545,8 +527,7 @@ class Trainer:
         if self.num_restarts:
             values["cluster/trainer_restarts"] = float(self.num_restarts)
             self.num_restarts = 0
-        if (seconds := self.pace.seconds("checkpoint")) is not None:
-            values["time/checkpoint"] = seconds
+        values["time/checkpoint"] = self.checkpoint_seconds
         state.files.write_step(parts, report.traces, node_values, step=state.step)
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
@@ -587,14 +568,13 @@ class Trainer:
         num_rollouts = len(self.parts.test_tasks) * settings.num_samples
         self._stage(f"evaluation {label}", num_rollouts, num_parallel=self.parts.settings.num_concurrent)
         rollouts = self.rollouts(training=False)
-        with self.pace.timed("evaluation"):
-            evaluation, traces = evaluate(
-                rollouts, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
-            )
+        began = time.monotonic()
+        evaluation, traces = evaluate(
+            rollouts, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
+        )
+        seconds = time.monotonic() - began
         for line in require_room(traces, context_length=self.parts.engine.context_length):
             self.progress.note(f"{label}: {line}")
-        values, lines = record_evaluation(
-            self.state, evaluation, traces, seconds=self.pace.last("evaluation")
-        )
+        values, lines = record_evaluation(self.state, evaluation, traces, seconds=seconds)
         self.trackers.log(step if tracker_step is None else tracker_step, values)
         self._note_lines(lines)

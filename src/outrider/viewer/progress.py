@@ -1,4 +1,7 @@
-"""Seconds between two bounds: what measured durations say of those to come, or that they say too little."""
+"""Live progress of a run: stages with a moving average of their pace, shown on a terminal or as plain lines.
+
+:class:`WatchedProgress` adds a line when nothing was reported for a long time.
+"""
 
 import logging
 import math
@@ -6,12 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
-from typing import Final, Literal, Protocol, TextIO, TypeAlias
+from collections.abc import Callable
+from typing import Final, Literal, TextIO, TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,106 +19,36 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import ConfigError
-from outrider.files import readable
 from outrider.printing import Terminal, one_line
 from outrider.rollout.base import RolloutStatus
 from outrider.signals import STOPPING, clear_before_exit
 
-_WIDEST: Final = 2.0  # the upper bound over the lower one, of what a person is told
-_POINT: Final = 1.2  # below it one number says as much
-_PRIOR: Final = 0.1  # relative deviation, worth one measurement: two that agree by chance are no proof
-_SURE: Final = 2.0  # standard errors of a trend
-# 95th percentiles of Student's t by degrees of freedom, from 1: a central interval of 90 %.
-_T: Final = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """At least ``low`` and at most ``high`` seconds."""
-
-    low: float
-    high: float
-
-    def __add__(self, other: "Span") -> "Span":
-        return Span(self.low + other.low, self.high + other.high)
-
-    @property
-    def text(self) -> str | None:
-        """``2:28``, ``2:10-3:40`` or None, where the bounds are too far apart to say anything."""
-        low = max(self.low, 1.0)
-        if self.high > _WIDEST * low:
-            return None
-        if self.high <= _POINT * low:
-            return duration((low + max(self.high, low)) / 2)
-        return f"{duration(self.low)}-{duration(self.high)}"
-
-
-def predict_total(durations: Sequence[float], num: int) -> Span:
-    """The sum of the next ``num`` durations by the ``durations`` ones, at least one.
-
-    A prediction interval of 90 % for the sum of independent draws (Student's t, with one measurement's worth
-    of prior deviation), widened to where the line through the durations leads: to the end where they surely
-    grow or shrink, else as far ahead as it was seen.
-    """
-    n, mean = len(durations), fmean(durations)
-    slope, is_sure = _trend(durations, mean)
-    squares = (_PRIOR * mean) ** 2 + math.fsum((seconds - mean) ** 2 for seconds in durations)
-    half = _T[min(n, len(_T)) - 1] * math.sqrt(squares / n) * math.sqrt(num + num * num / n)
-    followed = num if is_sure else min(n, num)
-    from_middle = (n + 1) / 2  # of the next unit
-    distance = followed * from_middle + followed * (followed - 1) / 2
-    distance += (num - followed) * (from_middle + followed - 1)
-    drifted = num * mean + slope * distance
-    return Span(max(0.0, min(num * mean - half, drifted)), max(num * mean + half, drifted))
-
-
-def _trend(durations: Sequence[float], mean: float) -> tuple[float, bool]:
-    """Slope by least squares, seconds a unit, and whether it is more than two of its standard errors."""
-    n, middle = len(durations), (len(durations) - 1) / 2
-    if n < 3:
-        return (durations[-1] - durations[0], False)
-    squares = math.fsum((index - middle) ** 2 for index in range(n))
-    slope = (
-        math.fsum((index - middle) * (seconds - mean) for index, seconds in enumerate(durations)) / squares
-    )
-    rest = math.fsum(
-        (seconds - mean - slope * (index - middle)) ** 2 for index, seconds in enumerate(durations)
-    )
-    return slope, abs(slope) > _SURE * math.sqrt(rest / (n - 2) / squares)
-
-
-def duration(seconds: float) -> str:
-    """``2:28``, from an hour on ``1h02``, from a hundred on ``100h``."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02d}"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60}h{minutes % 60:02d}" if minutes < 6000 else f"{round(minutes / 60)}h"
-
-
-# Arithmetic of a run's stages: elapsed time, and how much is left by the pace that was measured, or
-# nothing.
-
-
 Field: TypeAlias = float | int | str
 Clock: TypeAlias = Callable[[], float]
-TimeLeft: TypeAlias = Callable[[], Span | None]
 
-_REWARD_WINDOW: Final = 20  # rewards that the moving mean looks back on
+SET_UP: Final = "set-up"
+"""The stage before anything is written."""
+
+_REWARD_WINDOW: Final = 20  # rewards of the moving mean
 _COLUMNS: Final = 80
-_LEFT: Final = len("left 12:40-25:10")
+_LEFT: Final = len("left 100h00")
 _ELAPSED: Final = len("elapsed 59:59")
 _VALUE: Final = 5  # characters
 _UNITS: Final = ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"))
-_NAME: Final = 31  # of a stage; longer ones end in an ellipsis
+_NAME: Final = 31  # characters of a stage's name; longer ones end in an ellipsis
+_BAR_LEAST: Final = 5
+_BAR_MOST: Final = 30  # columns
+_GAPS: Final = 8  # between four cells, and after the last
+_METER_WINDOW: Final = 50  # decoding steps of the moving average of tokens per second
+_LOOKS: Final = 8  # checks of the watchdog within its time limit
+_log = logging.getLogger(__name__)
 
 
 class StageClock:
     """One stage of ``total`` units (None: unknown), of which ``done`` were done before it began.
 
-    ``num_parallel`` units are under way at a time and end in bursts: no pace is told from the first of them.
-    ``time_left`` gives the seconds that are left in place of the stage's own pace: it knows what comes
-    besides units.
+    The time left is a moving average over the later half of the stage's time. ``num_parallel`` units run at a
+    time and end in bursts, so there is no estimate before the first burst is complete.
     """
 
     def __init__(
@@ -129,7 +58,6 @@ class StageClock:
         total: int | None,
         done: int = 0,
         num_parallel: int = 1,
-        time_left: TimeLeft | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.name = name
@@ -137,19 +65,24 @@ class StageClock:
         self.done = done
         self.num_reports = 0
         self.fields: dict[str, Field] = {}
-        self._recent_fields: dict[str, Field] = {}  # reported since a unit last ended, or with its end
-        self.time_left = time_left
+        self._recent_fields: dict[str, Field] = {}  # reported since the last unit ended, or with its end
         self._num_before = done
         self._num_parallel = num_parallel
         self._clock = clock
         self._started = clock()
-        self._marks: deque[tuple[float, int]] = deque([(self._started, done)])  # when so many units were done
+        self._marks: deque[tuple[float, int]] = deque([(self._started, done)])  # (time, units done)
         self._rewards: deque[float] = deque(maxlen=_REWARD_WINDOW)
 
     def advance(self, done: int, fields: dict[str, Field]) -> None:
-        """Take a report; a mean over the last rewards replaces the field ``reward``."""
-        if done != self._marks[-1][1]:  # reports within a unit say nothing about the pace of units
-            self._mark(self._clock(), done)
+        """Record a report; a mean over the last rewards replaces the field ``reward``."""
+        if done != self._marks[-1][1]:  # a report within a unit does not change the pace
+            if done < self._marks[-1][1]:
+                self._marks.clear()
+            now = self._clock()
+            self._marks.append((now, done))
+            # The later half of the time covers a burst and the wait before it, and follows a change of pace.
+            while len(self._marks) > 2 and self._marks[1][0] <= (self._started + now) / 2:
+                self._marks.popleft()
             self._recent_fields = {}
         self.done = done
         self.num_reports += 1
@@ -160,15 +93,6 @@ class StageClock:
             self.fields["reward"] = sum(self._rewards) / len(self._rewards)
         self._recent_fields |= {name: self.fields[name] for name in fields}
 
-    def _mark(self, now: float, done: int) -> None:
-        """Keep what covers the later half of the time: long enough for a burst and the wait before it, and it
-        follows a change."""
-        if done < self._marks[-1][1]:
-            self._marks.clear()
-        self._marks.append((now, done))
-        while len(self._marks) > 2 and self._marks[1][0] <= (self._started + now) / 2:
-            self._marks.popleft()
-
     @property
     def elapsed(self) -> float:
         """Seconds since the stage began."""
@@ -176,11 +100,10 @@ class StageClock:
 
     @property
     def left(self) -> float | None:
-        """Estimated seconds to the end of the stage: the units that are to do, at the measured pace. None
-        where there is no basis.
+        """Estimated seconds to the end of the stage, None if there is no basis for an estimate.
 
-        It runs down between reports. Once the next unit is later than the pace had it, the silence counts as
-        pace, and the estimate grows: it is never down to nothing while something is to do.
+        The estimate decreases between reports. If the next unit takes longer than the average one, the time
+        since the last report counts as a unit, so that the estimate grows and never reaches 0 early.
         """
         (start, first), (end, last) = self._marks[0], self._marks[-1]
         if self.total is None or last <= first:
@@ -198,18 +121,15 @@ class StageClock:
 
     @property
     def left_text(self) -> str | None:
-        """The estimate for a person; None where nothing is to do or too little is known."""
-        if self.time_left is not None:
-            span = self.time_left()
-            return None if span is None or span.high <= 0 else span.text
+        """The estimate as text; None if there is no estimate or nothing left to do."""
         left = self.left
         return None if left is None or (self.done == self.total and left <= 0) else duration(max(1.0, left))
 
     def summary(self) -> str:
         """``train  3/40  reward  0.41  elapsed 0:12  left 2:28``, at most 80 columns.
 
-        Columns stand where they stood for the same fields: values have a width, and the ends theirs. What has
-        no room is left out: fields from the last one on, then the time that has passed.
+        Values have a fixed width, so lines with the same fields align. If there is no room, the last fields
+        are left out first, then the elapsed time.
         """
         count = (
             f"{self.done:>{len(str(self.total))}}/{self.total}" if self.total is not None else str(self.done)
@@ -227,29 +147,32 @@ class StageClock:
 
 
 class StageClocks:
-    """The stages of a run. One that is taken up again where it was, as training after an evaluation, goes on
-    with its clock.
-
-    So its pace has in it what came between, and the time left counts the coming evaluations at the measured
-    cost of the past.
+    """The clocks of a run's stages. A stage that continues where it stopped, as training does after an
+    evaluation, keeps its clock: its pace includes the evaluations and checkpoints between its units.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._known: dict[str, StageClock] = {}
 
-    def begin(
-        self, name: str, total: int | None, *, done: int, num_parallel: int, time_left: TimeLeft | None = None
-    ) -> StageClock:
-        """The clock of a stage that begins or goes on."""
+    def begin(self, name: str, total: int | None, *, done: int, num_parallel: int) -> StageClock:
+        """The clock of a stage that begins or continues."""
         known = self._known.get(name)
         if known is None or not done or (known.total, known.done) != (total, done):
             known = StageClock(
                 name=name, total=total, done=done, num_parallel=num_parallel, clock=self._clock
             )
             self._known[name] = known
-        known.time_left = time_left
         return known
+
+
+def duration(seconds: float) -> str:
+    """``2:28``, from an hour on ``1h02``, from a hundred on ``100h``."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}h{minutes % 60:02d}" if minutes < 6000 else f"{round(minutes / 60)}h"
 
 
 def format_field(value: Field) -> str:
@@ -270,147 +193,10 @@ def compact(value: Field) -> str:
     return f"{value:.0e}"
 
 
-# How long the rest of a training run takes: what is still to do, of every kind, between the bounds that the
-# measurements of this kind give.
-
-
-Work: TypeAlias = Literal["step", "evaluation", "checkpoint"]
-_PACE_WINDOW: Final = 10  # of a kind; they say what the next ones take
-_MIN_STEPS: Final = 3  # fewer say nothing of how steps grow
-_SINGLE_SAMPLE_FACTOR: Final = (
-    1.5  # an evaluation or checkpoint that was measured once varies by this factor: the same work
-)
-_RECORDED: Final[Mapping[str, Work]] = {"time/evaluation": "evaluation", "time/checkpoint": "checkpoint"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemainingWork:
-    """How much of each kind is still to do, with what is under way."""
-
-    step: int = 0
-    evaluation: int = 0
-    checkpoint: int = 0
-
-    def count(self, kind: Work) -> int:
-        """The count of a kind."""
-        return {"step": self.step, "evaluation": self.evaluation, "checkpoint": self.checkpoint}[kind]
-
-
-class RunPace:
-    """Time it with :meth:`timed`, say what is :attr:`ahead`, and ask for :attr:`left`. May be asked from a
-    display's thread.
+class Progress:
+    """Display of a run's stages; this base class shows nothing. Displays never change a run, and no method
+    raises.
     """
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self.remaining = RemainingWork()
-        self._clock = clock
-        self._durations: dict[Work, deque[float]] = {
-            kind: deque(maxlen=_PACE_WINDOW) for kind in ("step", "evaluation", "checkpoint")
-        }
-        self._current: tuple[Work, float] | None = None
-
-    @contextmanager
-    def timed(self, kind: Work) -> Iterator[None]:
-        """A unit of this kind is under way; one that is given up has no duration."""
-        began = self._clock()
-        self._current = kind, began
-        try:
-            yield
-            self._durations[kind].append(self._clock() - began)
-        finally:
-            self._current = None
-
-    def recall(self, metrics: Path) -> None:
-        """Recalls the seconds of the run's last evaluation and checkpoint before this process, from its
-        records.
-
-        Not its steps: the first of this process gives their pace, and the machine may be another one. A line
-        that cannot be read says nothing here.
-        """
-        recorded: dict[Work, float] = {}
-        for _, record in readable(metrics) if metrics.is_file() else ():
-            if record is None:
-                continue
-            with suppress(ValueError, TypeError):
-                recorded |= {
-                    kind: float(record[name])
-                    for name, kind in _RECORDED.items()
-                    if record.get(name) is not None
-                }
-        for kind, seconds in recorded.items():
-            if not self._durations[kind]:
-                self._durations[kind].append(seconds)
-
-    def last(self, kind: Work) -> float:
-        """Seconds of the last unit. Raises IndexError before the first."""
-        return self._durations[kind][-1]
-
-    def seconds(self, kind: Work) -> float | None:
-        """The measured mean of the last units, None before the first."""
-        durations = tuple(self._durations[kind])
-        return sum(durations) / len(durations) if durations else None
-
-    @property
-    def left(self) -> Span | None:
-        """Seconds to the end of the run; 0 where nothing is to do, None while a step or an evaluation that is
-        to come was never measured. A checkpoint that was not is left out: it is small beside these.
-
-        It runs down while a unit is under way. Once that takes longer than its kind did, it counts as
-        measured, so that the bounds grow.
-        """
-        remaining, current = self.remaining, self._current
-        total = Span(0.0, 0.0)
-        for kind, durations in self._durations.items():
-            num, samples = remaining.count(kind), tuple(durations)
-            if not num:
-                continue
-            if not samples:
-                if kind == "checkpoint":
-                    continue
-                return None
-            if current is not None and current[0] == kind:
-                total += _predict_started(kind, samples, num, self._clock() - current[1])
-            else:
-                total += _predict(kind, samples, num)
-        return total
-
-
-def _predict(kind: Work, durations: tuple[float, ...], num: int) -> Span:
-    if not num:
-        return Span(0.0, 0.0)
-    if kind != "step" and len(durations) == 1:
-        return Span(num * durations[0] / _SINGLE_SAMPLE_FACTOR, num * durations[0] * _SINGLE_SAMPLE_FACTOR)
-    return (
-        Span(0.0, math.inf)
-        if kind == "step" and len(durations) < _MIN_STEPS
-        else predict_total(durations, num)
-    )
-
-
-def _predict_started(kind: Work, durations: tuple[float, ...], num: int, spent: float) -> Span:
-    """``num`` units, the first of which began ``spent`` seconds ago."""
-    if spent <= sum(durations) / len(durations):
-        whole = _predict(kind, durations, num)
-        return Span(max(0.0, whole.low - spent), whole.high - spent)
-    durations = (*durations, spent)[-_PACE_WINDOW:]
-    rest, this = _predict(kind, durations, num - 1), _predict(kind, durations, 1)
-    return Span(rest.low, rest.high + max(spent, this.high - spent))  # at worst it is half done
-
-
-# Live progress of a run: a display on a terminal, one plain line per event in a log, or nothing.
-
-
-_BAR_LEAST: Final = 5
-_BAR_MOST: Final = 30  # columns
-_GAPS: Final = 8  # between four cells, and one behind the last
-_log = logging.getLogger(__name__)
-
-SET_UP: Final = "set-up"
-"""The stage before anything is written."""
-
-
-class Progress(Protocol):
-    """Display of a run's stages, which report to it: nothing here changes a run, and no method raises."""
 
     def stage(
         self,
@@ -419,61 +205,33 @@ class Progress(Protocol):
         *,
         done: int = 0,
         num_parallel: int = 1,
-        time_left: TimeLeft | None = None,
+        line_per_unit: bool = False,
     ) -> None:
-        """Begin a stage (set-up, buffer, cold start, evaluate, train), or take one up again; ``total`` units,
-        None where unknown.
+        """Begin or continue a stage (set-up, buffer, cold start, evaluate, train) of ``total`` units, None if
+        unknown.
 
-        ``done`` of them are done already; ``num_parallel`` are under way at a time. ``time_left`` gives the
-        seconds left where more comes than these units; it is asked again for every display. Such a stage is
-        the run's own, and each of its units has a line.
+        ``done`` of them are done already, ``num_parallel`` run at a time. ``line_per_unit`` prints a line for
+        each unit, however fast they come.
         """
 
     def advance(self, done: int, **fields: Field) -> None:
         """``done`` units of the stage are complete; a field named ``reward`` is shown as a moving mean."""
 
     def note(self, text: str) -> None:
-        """One message for the person who watches."""
+        """Show one message."""
 
     def stopping(self) -> bool:
-        """A stop was asked for: show it from now on. False where the caller must tell it.
+        """A stop was requested: show it from now on. Returns False if the caller must print it.
 
-        Called in a signal handler: it takes no lock and writes nothing itself.
+        Called in a signal handler, so it takes no lock and writes nothing itself.
         """
+        return False
 
     def close(self) -> None:
         """End the display; may be called twice."""
 
 
-class NullProgress:
-    """Shows nothing."""
-
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        done: int = 0,
-        num_parallel: int = 1,
-        time_left: TimeLeft | None = None,
-    ) -> None:
-        """Ignored."""
-
-    def advance(self, done: int, **fields: Field) -> None:
-        """Ignored."""
-
-    def note(self, text: str) -> None:
-        """Ignored."""
-
-    def stopping(self) -> bool:
-        """Shows nothing, so somebody else must."""
-        return False
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class PlainProgress:
+class PlainProgress(Progress):
     """One line per event, for logs. Reports that come faster than ``interval`` seconds are thinned out.
 
     The first and the last report of a stage, every stage and every note are always printed, so with work
@@ -489,6 +247,7 @@ class PlainProgress:
         self._clock = clock
         self._clocks = StageClocks(clock)
         self._stage: StageClock | None = None
+        self._line_per_unit = False
         self._last_print = clock()
         self._has_unprinted = False
         self._is_broken = False
@@ -500,13 +259,12 @@ class PlainProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        time_left: TimeLeft | None = None,
+        line_per_unit: bool = False,
     ) -> None:
         """Print the end of the stage before, if it was thinned out, and the beginning of this one."""
         self._flush()
-        self._stage = self._clocks.begin(
-            name, total, done=done, num_parallel=num_parallel, time_left=time_left
-        )
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
+        self._line_per_unit = line_per_unit
         status = "start" if total is None else f"{done} of {total} done" if done else f"start, {total} to do"
         self._print(f"{name}: {status}")
 
@@ -516,7 +274,7 @@ class PlainProgress:
             self.stage("run", None)
         stage = self._stage
         assert stage is not None
-        is_step = done != stage.done and stage.time_left is not None
+        is_step = done != stage.done and self._line_per_unit
         stage.advance(done, dict(fields))
         self._has_unprinted = True
         if (
@@ -556,7 +314,7 @@ class PlainProgress:
             _log.warning("progress display stopped, the run goes on: %s", error)
 
 
-class RichProgress:
+class RichProgress(Progress):
     """A live display that redraws itself: stage, bar, fields, elapsed and left, and the last message under
     it.
     """
@@ -565,6 +323,7 @@ class RichProgress:
         self._console = console if console is not None else Terminal()
         self._clocks = StageClocks(clock)
         self._stage: StageClock | None = None
+        self._line_per_unit = False
         self._message = ""
         self._is_broken = False
         self._is_stopping = False
@@ -582,13 +341,12 @@ class RichProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        time_left: TimeLeft | None = None,
+        line_per_unit: bool = False,
     ) -> None:
         """Leave one line for the finished stage and begin the next."""
         self._print_summary()
-        self._stage = self._clocks.begin(
-            name, total, done=done, num_parallel=num_parallel, time_left=time_left
-        )
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
+        self._line_per_unit = line_per_unit
         self._message = ""
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -597,7 +355,7 @@ class RichProgress:
             self.stage("run", None)
         stage = self._stage
         assert stage is not None
-        self._has_printed_summary = done != stage.done and stage.time_left is not None
+        self._has_printed_summary = done != stage.done and self._line_per_unit
         stage.advance(done, dict(fields))
         if self._has_printed_summary:
             self._print(one_line(stage.summary()))
@@ -667,7 +425,7 @@ def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Pr
     Raises :class:`~outrider.errors.ConfigError` for any other mode.
     """
     if mode == "none":
-        return NullProgress()
+        return Progress()
     if mode == "plain":
         return PlainProgress()
     if mode in ("auto", "rich"):
@@ -675,13 +433,6 @@ def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Pr
         can_redraw = console.is_terminal and not console.is_dumb_terminal
         return RichProgress(console=console) if mode == "rich" or can_redraw else PlainProgress()
     raise ConfigError(f"progress mode {mode!r} is not one of auto, rich, plain, none")
-
-
-# From an engine's decoding steps to the display: a batch of long rollouts shows that it is alive before the
-# first one ends.
-
-
-_METER_WINDOW: Final = 50  # decoding steps that the speed looks back on
 
 
 class TokenMeter:
@@ -709,13 +460,7 @@ class TokenMeter:
         self._progress.advance(self.num_done(), generated=self.num_tokens, **speed)
 
 
-# A run without progress says where it waits: one line to the display, and never an end of the run.
-
-
-_LOOKS: Final = 8  # in the time after which a line comes
-
-
-class WatchedProgress:
+class WatchedProgress(Progress):
     """A display, and a thread that adds a line when nothing was reported and no rollout went on for
     ``after_s`` seconds (0: never).
 
@@ -749,25 +494,21 @@ class WatchedProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        time_left: TimeLeft | None = None,
+        line_per_unit: bool = False,
     ) -> None:
-        """Handed on."""
         self._reported = self._clock()
         self._name, self._total, self._done = name, total, done
-        self._display.stage(name, total, done=done, num_parallel=num_parallel, time_left=time_left)
+        self._display.stage(name, total, done=done, num_parallel=num_parallel, line_per_unit=line_per_unit)
 
     def advance(self, done: int, **fields: Field) -> None:
-        """Handed on."""
         self._reported, self._done = self._clock(), done
         self._display.advance(done, **fields)
 
     def note(self, text: str) -> None:
-        """Handed on."""
         self._reported = self._clock()
         self._display.note(text)
 
     def stopping(self) -> bool:
-        """Handed on."""
         return self._display.stopping()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from outrider.files import readable
 from outrider.printing import is_graded
 from outrider.types import Json
-from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks, TimeLeft
+from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks
 
 LIVE: Final = "live.json"
 NOTES: Final = "notes.jsonl"
@@ -28,7 +28,7 @@ _STEP: Final = re.compile(r"\bstep (\d+)\b")
 _log = logging.getLogger(__name__)
 
 
-class RecordedProgress:
+class RecordedProgress(Progress):
     """Another display, and what it is told on disk: at most once a second, and at every stage and note.
 
     Nothing is written before the set-up is over: a run that is refused then, or has nothing left to do, stays
@@ -62,12 +62,10 @@ class RecordedProgress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        time_left: TimeLeft | None = None,
+        line_per_unit: bool = False,
     ) -> None:
-        self._inner.stage(name, total, done=done, num_parallel=num_parallel, time_left=time_left)
-        self._stage = self._clocks.begin(
-            name, total, done=done, num_parallel=num_parallel, time_left=time_left
-        )
+        self._inner.stage(name, total, done=done, num_parallel=num_parallel, line_per_unit=line_per_unit)
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
         self._state |= {"stage": name, "total": total, "done": done, "fields": {}}
         if name != SET_UP and not self._has_begun:
             self._has_begun = True

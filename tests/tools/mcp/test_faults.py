@@ -12,7 +12,7 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable  # noqa: E402
 from outrider.tools.base import ToolOutput  # noqa: E402
-from outrider.tools.mcp import tool as servers_module  # noqa: E402
+from outrider.tools.mcp import session as session_module  # noqa: E402
 from outrider.tools.mcp.tool import (
     McpConfig,  # noqa: E402
     McpServer,  # noqa: E402
@@ -124,14 +124,14 @@ def test_an_answered_call_begins_the_count_anew(tmp_path: Path) -> None:
 def test_the_wait_before_a_start_doubles() -> None:
     waits = []
     for num_lost in range(5):
-        one = object.__new__(servers_module._Server)
+        one = object.__new__(session_module._Server)
         one._settings, one._num_lost = numbers(restart_wait_s=2.0), num_lost
         waits.append(one._wait_s())
     assert waits == [0.0, 0.0, 2.0, 6.0, 14.0]
 
 
 def test_a_server_that_comes_back_as_another_one_is_a_fault(tmp_path: Path) -> None:
-    said = "tells other tools, or another version, than before"
+    said = "has other tools, or another version, than before"
     with built(hostile("other-version", tmp_path)) as tools, pytest.raises(ToolFault, match=said):
         tools["say"].run_text("{}")
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
 
 class ProgramConfig(EnvironmentSettings):
     """How an episode is paid whose policy is asked by a program, and what such a program may take."""
-
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"max_programs", "failed_return", "cut_return", "response_format", "ignored_fields"}
-    )
 
     tool_calls: CallFormatName | None = None
     """The form of the policy's native tool calls. None: requests with tools are refused."""

@@ -32,7 +32,6 @@ class FactbookConfig(EpisodeConfig):
     """Which questions, how many, and what a search shows."""
 
     is_closed_book: ClassVar[bool] = True
-    details: ClassVar[frozenset[str]] = EpisodeConfig.details | {"system_prompt"}
 
     type: Literal["factbook"] = "factbook"
     hops: tuple[int, ...] = (2,)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -62,8 +62,6 @@ class GymConfig(SeedSettings):
     """An environment with ``reset(seed=...)`` and ``step(action)`` of Gymnasium's form. An ``expert`` is
     called with an environment that was reset to the task's seed and gives the texts of the turns.
     """
-
-    details: ClassVar[frozenset[str]] = SeedSettings.details | {"draws_globally", "lock_timeout_s"}
 
     type: Literal["gym"] = "gym"
     source: Literal["gymnasium", "gem", "factory"] = "gymnasium"

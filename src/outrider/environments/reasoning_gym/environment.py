@@ -59,7 +59,6 @@ class ReasoningGymConfig(EpisodeConfig):
 
     is_closed_book: ClassVar[bool] = True
     has_verifier: ClassVar[bool] = True
-    details: ClassVar[frozenset[str]] = EpisodeConfig.details | {"system_prompt", "unsafe_verifier"}
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     datasets: tuple[Annotated[Generator, BeforeValidator(_parse_generator)], ...] = Field(

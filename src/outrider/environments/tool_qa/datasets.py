@@ -29,7 +29,6 @@ class DatasetConfig(Settings):
     """
 
     makes_tasks: ClassVar[bool] = True  # which are compared themselves, not the files that they are made of
-    details: ClassVar[frozenset[str]] = frozenset({"hub_split", "question", "answer", "blank_answers"})
     input_paths: ClassVar[frozenset[str]] = frozenset({"path"})
 
     path: Path | None = None

@@ -55,7 +55,6 @@ class EpisodeConfig(EnvironmentSettings):
 
     has_verifier: ClassVar[bool] = False
     reports_metrics: ClassVar[bool] = False  # calls, refusals and rewards have metrics of their own
-    details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
 
     max_calls: int = Field(default=3, ge=0)
     """Tool calls that an episode may execute, all tools together. The next one is refused once, with the
@@ -192,7 +191,7 @@ class ToolEpisode(ABC):
 # One tool-reasoning episode with native tool calls: every call gets a tool message, a turn without calls
 # answers.
 #
-# Calls and their faults come read (:func:`outrider.environments.base.turn_message`). The answer is the text
+# Calls and their faults come read (:class:`outrider.environments.episode.Episode`). The answer is the text
 # of the last turn: its ``\boxed{}`` where there is one.
 
 

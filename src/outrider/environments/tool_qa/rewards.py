@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -310,8 +310,6 @@ correct; None where a verifier could not decide. Raises what a judge raises.
 
 class RewardConfig(Settings):
     """How an answer becomes a reward (ARPO, arXiv 2507.19849, equation 8, is the default)."""
-
-    details: ClassVar[frozenset[str]] = frozenset({"judge", "require_boxed"})
 
     answer: Literal["f1", "em", "math", "judge", "verifier"] = "f1"
     """Correctness: token F1, or 0 or 1 by exact match after normalisation, by mathematical equivalence, or by

@@ -28,8 +28,6 @@ class VerifiersConfig(ProgramConfig):
     the policy as they would ask any endpoint.
     """
 
-    details: ClassVar[frozenset[str]] = ProgramConfig.details | {"python", "start_limit_s"}
-
     starts_quickly: ClassVar[bool] = False
     input_paths: ClassVar[frozenset[str]] = frozenset({"python"})
 

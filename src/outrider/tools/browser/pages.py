@@ -1,4 +1,4 @@
-"""Settings of the browser tool: where pages come from, who reads them, and every limit."""
+"""Pages of the browser tool: settings, decoding, HTML to text, collections of pages, live pages."""
 
 import codecs
 import html
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias
 
 import httpx2
 from pydantic import Field, field_validator
@@ -28,26 +28,24 @@ _HOST = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*(?::[0-9]{1,5})?|\[[0
 
 
 class FetchSettings(Settings):
-    """Live pages over http and https. What they say changes, and with it a run's bits."""
+    """Live pages over http and https. Their content changes, so a run is not reproducible."""
 
-    details: ClassVar[frozenset[str]] = frozenset(
-        {"private_hosts", "max_bytes", "timeout_s", "max_redirects"}
-    )
 
-    # Lists, because a tool's table is compared with that of a checkpoint, and JSON has no tuples.
+    # Lists, because the table of a tool is compared with that of a checkpoint, and JSON has no tuples.
     allowed_hosts: list[str] = Field(min_length=1)
-    """The only hosts that are asked, also by way of redirects: ``en.wikipedia.org``, ``*.example.org`` for
-    all names below it, ``127.0.0.1:8080`` with another port than that of the scheme.
+    """The only hosts that are contacted, also after redirects. For example ``en.wikipedia.org``,
+    ``*.example.org`` for all names below it, ``127.0.0.1:8080`` for a port that is not the scheme's default.
     """
     private_hosts: list[str] = Field(default_factory=list)
-    """Those of them that may stand for an address of this machine or of a private network (a mirror)."""
+    """Those of them that may resolve to an address of this machine or of a private network."""
     max_bytes: int = Field(default=2 << 20, ge=1, le=16 << 20)
-    """A larger page is refused, and no more of it is read."""
+    """A larger page is refused."""
     timeout_s: float = Field(default=15.0, gt=0)
-    """Seconds for a page as a whole: all redirects, headers and the last byte."""
+    """Time limit of a page, including all redirects."""
     max_redirects: int = Field(default=4, ge=0, le=20)
     cache_pages: int = Field(default=1024, ge=1)
-    """Fetched pages that are kept, so that all rollouts of a run see the same one; the oldest goes first."""
+    """Fetched pages to cache, so that all rollouts of a run see the same page; the oldest is dropped first.
+    """
 
     @field_validator("allowed_hosts", "private_hosts")
     @classmethod
@@ -61,33 +59,33 @@ class FetchSettings(Settings):
 
 
 class ReaderEndpoint(EndpointSettings):
-    """The reader's chat server. Less patience than elsewhere: a call has to end within a rollout's step."""
+    """The reader's chat server, with short limits, because a call has to end within a rollout's step."""
 
     timeout_s: float = Field(20.0, gt=0)
     max_retries: int = Field(1, ge=0)
 
 
 class NoReader(Settings):
-    """The beginning of the page, whatever is looked for."""
+    """Return the beginning of the page for every question."""
 
     type: Literal["none"] = "none"
 
 
 class PassageReader(Settings):
-    """The passages of the page that BM25 ranks first, in the page's order."""
+    """Return the passages of the page that BM25 ranks first, in the page's order."""
 
     type: Literal["bm25"] = "bm25"
     passage_chars: int = Field(default=400, ge=40)
-    """Characters of a passage at most; passages end with a sentence where they can."""
+    """Maximum characters of a passage; passages end with a sentence if possible."""
 
 
 class EndpointReader(Settings):
-    """A model behind an OpenAI-compatible server reads the page and answers in its own words."""
+    """Let a model behind an OpenAI-compatible server read the page and answer."""
 
     type: Literal["endpoint"] = "endpoint"
     endpoint: ReaderEndpoint
     max_tokens: int = Field(default=512, ge=1)
-    """Tokens that the reader may write."""
+    """Maximum tokens of an answer."""
     temperature: float = Field(default=0.0, ge=0)
 
 
@@ -95,36 +93,34 @@ Reader: TypeAlias = Annotated[NoReader | PassageReader | EndpointReader, Field(d
 
 
 class BrowserSettings(Settings):
-    """How pages are read, and whether live ones are. Those of a file are the environment's ``pages``."""
+    """Settings of the tool ``browser``. Pages from a file are the environment's ``pages``."""
 
     fetch: FetchSettings | None = None
-    """Live pages beside those; None asks nobody."""
+    """Live pages in addition; None for no network access."""
     reader: Reader = PassageReader()
     max_page_chars: int = Field(default=24_000, ge=100)
     """Characters of a page that are read; about the 6,000 tokens of ARPO's browser."""
     max_chars: int = Field(default=2_000, ge=40)
-    """Characters of an observation below the page's title, of which 200 are shown."""
+    """Characters of an observation after the page's title, which has at most 200."""
     cache_readings: int = Field(default=4_096, ge=1)
-    """Readings that are kept, by what is on the page and what was looked for; the oldest goes first."""
+    """Answers to cache, by page content and question; the oldest is dropped first."""
 
 
-# Bytes of a page as text, with the character sets that browsers read for its labels.
-#
-# Source: WHATWG Encoding Standard, "Names and labels", and HTML Standard, "Determining the character
-# encoding". Python's codecs of the same names are often smaller sets: a page that says ``iso-8859-1`` or
-# ``gb2312`` is written in ``windows-1252`` or ``gb18030``.
+# --- Decoding, with the character sets that browsers use for a label (WHATWG Encoding Standard, "Names and
+# labels"; HTML Standard, "Determining the character encoding"). Python's codecs of the same names are often
+# smaller sets: a page labelled ``iso-8859-1`` or ``gb2312`` is written in ``windows-1252`` or ``gb18030``.
+# ---
 
-
-# By the name that Python has for a label: what browsers read instead.
+# Python's name of a label -> the codec that browsers use instead.
 _LARGER: Final = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874",
     "tis-620": "cp874", "gb2312": "gb18030", "gbk": "gb18030", "big5": "big5hkscs", "cp950": "big5hkscs",
     "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-16-le",
 }  # fmt: skip
-# Python knows these, and no browser does: the first two are of host names and take time that grows with the
-# square of a page, the others hide markup.
+# Known to Python, but to no browser. The first two are for host names and take quadratic time, the others can
+# hide markup.
 _NO_LABELS: Final = frozenset({"punycode", "idna", "utf-7", "hz", "iso2022_kr"})
-# Labels that Python does not know, or knows as something else.
+# Labels that Python does not know, or reads as something else.
 _LABELS: Final = {
     label: codec
     for codec, labels in {
@@ -154,14 +150,14 @@ _LABELS: Final = {
     }.items()
     for label in labels.split()
 }
-# Old encodings in which markup can be hidden: browsers show one U+FFFD instead of the page.
+# Old encodings that can hide markup: browsers show one U+FFFD instead of the page.
 _UNREADABLE: Final = frozenset({
     "hz-gb-2312", "iso-2022-kr", "csiso2022kr", "iso-2022-cn", "iso-2022-cn-ext", "replacement",
 })  # fmt: skip
 _MARKS: Final = (
     (codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"),
 )  # fmt: skip
-_HEAD_BYTES: Final = 4096  # browsers read 1024 at first, and later begin anew at a declaration behind those
+_HEAD_BYTES: Final = 4096  # browsers read 1024 first, and start again at a later declaration
 _COMMENT: Final = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
 _META: Final = re.compile(rb"<meta[\s/]([^>]*)", re.IGNORECASE)
 _ATTRIBUTE: Final = re.compile(rb"""([a-z-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
@@ -171,9 +167,10 @@ _EUC_JP: Final = re.compile("\x8f[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]|[\xa1-\xfe]{2}|[
 
 
 def decode_page(content: bytes, charset: str | None) -> str:
-    """Decode a page: by its byte order mark, else the server's ``charset``, else the page's own declaration.
+    """Decode a page by its byte order mark, else the server's ``charset``, else the page's own declaration.
 
-    Without any of them it is UTF-8 if it can be, else windows-1252. What cannot be read becomes U+FFFD.
+    Without any of them it is read as UTF-8 if that is valid, else as windows-1252. Invalid bytes become
+    U+FFFD.
     """
     for mark, encoding in _MARKS:
         if content.startswith(mark):
@@ -190,7 +187,7 @@ def decode_page(content: bytes, charset: str | None) -> str:
 
 
 def _codec(label: str) -> str | None:
-    """The codec that browsers use for a label; None for what is no label."""
+    """Return the codec that browsers use for a label; None for an unknown label."""
     label = label.strip().lower()
     if label in _UNREADABLE:
         return "replacement"
@@ -198,14 +195,14 @@ def _codec(label: str) -> str | None:
         return _LABELS[label]
     try:
         name = codecs.lookup(label).name
-        b"a".decode(name, "ignore")  # what is no text encoding is a LookupError too
+        b"a".decode(name, "ignore")  # raises LookupError for a codec that is no text encoding
     except (LookupError, ValueError):
         return None
     return None if name in _NO_LABELS else _LARGER.get(name, name)
 
 
 def _declared(head: bytes) -> str:
-    """The label that the page declares itself; empty without any."""
+    """Return the label that the page declares, or ""."""
     head = _COMMENT.sub(b"", head)
     if xml := _XML.match(head):
         return xml[1].decode("latin-1")
@@ -231,12 +228,12 @@ def _decode(content: bytes, codec: str) -> str:
     try:
         text: str = content.decode(codec, _ERRORS)
         return text
-    except ValueError:  # some codecs raise whatever the handler says
+    except ValueError:  # some codecs ignore the error handler
         return content.decode("utf-8", "replace")
 
 
 def _euc_jp_character(match: re.Match[str]) -> str:
-    """One character of EUC-JP in the larger set of browsers, which is that of windows-31j."""
+    """Decode one character of EUC-JP in the larger set of browsers, that of windows-31j."""
     raw = match[0].encode("latin-1")
     if len(raw) != 2:
         return raw.decode("euc_jp", "replace") if len(raw) == 3 else "\ufffd"
@@ -249,7 +246,7 @@ def _euc_jp_character(match: re.Match[str]) -> str:
 
 
 def _as_browsers_do(error: UnicodeError) -> tuple[str, int]:
-    """Single bytes that Python refuses and browsers read."""
+    """Decode single bytes that Python rejects and browsers accept."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     byte = error.object[error.start]
@@ -264,13 +261,10 @@ _ERRORS: Final = "outrider-browser"
 codecs.register_error(_ERRORS, _as_browsers_do)
 
 
-# The text of an HTML page: no script is run, nothing is loaded.
-#
-# One pass from left to right, in time that grows with the page and no faster: the standard library's parser
-# needs minutes for two megabytes of ``<a``, and a page is what a stranger wrote.
+# --- HTML to text: one pass in linear time, without scripts or network access. The standard library's parser
+# needs minutes for two megabytes of ``<a``, and pages are untrusted. ---
 
-
-# Their content is no text. The first four end at their own closing tag, whatever they hold.
+# Elements whose content is no text. The first four end only at their own closing tag.
 _RAW: Final = frozenset({"script", "style", "iframe", "noscript"})
 _HIDDEN: Final = _RAW | {"template", "svg", "object"}
 _INLINE: Final = frozenset(
@@ -282,76 +276,63 @@ _INLINE: Final = frozenset(
 _CELLS: Final = frozenset({"td", "th"})
 _OPENS: Final = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9:-]{0,31})|<!--|<[!?/]")
 _ENDS: Final = re.compile(r"""(?>[^>"']+|"[^"]*"|'[^']*')*+>""")
-# Beside line breaks and tabs
+# Except line breaks and tabs
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def without_controls(text: str) -> str:
-    """Blanks in the place of what a terminal would do, and no reader see."""
+    """Replace control characters except line breaks and tabs by blanks."""
     return _CONTROLS.sub(" ", text)
 
 
 def title_and_text(page: str) -> tuple[str, str]:
-    """Title and visible text: a line for each block, blanks between cells of a row."""
-    scan = _Scan(page)
-    while scan.read_next():
-        pass
-    lines = (" ".join(_unescape(line).split()) for line in "".join(scan.parts).split("\n"))
-    return " ".join(_unescape(scan.title).split()), "\n".join(line for line in lines if line)
+    """Return the title and the visible text: one line per block, cells of a table row separated by blanks."""
+    parts: list[str] = []
+    title, position, knows_quotes = "", 0, True
 
+    def tag_end(start: int) -> int:
+        """Position after the tag's ``>``; a ``>`` in quotes does not count as long as all quotes are closed.
+        0 if the tag has no end.
+        """
+        nonlocal knows_quotes
+        if knows_quotes:
+            if match := _ENDS.match(page, start):
+                return match.end()
+            knows_quotes = False  # not searched again, which would take quadratic time
+        return page.find(">", start) + 1
 
-class _Scan:
-    """Where the pass is. Whatever is looked for and not there ends it or is not looked for again."""
-
-    def __init__(self, page: str) -> None:
-        self._page, self._position = page, 0
-        self._knows_quotes = True
-        self.parts: list[str] = []
-        self.title = ""
-
-    def read_next(self) -> bool:
-        """Read up to and with the next tag; False at the end."""
-        tag = _OPENS.search(self._page, self._position)
-        self.parts.append(self._page[self._position : tag.start() if tag else None].replace("\n", " "))
+    while True:
+        tag = _OPENS.search(page, position)
+        parts.append(page[position : tag.start() if tag else None].replace("\n", " "))
         if tag is None:
-            return False
+            break
         if tag[0] == "<!--":
-            end = self._page.find("-->", tag.start() + 2)
-            self._position = end + 3
-            return end >= 0
-        if not self._close(tag.end()):
-            return False
+            position = page.find("-->", tag.start() + 2) + 3
+            if position < 3:
+                break
+            continue
+        position = tag_end(tag.end())
+        if not position:
+            break
         name = (tag[2] or "").lower()
         if name == "title" and not tag[1]:
-            return self._read_title()
-        is_closed = self._page[self._position - 2] == "/" and name not in _RAW
+            # up to its closing tag, or to any other tag
+            end = page.find("<", position)
+            title = title or page[position : end if end >= 0 else None].strip()
+            position = end
+            if end < 0:
+                break
+            continue
+        is_closed = page[position - 2] == "/" and name not in _RAW
         if name in _HIDDEN and not tag[1] and not is_closed:
-            return self._skip(name)
-        if name and name not in _INLINE:
-            self.parts.append(" " if name in _CELLS else "\n")
-        return True
-
-    def _close(self, start: int) -> bool:
-        """Go behind the tag's ``>``, which does not count within quotes while these are closed."""
-        if self._knows_quotes:
-            if match := _ENDS.match(self._page, start):
-                self._position = match.end()
-                return True
-            self._knows_quotes = False
-        self._position = self._page.find(">", start) + 1
-        return self._position > 0
-
-    def _skip(self, name: str) -> bool:
-        end = re.compile(f"</{name}", re.IGNORECASE).search(self._page, self._position)
-        return end is not None and self._close(end.end())
-
-    def _read_title(self) -> bool:
-        """Up to its closing tag, or to any where it has none."""
-        end = self._page.find("<", self._position)
-        text = self._page[self._position : end if end >= 0 else None]
-        self.title = self.title or text.strip()
-        self._position = end
-        return end >= 0
+            closing = re.compile(f"</{name}", re.IGNORECASE).search(page, position)
+            position = tag_end(closing.end()) if closing else 0
+            if not position:
+                break
+        elif name and name not in _INLINE:
+            parts.append(" " if name in _CELLS else "\n")
+    lines = (" ".join(_unescape(line).split()) for line in "".join(parts).split("\n"))
+    return " ".join(_unescape(title).split()), "\n".join(line for line in lines if line)
 
 
 def _unescape(text: str) -> str:
@@ -361,19 +342,18 @@ def _unescape(text: str) -> str:
         return text
 
 
-# Pages of a file, found by what a search result shows of them.
-
+# --- Pages of a file ---
 
 _SCHEME = re.compile(r"https?://(?:www\.)?")
 
 
 class Refused(Exception):
-    """The policy asked for what there is not, or may not have; the message is its observation."""
+    """The policy requested a page that does not exist or is not allowed; the message is its observation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """``address`` is the url, or the title of a page without one, or else the id in brackets."""
+    """``address`` is the url, else the title, else the id in brackets."""
 
     address: str
     title: str
@@ -381,14 +361,13 @@ class Page:
 
 
 class PageCollection:
-    """Pages by url, title and id, in this order: a title that is a number (``1984``) is no id.
-
-    Case, blanks, the scheme, a last slash and what follows ``#`` do not count.
+    """Pages by url, title and id, in this order: a title that is a number (``1984``) takes precedence over an
+    id. Case, blanks, the scheme, a trailing slash and the fragment are ignored.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        texts: dict[str, list[str]] = {}
-        titles: dict[str, str] = {}
+        self._texts: dict[str, list[str]] = {}
+        self._titles: dict[str, str] = {}
         self._url_index: dict[str, list[str]] = {}
         self._title_index: dict[str, list[str]] = {}
         self._id_index: dict[str, list[str]] = {}
@@ -402,24 +381,24 @@ class PageCollection:
                 address = title or f"[{number}]"
             else:
                 raise DataError(f"{row.location}: a page needs a title, a url or an id to be named by")
-            texts.setdefault(address, []).append(row.text("text"))
-            titles.setdefault(address, title)
+            self._texts.setdefault(address, []).append(row.text("text"))
+            self._titles.setdefault(address, title)
             if title:
                 _add_name(self._title_index, title, address)
             if number is not None:
                 _add_name(self._id_index, str(number), address)
-        self._texts, self._titles = texts, titles
 
     @classmethod
     def load(cls, path: Path) -> "PageCollection":
-        """Of a JSONL or Parquet file; raises DataError."""
+        """Read a JSONL or Parquet file; raises DataError."""
         return cls(read_rows(path))
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def find(self, name: str) -> Page | None:
-        """The page of a url, title or id; None without one. Raises Refused where several have the title."""
+        """Find a page by url, title or id; None if there is none. Raises Refused if several have the title.
+        """
         key = _key(name)
         for table in (self._url_index, self._title_index, self._id_index):
             addresses = table.get(key, [])
@@ -445,28 +424,26 @@ def _key(name: str) -> str:
     return plain if rest == plain else rest.partition("#")[0].rstrip("/")
 
 
-# Which addresses may be asked: the rules that a fetched page cannot talk its way around.
-
+# --- Allowed addresses ---
 
 Resolve: TypeAlias = Callable[[str, int], Sequence[str]]
-"""Numeric addresses of a host and port. Raises Refused for a name that nobody has, ToolFault without an
-answer.
+"""Resolve a host and port to numeric addresses. Raises Refused for a name that does not exist, ToolFault if
+the lookup fails.
 """
-ResultT = TypeVar("ResultT")
 _PORTS: Final = {"http": 80, "https": 443}
 _MAX_URL: Final = 2000
-# IPv6 addresses that stand for an IPv4 address, which is their last four bytes
+# IPv6 addresses that contain an IPv4 address in their last four bytes
 _TRANSLATED: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("::/96"))
-# All other IPv6 addresses that anybody on the internet has (RFC 4291, section 2.4)
+# All other public IPv6 addresses (RFC 4291, section 2.4)
 _UNICAST: Final = ipaddress.IPv6Network("2000::/3")
-# Nobody has the name, or it has no address of the kinds that are asked for
+# The name does not exist, or has no address of the requested kinds
 _NO_SUCH: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
 
 
 def read_url(text: str, settings: FetchSettings) -> httpx2.URL:
-    """The url of what the policy or a redirect names; raises Refused unless its host is allowed.
+    """Parse an address of the policy or of a redirect; raises Refused unless its host is allowed.
 
-    It is read by the library that sends the request: two readings of one address would be a way around.
+    The parser is that of the library that sends the request: two parsers that differ could be exploited.
     """
     try:
         url = httpx2.URL(text)
@@ -483,14 +460,14 @@ def read_url(text: str, settings: FetchSettings) -> httpx2.URL:
 
 
 def url_host(url: httpx2.URL) -> str:
-    """The host as it is sent, without brackets or a last dot."""
+    """Return the host as it is sent, without brackets or a trailing dot."""
     return url.raw_host.decode("ascii").lower().strip("[]").removesuffix(".")
 
 
 def resolve_address(url: httpx2.URL, settings: FetchSettings, resolve: Resolve) -> str:
-    """The number that is connected to, so that no second look-up can give another one.
+    """Resolve the host once; the connection uses this number, so no second lookup can return another one.
 
-    Raises Refused where any number of the host is not public and the host is not among the private ones.
+    Raises Refused if any address of the host is not public and the host is not in ``private_hosts``.
     """
     host, port = url_host(url), _port(url)
     addresses = resolve(host, port)
@@ -502,7 +479,7 @@ def resolve_address(url: httpx2.URL, settings: FetchSettings, resolve: Resolve) 
 
 
 def is_public(address: str) -> bool:
-    """Whether a number is of the public internet, also where it wraps an IPv4 address."""
+    """Whether an address is on the public internet; also checks an IPv4 address inside an IPv6 address."""
     number = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(number, ipaddress.IPv6Address):
         inner = number.ipv4_mapped or number.sixtofour
@@ -514,25 +491,8 @@ def is_public(address: str) -> bool:
     return number.is_global and not number.is_multicast
 
 
-def call_with_timeout(limit_s: float, call: Callable[[], ResultT]) -> ResultT:
-    """What the call gives or raises; raises TimeoutError after ``limit_s`` seconds.
-
-    For the system's resolver, which takes no limit: it goes on in a thread that keeps no process alive.
-    """
-    future: Future[ResultT] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="outrider-look-up", daemon=True).start()
-    return future.result(timeout=limit_s)
-
-
 def look_up(host: str, port: int) -> list[str]:
-    """By the system's resolver, in its order."""
+    """Resolve with the system's resolver, in its order."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -543,34 +503,32 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 def _port(url: httpx2.URL) -> int:
-    """0 is a port that nobody is at, and not that of the scheme."""
+    """An explicit port 0 stays 0 and does not mean the scheme's default."""
     return _PORTS.get(url.scheme, 0) if url.port is None else url.port
 
 
 def _is_listed(host: str, port: int, scheme: str, listed: Sequence[str]) -> bool:
-    return any(_matches(host, port, scheme, entry) for entry in listed)
+    for entry in listed:
+        name, _, own = entry.rpartition(":") if not entry.endswith("]") and ":" in entry else (entry, "", "")
+        is_host = host.endswith(name[1:]) if name.startswith("*.") else host == name.strip("[]")
+        if is_host and port == (int(own) if own else _PORTS[scheme]):
+            return True
+    return False
 
 
-def _matches(host: str, port: int, scheme: str, entry: str) -> bool:
-    name, _, own = entry.rpartition(":") if not entry.endswith("]") and ":" in entry else (entry, "", "")
-    if port != (int(own) if own else _PORTS[scheme]):
-        return False
-    return host.endswith(name[1:]) if name.startswith("*.") else host == name.strip("[]")
-
-
-# Live pages: asked of allowed hosts alone, within one limit of time and one of size.
-
+# --- Live pages ---
 
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
-# Of the server or of the way to it; every other refusal is about the page that was named.
+# Errors of the server or the connection; every other error concerns the requested page.
 _FAULTS: Final = frozenset({407, 408, 425, 429})
 _HTML: Final = frozenset({"text/html", "application/xhtml+xml"})
 _PLAIN: Final = frozenset({"application/json", "application/xml"})
 
 
 class Fetcher:
-    """Safe to use from several threads. ``transport`` and ``resolve`` take the place of the network in
-    tests.
+    """Fetches pages of allowed hosts, within one time limit and one size limit; thread-safe.
+
+    Tests replace the network by ``transport`` and ``resolve``.
     """
 
     def __init__(
@@ -588,8 +546,8 @@ class Fetcher:
         self._pages: SingleFlightCache[Page] = SingleFlightCache(settings.cache_pages)
 
     def page(self, address: str) -> Page:
-        """The page as it was when it was first asked for. Raises Refused for what the policy cannot have, and
-        ToolFault where the network or the server failed.
+        """Return the page as of its first request. Raises Refused, or ToolFault if the network or the server
+        failed.
         """
         url = read_url(address, self._settings).copy_with(fragment=None)
         return self._pages.get(str(url), lambda: self._fetch(url))
@@ -610,18 +568,16 @@ class Fetcher:
     def _request(self, url: httpx2.URL, ends: float) -> HttpAnswer:
         host = url_host(url)
         try:
-            number = call_with_timeout(
-                _left(ends), lambda: resolve_address(url, self._settings, self._resolve)
-            )
+            number = self._resolve_in_time(url, ends)
             return self._client.request(
                 str(url.copy_with(host=number, fragment=None)),
                 None,
                 {
                     "Host": url.netloc.decode("ascii"),
                     "Accept": "text/html, text/*;q=0.9",
-                    "Connection": "close",  # another host of this number has another certificate
+                    "Connection": "close",  # another host at this address has another certificate
                 },
-                timeout_s=_left(ends),
+                timeout_s=_seconds_left(ends),
                 max_bytes=self._settings.max_bytes,
                 server_name=host,
             )
@@ -632,6 +588,21 @@ class Fetcher:
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
             reason = one_line(str(error).partition(": bytearray(")[0] or type(error).__name__)
             raise ToolFault(f"browser: {host}: {reason[:200]}") from error
+
+    def _resolve_in_time(self, url: httpx2.URL, ends: float) -> str:
+        """Resolve in a daemon thread, because the system's resolver has no time limit. Raises TimeoutError.
+        """
+        future: Future[str] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(resolve_address(url, self._settings, self._resolve))
+            except BaseException as error:
+                future.set_exception(error)
+
+        seconds = _seconds_left(ends)
+        threading.Thread(target=run, name="outrider-look-up", daemon=True).start()
+        return future.result(timeout=seconds)
 
     def _read(self, url: httpx2.URL, answer: HttpAnswer) -> Page:
         if answer.status in _FAULTS or answer.status >= 500:
@@ -650,8 +621,7 @@ class Fetcher:
         return Page(address=str(url), title=title or str(url), text=text[: self._max_chars + 1])
 
 
-def _left(ends: float) -> float:
-    """Seconds until then; raises TimeoutError where there are none."""
+def _seconds_left(ends: float) -> float:
     left = ends - time.monotonic()
     if left <= 0:
         raise TimeoutError

@@ -1,10 +1,8 @@
-"""The fork server behind the Python tool: one process that preloads modules and forks a locked child for
-every call.
+"""The fork server of the Python tool: preloads modules and forks a locked child process for every call.
 
-Three generations, so that a call sees nothing of another one, not even in freed memory: the *server* never
-reads from the socket itself; for each request it forks a *supervisor*, which reads the code, forks the locked
-*worker*, watches its limits, answers and ends. Requests and answers are length-prefixed bytes on the socket
-at file descriptor 0.
+Three generations of processes keep calls apart, also in freed memory. The *server* never reads a request;
+for each one it forks a *supervisor*, which reads the code, forks the locked *worker*, enforces its limits,
+sends the reply and exits. Requests and replies are length-prefixed bytes on the socket at file descriptor 0.
 """
 
 import contextlib
@@ -29,206 +27,31 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from outrider.tools.python import sandbox
-from outrider.tools.python import sandbox as sandbox_paths
-from outrider.tools.python.sandbox import Limits, filter_program, mount_scratch, unmount
 from outrider.tools.python.worker import EXIT_ERROR, EXIT_MEMORY, EXIT_OK, run_program
-
-# Watches one locked worker from outside until it has ended or must be ended: wall time, output and files on
-# disk.
-
-
-_TICK = 0.02  # seconds between two looks at the disk; bounds by how much a fast writer can overshoot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a worker ended: a status of the Python tool and, where a limit ended it, which one (for the model
-    to read).
-    """
-
-    status: str
-    note: str = ""
-
-
-@contextlib.contextmanager
-def wall_limit(worker: int, seconds: float) -> Iterator[None]:
-    """Has the kernel interrupt whatever this process waits for, and then kills the worker: nobody can park
-    this limit.
-    """
-
-    def kill(*_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-
-    signal.signal(signal.SIGALRM, kill)
-    # again and again: a first one may come between two calls
-    signal.setitimer(signal.ITIMER_REAL, seconds, _TICK)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def watch(
-    worker: int, source: socket.socket, parent: socket.socket, folder: str, limits: Limits, *, sized: bool
-) -> tuple[Ending, bytes]:
-    """Collect the worker's output from ``source`` until it ends; no process of it is left afterwards.
-
-    ``sized``: the file system of ``folder`` keeps the limits on files itself. Otherwise files are counted
-    where they can be seen, and bytes are charged as they are written. Ends this process at once (and with it
-    the worker) when ``parent`` hangs up.
-    """
-    output = bytearray()
-    source.setblocking(False)
-    deadline = time.monotonic() + limits.wall_seconds
-    next_disk_check = time.monotonic() + _TICK
-    ready = select.poll()
-    ready.register(source, select.POLLIN)
-    ready.register(parent, 0)
-    cause = None
-    reading, exited_pid = True, 0
-    while not exited_pid and cause is None:
-        now = time.monotonic()
-        if now >= deadline:
-            cause = Ending(status="timeout", note=f"stopped: ran longer than {limits.wall_seconds:g} s")
-        elif now >= next_disk_check and not sized:
-            cause = _disk_excess(worker, folder, limits)
-            next_disk_check = time.monotonic() + _TICK
-        for descriptor, _ in ready.poll(1000 * (_TICK if reading else 0.001)):
-            if descriptor == parent.fileno():
-                os._exit(1)
-            chunk = _read(source)
-            output += chunk or b""
-            if chunk == b"":
-                reading = False
-                ready.unregister(source)
-        if len(output) > limits.output_bytes:
-            break
-        exited_pid, status, usage = os.wait4(worker, os.WNOHANG)
-    if not exited_pid:
-        os.kill(worker, signal.SIGKILL)
-        _, status, usage = os.wait4(worker, 0)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker, signal.SIGKILL)  # its children, where no filter forbade them
-    # does not wait for others who may hold it open
-    while len(output) <= limits.output_bytes and (chunk := _read(source)):
-        output += chunk
-    if len(output) > limits.output_bytes:
-        cause = Ending(status="output_limit", note=f"stopped: printed more than {limits.output_bytes} bytes")
-    return cause or _judge(status, usage.ru_utime + usage.ru_stime, limits), bytes(
-        output[: limits.output_bytes]
-    )
-
-
-def _read(source: socket.socket) -> bytes | None:
-    """Reads what is there now; None for nothing yet, and nothing at all at the end."""
-    try:
-        return source.recv(1 << 16)
-    except BlockingIOError:
-        return None
-    except ConnectionResetError:
-        return b""
-
-
-def _judge(status: int, cpu_seconds: float, limits: Limits) -> Ending:
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
-            return Ending(
-                status="timeout", note=f"stopped: used more than {limits.cpu_seconds} s of processor time"
-            )
-        return Ending(status="killed", note=f"ended by {signal.Signals(number).name}")
-    code = os.WEXITSTATUS(status)
-    if code == EXIT_MEMORY:
-        return Ending(status="memory", note=f"out of memory: the limit is {limits.memory_bytes} bytes")
-    return Ending(status="ok" if code == EXIT_OK else "error")
-
-
-def _disk_excess(worker: int, folder: str, limits: Limits) -> Ending | None:
-    """An ending when the worker keeps too many files or bytes: in its folder, or open but no longer in any
-    folder.
-    """
-    sizes = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(_size(entry.stat(follow_symlinks=False)))
-    descriptors_folder = f"/proc/{worker}/fd"
-    # A process that is just ending may not be looked into (PermissionError); one that runs cannot hide, since
-    # prctl and exec are forbidden to it.
-    with contextlib.suppress(FileNotFoundError, PermissionError):
-        for descriptor in os.listdir(descriptors_folder):
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                info = os.stat(os.path.join(descriptors_folder, descriptor))
-                if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
-                    sizes.append(_size(info))
-    # A file that was removed and closed, but is mapped, is in neither place; what was written to it was
-    # written.
-    if max(sum(sizes), _written(worker, limits)) > limits.disk_bytes:
-        return Ending(status="killed", note=f"stopped: wrote more than {limits.disk_bytes} bytes of files")
-    if len(sizes) > limits.num_files:
-        return Ending(status="killed", note=f"stopped: made more than {limits.num_files} files")
-    return None
-
-
-def _size(info: os.stat_result) -> int:
-    return max(info.st_size, 512 * info.st_blocks)
-
-
-def _written(worker: int, limits: Limits) -> int:
-    """Bytes that the worker has written to files so far, also to those that it removed; 0 where the kernel
-    does not count.
-    """
-    try:
-        with open(f"/proc/{worker}/io", encoding="ascii") as file:
-            counts = dict(line.split(": ") for line in file.read().splitlines())
-        return max(int(counts["write_bytes"]), int(counts["wchar"]) - limits.output_bytes)
-    except (OSError, KeyError):
-        return 0
-
 
 REQUEST = struct.Struct("<I")
 """Number of code bytes; the code follows."""
 REPLY = struct.Struct("<BdI")
 """Index into :data:`STATUSES`, wall seconds, number of output bytes; the output follows."""
 STATUSES = ("ready", "fault", "ok", "error", "timeout", "memory", "output_limit", "killed")
-_LOCKED = b"\x01"
-# What the worker says on a pipe of its own, which is closed before the code starts, once the locks are on.
-# Anything else is a fault, and never the code's doing.
 
-# seconds after which the kernel's clock ends a worker that its supervisor should have ended
-_WALL_GRACE = 2.0
+# The worker writes this on a pipe of its own, which is closed before the code starts, once the locks are on.
+# Anything else on the pipe is a fault of the tool, never of the code.
+_LOCKED = b"\x01"
+_TICK = 0.02  # seconds between checks of the disk; bounds how far a fast writer can exceed its limit
+_WALL_GRACE = 2.0  # seconds after which a kernel timer kills a worker that its supervisor should have ended
 _NUM_SERVER_FILES = 256  # no descriptor of the server is larger, so a worker can close all of them
 
-# Small and asked for all the time; imported once here instead of once per call.
+# Small modules that programs import often; imported once here instead of once per call.
 _PRELOADED = (
-    "bisect",
-    "cmath",
-    "collections",
-    "copy",
-    "datetime",
-    "decimal",
-    "fractions",
-    "functools",
-    "heapq",
-    "itertools",
-    "json",
-    "math",
-    "operator",
-    "random",
-    "re",
-    "statistics",
-    "string",
-    "textwrap",
-    "typing",
+    "bisect, cmath, collections, copy, datetime, decimal, fractions, functools, heapq, itertools, json, "
+    "math, operator, random, re, statistics, string, textwrap, typing"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of the server, handed over on its command line. ``root`` is an empty folder that the server
-    owns.
-    """
+    """Settings of the server, passed on its command line. ``root`` is an empty folder owned by the server."""
 
     root: str
     parent: int
@@ -238,66 +61,63 @@ class ServerSettings:
     mounts: bool
     limits: sandbox.Limits
 
-    @classmethod
-    def from_json(cls, text: str) -> "ServerSettings":
-        """Inverse of ``json.dumps(dataclasses.asdict(settings))``."""
-        fields = json.loads(text)
-        limits = sandbox.Limits(**fields.pop("limits"))
-        return cls(**fields | {"packages": tuple(fields["packages"]), "limits": limits})
-
 
 def main(argument: str) -> None:
-    """Serve until the parent closes the socket or ends; then remove the scratch folder."""
-    settings = ServerSettings.from_json(argument)
+    """Serve until the parent closes the socket or exits; then remove the scratch folder.
+
+    ``argument`` is ``json.dumps(dataclasses.asdict(settings))``.
+    """
+    fields = json.loads(argument)
+    settings = ServerSettings(**fields | {"limits": sandbox.Limits(**fields["limits"])})
+    limits = settings.limits
     resource.setrlimit(resource.RLIMIT_NOFILE, (_NUM_SERVER_FILES, _NUM_SERVER_FILES))
     with socket.socket(fileno=os.dup(0)) as sock:
-        _null_input()
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
         try:
-            limits = settings.limits
-            num_files = limits.num_files + 1  # the folder of the call
-            sized = settings.mounts and mount_scratch(
-                settings.root, num_bytes=limits.disk_bytes, num_files=num_files
+            has_sized_disk = settings.mounts and sandbox.mount_scratch(
+                settings.root,
+                num_bytes=limits.disk_bytes,
+                num_files=limits.num_files + 1,  # one more for the folder of the call
             )
             lock = _prepare(settings)
         except (ImportError, OSError) as error:
             with contextlib.suppress(ConnectionError):
-                _answer(sock, "fault", 0.0, f"{type(error).__name__}: {error}".encode())
+                _reply(sock, "fault", 0.0, f"{type(error).__name__}: {error}".encode())
             return
         try:
-            _answer(sock, "ready", 0.0, b"")
-            _serve(sock, settings, lock, sized)
+            _reply(sock, "ready", 0.0, b"")
+            _serve(sock, settings, lock, has_sized_disk)
         except ConnectionError:
-            pass  # the parent was killed, and there is nobody to tell
+            pass  # the parent was killed
         finally:
-            if sized:
-                unmount(settings.root)
+            if has_sized_disk:
+                sandbox.unmount(settings.root)
             shutil.rmtree(settings.root, ignore_errors=True)
 
 
 def _prepare(settings: ServerSettings) -> Callable[[str, int], int]:
-    """Load everything, close the rest of the installed packages, and return the function that locks a worker
-    into a folder.
-    """
+    """Import all modules, hide the other installed packages, and return the function that locks a worker."""
     for stream in (sys.__stdout__, sys.__stderr__):
         # a lone surrogate must not fail, and a killed call shows the lines that it printed
         if stream is not None:
             stream.reconfigure(errors="replace", line_buffering=True)
-    for name in (*_PRELOADED, *settings.packages):
+    for name in (*_PRELOADED.split(", "), *settings.packages):
         importlib.import_module(name)
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(0)
-    readable = sandbox_paths.standard_paths() + sandbox_paths.package_paths(
-        sandbox_paths.loaded_packages("outrider")
-    )
-    sys.path[:] = sandbox_paths.standard_search_path()
+    readable = sandbox.standard_paths() + sandbox.package_paths("outrider")
+    sys.path[:] = sandbox.standard_search_path()
     reading = sandbox.read_ruleset([settings.root, *readable]) if settings.landlock else None
-    program = filter_program(platform.machine()) if settings.seccomp else None
+    program = sandbox.filter_program(platform.machine()) if settings.seccomp else None
     gc.collect()
-    gc.freeze()  # the children must not copy these pages only because a collection touches them
+    gc.freeze()  # otherwise a garbage collection in a child would copy these pages
 
     def lock(folder: str, descriptor: int) -> int:
-        """Returns the only descriptor beside the standard ones that stays open: ``descriptor``, under a new
-        number.
+        """Lock this process into ``folder``; returns ``descriptor``'s new number.
+
+        All other descriptors except the standard ones are closed.
         """
         sandbox.drop_capabilities()
         sandbox.set_limits(settings.limits)
@@ -315,13 +135,14 @@ def _prepare(settings: ServerSettings) -> Callable[[str, int], int]:
 
 
 def _serve(
-    sock: socket.socket, settings: ServerSettings, lock: Callable[[str, int], int], sized: bool
+    sock: socket.socket, settings: ServerSettings, lock: Callable[[str, int], int], has_sized_disk: bool
 ) -> None:
+    """Fork a supervisor for each request."""
     requests = select.poll()
     requests.register(sock, select.POLLIN)
-    # A death signal would come when the *thread* that started this server ends, and episodes run in
-    # short-lived threads. So: end of file on the socket, and, in case another child of the parent holds its
-    # end open, a look at the parent's id.
+    # A parent-death signal would arrive when the *thread* that started this server ends, and episodes run in
+    # short-lived threads. Instead: end of file on the socket, and, in case another child of the parent keeps
+    # its end open, the parent's process id.
     while os.getppid() == settings.parent:
         if not requests.poll(1000):
             continue
@@ -329,37 +150,30 @@ def _serve(
             return
         supervisor = os.fork()
         if supervisor == 0:
-            _supervise(sock, settings, lock, sized)
+            status = 1
+            try:
+                sandbox.die_with_parent()
+                _handle(sock, settings, lock, has_sized_disk)
+                status = 0
+            except (ConnectionError, EOFError):
+                pass  # the parent was killed
+            except BaseException:
+                traceback.print_exc()
+            os._exit(status)
         _, status = os.waitpid(supervisor, 0)
         if status != 0:
             return  # the parent sees the closed socket and starts another server
 
 
-def _supervise(
-    sock: socket.socket, settings: ServerSettings, lock: Callable[[str, int], int], sized: bool
-) -> NoReturn:
-    """Answer one request and end this process; status 1 where that was not possible."""
-    status = 1
-    try:
-        sandbox.die_with_parent()
-        _handle(sock, settings, lock, sized)
-        status = 0
-    except (ConnectionError, EOFError):
-        pass  # the parent was killed, and there is nobody to tell
-    except BaseException:
-        traceback.print_exc()
-    os._exit(status)
-
-
 def _handle(
-    sock: socket.socket, settings: ServerSettings, lock: Callable[[str, int], int], sized: bool
+    sock: socket.socket, settings: ServerSettings, lock: Callable[[str, int], int], has_sized_disk: bool
 ) -> None:
-    """Read one request, run it in a locked child, remove its folder, answer."""
-    (length,) = REQUEST.unpack(_receive(sock, REQUEST.size))
-    code = _receive(sock, length).decode("utf-8", "surrogatepass")
+    """Read one request, run it in a locked child, remove its folder, reply."""
+    (length,) = REQUEST.unpack(receive(sock, REQUEST.size))
+    code = receive(sock, length).decode("utf-8", "surrogatepass")
     folder = os.path.join(settings.root, "call")
     os.mkdir(folder, 0o700)
-    # A socket and no pipe: the code could open its end of a pipe again by /proc/self/fd and read there what
+    # A socket, not a pipe: the code could reopen its end of a pipe through /proc/self/fd and read back what
     # it wrote.
     source, sink = socket.socketpair()
     status_reader, status_writer = os.pipe()
@@ -371,22 +185,21 @@ def _handle(
     os.close(status_writer)
     try:
         with wall_limit(worker, settings.limits.wall_seconds + _WALL_GRACE):
-            ending, output = watch(worker, source, sock, folder, settings.limits, sized=sized)
+            status, note, output = _watch(worker, source, sock, folder, settings.limits, has_sized_disk)
     finally:
         shutil.rmtree(folder)
     seconds = time.monotonic() - start
-    message = os.read(status_reader, 1 << 12)  # its writers have ended
-    if message == _LOCKED:
-        _answer(sock, ending.status, seconds, output + _note(ending, output))
-    else:
-        _answer(
-            sock, "fault", seconds, (message or b"the worker ended before it was locked") + _note(ending, b"")
-        )
+    message = os.read(status_reader, 1 << 12)  # its writers have exited
+    if message != _LOCKED:
+        status, output = "fault", message or b"the worker ended before it was locked"
+    if note:
+        line_end = "" if not output or output.endswith(b"\n") else "\n"
+        output += f"{line_end}[{note}]".encode()
+    _reply(sock, status, seconds, output)
 
 
 def _work(code: str, sink: int, status_writer: int, folder: str, lock: Callable[[str, int], int]) -> NoReturn:
-    """The worker: locks itself in, says so, runs the code and ends."""
-    status = EXIT_ERROR
+    """Lock this process, confirm it on the status pipe, run the code and exit."""
     try:
         sandbox.die_with_parent()
         os.setsid()
@@ -402,33 +215,147 @@ def _work(code: str, sink: int, status_writer: int, folder: str, lock: Callable[
             del sys.modules[name]
     except BaseException as error:
         os.write(status_writer, f"cannot lock the worker: {error}".encode())
-        os._exit(status)
+        os._exit(EXIT_ERROR)
     os.write(status_writer, _LOCKED)
     os.close(status_writer)
-    status = run_program(code)
-    os._exit(status)
+    os._exit(run_program(code))
 
 
-def _note(ending: Ending, output: bytes) -> bytes:
-    start = "" if not output or output.endswith(b"\n") else "\n"
-    return f"{start}[{ending.note}]".encode() if ending.note else b""
+@contextlib.contextmanager
+def wall_limit(worker: int, seconds: float) -> Iterator[None]:
+    """Kill the worker after ``seconds`` by a kernel timer, even if this process is blocked in a call."""
+
+    def kill(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
+    # repeated: the first signal may arrive between two system calls
+    signal.setitimer(signal.ITIMER_REAL, seconds, _TICK)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _answer(sock: socket.socket, status: str, seconds: float, output: bytes) -> None:
+def _watch(
+    worker: int,
+    source: socket.socket,
+    parent: socket.socket,
+    folder: str,
+    limits: sandbox.Limits,
+    has_sized_disk: bool,
+) -> tuple[str, str, bytes]:
+    """Collect the worker's output until it ends or exceeds a limit; none of its processes remains.
+
+    Returns the status of the call, a note for the model that names the limit (or ""), and the output. If
+    ``has_sized_disk``, the file system enforces the limits on files. Otherwise files are counted where they
+    are visible and bytes are charged as they are written. Exits this process, and with it the worker, if
+    ``parent`` hangs up.
+    """
+    output = bytearray()
+    source.setblocking(False)
+    deadline = time.monotonic() + limits.wall_seconds
+    next_disk_check = time.monotonic() + _TICK
+    ready = select.poll()
+    ready.register(source, select.POLLIN)
+    ready.register(parent, 0)
+    cause: tuple[str, str] | None = None
+    reading, exited_pid = True, 0
+    while not exited_pid and cause is None:
+        now = time.monotonic()
+        if now >= deadline:
+            cause = "timeout", f"stopped: ran longer than {limits.wall_seconds:g} s"
+        elif now >= next_disk_check and not has_sized_disk:
+            if excess := _disk_excess(worker, folder, limits):
+                cause = "killed", excess
+            next_disk_check = time.monotonic() + _TICK
+        for descriptor, _ in ready.poll(1000 * (_TICK if reading else 0.001)):
+            if descriptor == parent.fileno():
+                os._exit(1)
+            chunk = _read(source)
+            output += chunk or b""
+            if chunk == b"":
+                reading = False
+                ready.unregister(source)
+        if len(output) > limits.output_bytes:
+            break
+        exited_pid, status, usage = os.wait4(worker, os.WNOHANG)
+    if not exited_pid:
+        os.kill(worker, signal.SIGKILL)
+        _, status, usage = os.wait4(worker, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)  # its children, if no filter forbade them
+    # read what is there, without waiting for other processes that may keep the socket open
+    while len(output) <= limits.output_bytes and (chunk := _read(source)):
+        output += chunk
+    if len(output) > limits.output_bytes:
+        cause = "output_limit", f"stopped: printed more than {limits.output_bytes} bytes"
+    elif cause is None:
+        cause = _exit_cause(status, usage.ru_utime + usage.ru_stime, limits)
+    return *cause, bytes(output[: limits.output_bytes])
+
+
+def _read(source: socket.socket) -> bytes | None:
+    """Read available bytes: None if there are none yet, b"" at the end of the stream."""
+    try:
+        return source.recv(1 << 16)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError:
+        return b""
+
+
+def _exit_cause(status: int, cpu_seconds: float, limits: sandbox.Limits) -> tuple[str, str]:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
+            return "timeout", f"stopped: used more than {limits.cpu_seconds} s of processor time"
+        return "killed", f"ended by {signal.Signals(number).name}"
+    code = os.WEXITSTATUS(status)
+    if code == EXIT_MEMORY:
+        return "memory", f"out of memory: the limit is {limits.memory_bytes} bytes"
+    return ("ok" if code == EXIT_OK else "error"), ""
+
+
+def _disk_excess(worker: int, folder: str, limits: sandbox.Limits) -> str:
+    """Describe a limit on files that the worker exceeds, or return ""."""
+    files = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                files.append(entry.stat(follow_symlinks=False))
+    # Files that are open but were removed. A process that is just exiting may not be inspected
+    # (PermissionError); a running one cannot hide, because prctl and exec are forbidden to it.
+    descriptors_folder = f"/proc/{worker}/fd"
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        for descriptor in os.listdir(descriptors_folder):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                info = os.stat(os.path.join(descriptors_folder, descriptor))
+                if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
+                    files.append(info)
+    # A file that was removed and closed but is still mapped is in neither list; the kernel's count of
+    # written bytes covers it (if the kernel counts).
+    num_written = 0
+    with contextlib.suppress(OSError, KeyError), open(f"/proc/{worker}/io", encoding="ascii") as file:
+        counts = dict(line.split(": ") for line in file.read().splitlines())
+        num_written = max(int(counts["write_bytes"]), int(counts["wchar"]) - limits.output_bytes)
+    num_bytes = sum(max(info.st_size, 512 * info.st_blocks) for info in files)
+    if max(num_bytes, num_written) > limits.disk_bytes:
+        return f"stopped: wrote more than {limits.disk_bytes} bytes of files"
+    return f"stopped: made more than {limits.num_files} files" if len(files) > limits.num_files else ""
+
+
+def _reply(sock: socket.socket, status: str, seconds: float, output: bytes) -> None:
     sock.sendall(REPLY.pack(STATUSES.index(status), seconds, len(output)) + output)
 
 
-def _receive(sock: socket.socket, length: int) -> bytes:
-    data = b""
+def receive(sock: socket.socket, length: int) -> bytes:
+    """Read exactly ``length`` bytes. Raises EOFError if the connection is closed before."""
+    data = bytearray()
     while len(data) < length:
-        chunk = sock.recv(length - len(data))
+        chunk = sock.recv(min(length - len(data), 1 << 16))
         if not chunk:
-            raise EOFError("the parent closed the socket")
+            raise EOFError("the connection was closed")
         data += chunk
-    return data
-
-
-def _null_input() -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    return bytes(data)

@@ -1,6 +1,4 @@
-"""Runs model-written code in a locked child: prints a last bare expression, reports the error. Standard
-library only.
-"""
+"""Runs model-written code in the locked worker process. Uses the standard library only."""
 
 import ast
 import linecache
@@ -11,49 +9,44 @@ import types
 
 FILENAME = "<python>"
 EXIT_OK, EXIT_ERROR, EXIT_MEMORY = 0, 1, 77
-_EMPTY = "[error: no code to run]"
 
 
 def print_last_expression(code: str) -> ast.Module:
-    """The parsed program; a last statement that is a bare expression, other than a call of ``print``, is
-    printed.
+    """Parse a program and wrap a bare last expression, unless it is a call of ``print``, in ``print(...)``.
 
-    As in the released ARPO tool a last ``None`` prints ``None`` and the value is shown by ``str``. Line
-    numbers are kept. SyntaxError (ValueError before Python 3.12 for a null byte) where the code does not
-    parse.
+    As in the released ARPO tool, a last ``None`` prints ``None`` and the value is formatted with ``str``.
+    Line numbers are unchanged. Raises SyntaxError (before Python 3.12 ValueError for a null byte).
     """
     tree = ast.parse(code, FILENAME)
     last = tree.body[-1] if tree.body else None
-    if isinstance(last, ast.Expr) and not _is_print(last.value):
-        call = ast.Call(func=ast.Name(id="print", ctx=ast.Load()), args=[last.value], keywords=[])
-        tree.body[-1] = ast.copy_location(ast.Expr(value=ast.copy_location(call, last.value)), last)
+    if isinstance(last, ast.Expr):
+        node = last.value
+        is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if not is_print:
+            call = ast.Call(func=ast.Name(id="print", ctx=ast.Load()), args=[node], keywords=[])
+            tree.body[-1] = ast.copy_location(ast.Expr(value=ast.copy_location(call, last.value)), last)
     return ast.fix_missing_locations(tree)
 
 
 def run_program(code: str) -> int:
-    """Run ``code`` as a main program in this process; output and traceback go to its streams. The exit
-    status.
+    """Run ``code`` as a main program in this process and return its exit status; never raises.
 
-    Never raises. A ``SystemExit`` means what it means to the interpreter: none or 0 is success, a text is
-    printed.
+    Output and traceback go to the process's streams. ``SystemExit`` is handled as by the interpreter: None
+    or 0 is success, a text is printed.
     """
     linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
     try:
-        status = _run(code)
+        tree = print_last_expression(code)
+        if not tree.body:
+            print("[error: no code to run]")
+            sys.stdout.flush()
+            return EXIT_ERROR
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(tree, FILENAME, "exec"), main.__dict__)
         sys.stdout.flush()
     except BaseException as error:
-        status = _report(error)
-    return status
-
-
-def _run(code: str) -> int:
-    tree = print_last_expression(code)
-    if not tree.body:
-        print(_EMPTY)
-        return EXIT_ERROR
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
-    exec(compile(tree, FILENAME, "exec"), main.__dict__)
+        return _report(error)
     return EXIT_OK
 
 
@@ -61,40 +54,26 @@ def _report(error: BaseException) -> int:
     try:
         sys.stdout.flush()
         if isinstance(error, SystemExit):
-            return _exit_status(error.code)
+            if error.code is None or error.code == 0:
+                return EXIT_OK
+            if not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+            return EXIT_ERROR
         if isinstance(error, MemoryError):
             os.write(2, b"MemoryError\n")
             return EXIT_MEMORY
-        print("".join(_program_traceback(error).format()), end="", file=sys.stderr)
+        # Keep the program's own lines only: paths of libraries differ between machines and cost tokens.
+        report = traceback.TracebackException.from_exception(error)
+        parts = [report]
+        for part in parts:  # grows during the loop
+            part.stack = traceback.StackSummary.from_list(
+                [frame for frame in part.stack if frame.filename == FILENAME]
+            )
+            parts += [other for other in (part.__cause__, part.__context__) if other is not None]
+        print("".join(report.format()), end="", file=sys.stderr)
     except MemoryError:
         return EXIT_MEMORY
     except BaseException:
-        # The program closed or replaced its own streams; the status still says that it failed.
+        # The program closed or replaced its own streams; the exit status still reports the failure.
         return EXIT_ERROR
     return EXIT_ERROR
-
-
-def _program_traceback(error: BaseException) -> traceback.TracebackException:
-    """The traceback with the program's own lines only: paths of libraries differ between machines and cost
-    tokens.
-    """
-    report = traceback.TracebackException.from_exception(error)
-    parts = [report]
-    for part in parts:  # grows while it is walked
-        part.stack = traceback.StackSummary.from_list(
-            [frame for frame in part.stack if frame.filename == FILENAME]
-        )
-        parts += [other for other in (part.__cause__, part.__context__) if other is not None]
-    return report
-
-
-def _exit_status(code: object) -> int:
-    if code is None or code == 0:
-        return EXIT_OK
-    if not isinstance(code, int):
-        print(code, file=sys.stderr)
-    return EXIT_ERROR
-
-
-def _is_print(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"

@@ -1,0 +1,237 @@
+"""The base class of environments: defaults, tuples, copies, experts, shared resources, native tools."""
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from outrider.environments.base import (
+    CopyableEnvironment,
+    EnvironmentSettings,
+    EpisodeResult,
+    StepResult,
+)
+from outrider.environments.environment import Environment
+from outrider.environments.episode import Episode
+from outrider.errors import ConfigError, InvalidResult, NonFiniteResult
+from outrider.plugins.listing import require_kinds
+from outrider.testing import check_environment
+from outrider.types import Message, Step, Task
+
+
+class Guess(Environment):
+    """Find a number."""
+
+    class Settings(EnvironmentSettings):
+        highest: int = 7
+
+    @classmethod
+    def tasks(cls, settings: Any, split: str) -> Sequence[Task]:
+        first = 1 if split == "train" else 2
+        return [Task(key=f"{split}/{n}", question=str(n)) for n in range(first, settings.highest + 1, 2)]
+
+    def reset(self, task: Task, seed: int) -> str:
+        self.hidden, self.guesses = int(task.question), []
+        self.metrics["seed"] = seed
+        return f"Guess a number from 1 to {self.settings.highest}."
+
+    def step(self, action: str) -> StepResult | tuple[str, float, bool]:
+        found = re.search(r"\d{1,6}", action)
+        if found is None:
+            return StepResult(message="No number.", invalid=True)
+        self.guesses.append(int(found[0]))
+        if self.guesses[-1] == self.hidden:
+            return StepResult(reward=1.0, done=True)
+        return ("Higher." if self.guesses[-1] < self.hidden else "Lower."), -0.25, len(self.guesses) > 3
+
+    def expert(self) -> Sequence[str]:
+        return ["1", str(self.hidden)]
+
+
+class House(Guess):
+    class Settings(Guess.Settings):
+        call_format: ClassVar[str] = "hermes"
+
+    def look(self, where: str) -> str:
+        """Look somewhere.
+
+        Args:
+            where: the place
+        """
+        return f"Nothing is {where}."
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        return [self.look]
+
+    def step(self, action: str) -> Any:
+        if not self.turn.tool_calls and not self.turn.problems:
+            return None, float(action == "found"), True
+        answers = [self.look(**call.arguments) for call in self.turn.tool_calls]
+        return " ".join([*answers, *self.turn.problems]), 0.0, False
+
+
+def episode(environment: type[Environment], **settings: Any) -> Any:
+    task_set = environment.build(environment.Settings(**settings))
+    return task_set.make()(task_set.tasks("train")[1])
+
+
+def act(env: Any, text: str) -> StepResult:
+    return Episode(env).act(text)
+
+
+def test_the_defaults_of_the_base_class() -> None:
+    check_environment(Guess)
+    check_environment(Guess(Guess.Settings(highest=9)), texts=["3", "9"])
+    env = episode(Guess)
+    assert Episode(env).start(5) == (Message(role="user", content="Guess a number from 1 to 7."),)
+    assert act(env, "1") == StepResult(messages=(Message(role="user", content="Higher."),), reward=-0.25)
+    assert isinstance(env, CopyableEnvironment)
+    twin = env.copy()
+    assert act(twin, "3").done and not act(env, "what").carried_out
+    assert Episode(twin).result() == EpisodeResult(episode_return=0.75, success=True, metrics={"seed": 5.0})
+    assert Episode(env).result().episode_return == -0.25 and not Episode(env).result().success
+    assert twin.environment.guesses == [1, 3] and env.environment.guesses == [1]
+    assert Episode(env).start(6) and Episode(env).result().episode_return == 0.0
+    task_set = Guess.build(Guess.Settings())
+    assert (task_set.name, task_set.stop, task_set.stateful) == ("guess", (), True)
+
+
+def test_texts_of_an_expert_are_played() -> None:
+    task_set = Guess.build(Guess.Settings())
+    steps = task_set.expert(task_set.tasks("train")[1], 0)
+    assert steps == (
+        Step(text="1", observation="Higher."),
+        Step(text="3", observation="", is_terminal=True),
+    )
+
+    class Lost(Guess):
+        def expert(self) -> Sequence[str]:
+            return ["1", "2"]
+
+    class Recorded(Guess):
+        def expert(self) -> Any:
+            return [Step(text="3", observation="seen", is_terminal=True)]
+
+    class Nobody(Guess):
+        expert = Environment.expert
+
+    task = task_set.tasks("train")[1]
+    assert Lost.build(Lost.Settings()).expert(task, 0) is None
+    assert Nobody.build(Nobody.Settings()).expert(task, 0) is None
+    assert Recorded.build(Recorded.Settings()).expert(task, 0) == [
+        Step(text="3", observation="seen", is_terminal=True)
+    ]
+
+
+def test_what_episodes_share_is_opened_once_and_closed_with_the_factory() -> None:
+    class Simulator:
+        opened: ClassVar[list["Simulator"]] = []
+
+        def __init__(self) -> None:
+            self.lock, self.is_open = threading.Lock(), True  # a lock cannot be copied
+            self.opened.append(self)
+
+        def close(self) -> None:
+            self.is_open = False
+
+    class Simulated(Guess):
+        num_closed = 0
+
+        @classmethod
+        def open_shared(cls, settings: Any) -> Simulator:
+            return Simulator()
+
+        def close(self) -> None:
+            type(self).num_closed += 1
+
+    task_set = Simulated.build(Simulated.Settings())
+    factory = task_set.make()
+    first, second = (factory(task) for task in task_set.tasks("train")[:2])
+    Episode(first).start(0)
+    (simulator,) = Simulator.opened
+    assert (
+        first.environment.shared is second.environment.shared is first.copy().environment.shared is simulator
+    )
+    first.close()
+    first.close()
+    assert Simulated.num_closed == 1 and simulator.is_open
+    factory.close()
+    factory.close()
+    assert not simulator.is_open
+    task_set.expert(task_set.tasks("train")[1], 0)
+    task_set.close()
+    assert len(Simulator.opened) == 2 and not Simulator.opened[1].is_open
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        ("text", InvalidResult, "no StepResult and no"),
+        (("a", 1.0), InvalidResult, "no StepResult and no"),
+        (("a", "high", False), InvalidResult, "reward is 'high'"),
+        (("a", float("nan"), False), NonFiniteResult, "reward is nan"),
+        ((3, 1.0, False), InvalidResult, "the observation is 3"),
+    ],
+)
+def test_a_wrong_answer_is_reported(answer: Any, error: type[Exception], message: str) -> None:
+    class Wrong(Guess):
+        def step(self, action: str) -> Any:
+            return answer
+
+    env = episode(Wrong)
+    Episode(env).start(0)
+    with pytest.raises(error, match=message):
+        act(env, "1")
+
+
+def test_an_inline_environment_and_one_without_copies() -> None:
+    class Inline(Guess):
+        protocol = "inline"
+        can_copy = False
+
+    env = episode(Inline)
+    Episode(env).start(0)
+    assert act(env, "1").observations[0].role == "inline"
+    assert not isinstance(env, CopyableEnvironment)
+    assert Episode(env).call_format is None
+
+
+def test_native_calls() -> None:
+    check_environment(House)
+    env = episode(House)
+    Episode(env).start(0)
+    assert Episode(env).call_format == "hermes"
+    assert [schema["name"] for schema in env.tool_schemas] == ["look"]
+    (seen,) = act(env, '<tool_call>{"name": "look", "arguments": {"where": "here"}}</tool_call>').observations
+    assert (seen.role, seen.content, seen.tool_name) == ("tool", "Nothing is here.", "look")
+    (seen,) = act(env, '<tool_call>{"name": "look", "arguments": {}}</tool_call>').observations
+    assert seen.role == "tool" and "where" in seen.content
+    assert act(env.copy(), "found").reward == 1.0
+    assert act(env, "found").done and Episode(env).result().success
+
+
+def test_a_class_without_a_method_is_an_error_before_the_run() -> None:
+    from outrider.config import load_settings
+    from outrider.training.settings import RunSettings
+
+    sections = {
+        "model": {"name": "m"},
+        "environment": {"type": f"{__name__}:Unfinished"},
+        "algorithm": {"type": "grpo"},
+    }
+    settings = load_settings(RunSettings, file=None, overrides=[], sections=sections)
+    with pytest.raises(ConfigError, match=r"Unfinished .* is not an environment: it has no method step"):
+        require_kinds(settings)
+
+
+class Unfinished(Environment):
+    """No method ``step``."""
+
+    @classmethod
+    def tasks(cls, settings: Any, split: str) -> Sequence[Task]:
+        return []
+
+    def reset(self, task: Task, seed: int) -> str:
+        return ""
