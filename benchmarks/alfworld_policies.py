@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.markdown_table import markdown
-from outrider.environments.alfworld.environment import AlfworldTaskSet
-from outrider.environments.alfworld.games import AlfworldConfig
+from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldTaskSet
 from outrider.environments.alfworld.made_games import TASK_TYPES
-from outrider.environments.scienceworld.tasks import render_action
+from outrider.environments.text_games import render_action
 from outrider.printing import score
 from outrider.rollout.evaluate import interval
 from outrider.seeding import stream

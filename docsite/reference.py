@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from docsite.plugins import all_metrics_page, plugins_page
-from outrider.commands import make_parser
+from outrider.cli import make_parser
 from outrider.plugins.registry import Name, field_markers
 from outrider.training.settings import RunSettings
 

@@ -1,4 +1,4 @@
-"""An algorithm of one's own, with its advantage, token loss, metrics and memory. In a recipe:
+"""An algorithm of your own, with its advantage, token loss, metrics and memory. In a recipe:
 ``type = "own_algorithm:PastBaseline"``.
 
 python examples/own_algorithm.py [MODEL]     # trains a few steps into runs/own-algorithm
@@ -6,50 +6,35 @@ python examples/own_algorithm.py [MODEL]     # trains a few steps into runs/own-
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-import outrider
-from outrider.algorithms.base import (
-    Algorithm,
-    GroupAdvantages,
-    ObjectiveSettings,
-    assign_advantages,
-    group_advantages,
-    with_values,
-)
-from outrider.metrics import Metric
-from outrider.runs import Run
-from outrider.trace import Trace
-
-if TYPE_CHECKING:  # settings are read without torch
-    from outrider.algorithms.losses import TokenLoss, TokenLossInputs
+import outrider as o
 
 
-class PastBaselineSettings(ObjectiveSettings):
-    """The section ``algorithm`` of a recipe: the keys of every objective, and these."""
+class PastBaseline(o.Algorithm):
+    """REINFORCE with a baseline that mixes the group's mean with the task's earlier mean return.
 
-    memory_weight: float = Field(0.5, ge=0, le=1)
-    failure_weight: float = Field(0.5, ge=0)
+    Rollouts below the baseline weigh less.
+    """
 
+    class Settings(o.ObjectiveSettings):
+        """The section ``algorithm`` of a recipe: the keys of every objective, and these."""
 
-class PastBaseline(Algorithm):
-    """REINFORCE whose baseline mixes the group's mean with what the task gave before. Rollouts below the
-    baseline weigh less."""
+        memory_weight: float = Field(0.5, ge=0, le=1)
+        failure_weight: float = Field(0.5, ge=0)
 
-    Settings = PastBaselineSettings
     metrics = (
-        Metric(
+        o.Metric(
             name="past_baseline/known",
             unit="reward",
-            meaning="mean return that is remembered of the step's tasks",
+            meaning="mean remembered return of the step's tasks",
             healthy="follows reward/mean",
             look_at="algorithm.memory_weight",
         ),
-        Metric(
+        o.Metric(
             name="past_baseline/below_fraction",
             unit="1",
             meaning="share of trained tokens with a negative advantage",
@@ -58,55 +43,53 @@ class PastBaseline(Algorithm):
         ),
     )
 
-    def __init__(self, settings: PastBaselineSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
+        self.objective: o.ObjectiveSettings = settings
         self.modes = ("on_policy",) * settings.group_size
         self._known: dict[str, float] = {}  # mean return by task
 
-    def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """An advantage on every policy token. A return of None is a fault, which is in no statistic."""
+    def assign_advantages(self, trace: o.Trace) -> o.GroupAdvantages:
+        """Assign an advantage to every policy token. A rollout that ended by a fault has no return (None)."""
         returns = [leaf.episode_return for leaf, _ in trace.rollouts()]
-        advantages = group_advantages(returns, "group_centered")
-        kept = [one for one in returns if one is not None]
-        if not kept:
-            assign_advantages(trace, advantages)
-            return GroupAdvantages(advantages=advantages, measurements={})
-        mean = sum(kept) / len(kept)
+        advantages = o.group_advantages(returns, "group_centered")
+        known_returns = [value for value in returns if value is not None]
+        if not known_returns:
+            o.assign_advantages(trace, advantages)
+            return o.GroupAdvantages(advantages=advantages, measurements={})
+        mean = sum(known_returns) / len(known_returns)
         known = self._known.get(trace.task.key, mean)
         weight = self.settings.memory_weight
-        shift = weight * (mean - known)  # better than before is good, also where all rollouts are equal
-        # with_values sets the flag that the group has a signal, also where all of its returns are equal
-        advantages = with_values(advantages, advantages.values + shift)
+        shift = weight * (mean - known)  # above the earlier mean is good, even if all rollouts are equal
+        # with_values marks the group as having a signal even if all of its returns are equal
+        advantages = o.with_values(advantages, advantages.values + shift)
         self._known[trace.task.key] = (known + mean) / 2
-        assign_advantages(trace, advantages)
-        return GroupAdvantages(advantages=advantages, measurements={"past_baseline/known": [known]})
+        o.assign_advantages(trace, advantages)
+        return o.GroupAdvantages(advantages=advantages, measurements={"past_baseline/known": [known]})
 
-    def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
-        """Minus advantage times ratio, without a clip; one value a trained token."""
-        from outrider.algorithms.losses import TokenLoss
-
+    def token_loss(self, inputs: "o.TokenLossInputs") -> "o.TokenLoss":
+        """Minus advantage times ratio without a clip, one value per trained token."""
         ratio = (inputs.logprobs_T - inputs.old_T).exp()
         below = inputs.advantages_T < 0
         weights = 1 + (self.settings.failure_weight - 1) * below
         inputs.measures.add("past_baseline/below_fraction", float(below.float().mean()), len(below))
         never = below & False  # nothing is clipped
         losses = -weights * inputs.advantages_T * ratio
-        return TokenLoss(losses=losses, clipped_high=never, clipped_low=never, dual_clipped=never)
+        return o.TokenLoss(losses=losses, clipped_high=never, clipped_low=never, dual_clipped=never)
 
-    def state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """Plain data and arrays for a checkpoint, so that a resumed run has the same bits."""
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The memory as plain data and arrays, for checkpoints: a resumed run has the same bits."""
         return {"tasks": list(self._known)}, {"known": np.array(list(self._known.values()), dtype=np.float64)}
 
-    def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Become what was saved."""
+    def restore(self, state: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Restore what ``state`` returned."""
         self._known = dict(zip(state["tasks"], arrays["known"].tolist(), strict=True))
 
 
 def main(
     model: str = "smollm2-135m-instruct", run: str = "runs/own-algorithm", overrides: Sequence[str] = ()
-) -> Run:
-    """Train in the environment of own_environment.py, beside this file; any other can stand there."""
+) -> o.Run:
+    """Train in the environment of own_environment.py; any other environment works as well."""
     recipe = {
         "model": {"name": model},
         "environment": {"type": "own_environment:WordChain"},
@@ -115,7 +98,7 @@ def main(
         "train": {"num_steps": 4, "tasks_per_step": 4},
         "evaluation": {"num_tasks": 3},
     }
-    return outrider.train(recipe, run=run, overrides=overrides, progress="auto")
+    return o.train(recipe, run=run, overrides=overrides, progress="auto")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A tool of one's own: days of the week. In a recipe: ``tools = ["own_tool:Weekday"]``.
+"""A tool of your own: days of the week. In a recipe: ``tools = ["own_tool:weekday"]``.
 
 python examples/own_tool.py [MODEL]     # trains a few steps into runs/own-tool
 """
@@ -9,43 +9,22 @@ from collections.abc import Sequence
 from datetime import date, timedelta
 from pathlib import Path
 
-import outrider
-from outrider.config import Settings
-from outrider.runs import Run
-from outrider.tools.base import ToolOutput
+import outrider as o
 
 
-class WeekdaySettings(Settings):
-    """Keys of the tool's table in ``environment.tools``; a key that is not here is refused."""
+@o.tool
+def weekday(day: str) -> str:
+    """Return the day of the week of a date.
 
-    short: bool = False
-
-
-class Weekday:
-    """Tells which day of the week a date is."""
-
-    Settings = WeekdaySettings
-    name = "weekday"  # the tag that the policy writes
-    usage = "Write <weekday>2024-02-29</weekday> to learn which day of the week a date is."
-
-    def __init__(self, settings: WeekdaySettings) -> None:
-        self.settings = settings
-
-    def run_text(self, text: str) -> ToolOutput:
-        """One call, perhaps from several threads at once. Bad input is answered in words, never by an
-        exception; outrider.errors.ToolFault is for what is not the caller's fault."""
-        try:
-            day = date.fromisoformat(text.strip())
-        except ValueError:
-            return ToolOutput(text="Write a date as 2024-02-29.", failed=True)
-        return ToolOutput(text=day.strftime("%a" if self.settings.short else "%A"))
-
-    def close(self) -> None:
-        """Nothing is held."""
+    Args:
+        day: the date as 2024-02-29
+    """
+    # The policy reads what is returned, and one line about an exception such as a ValueError.
+    return f"{date.fromisoformat(day.strip()):%A}"
 
 
 def write_questions(file: Path, *, first: date, num: int) -> str:
-    """One question a line; the path as a recipe has it."""
+    """Write one question per line; return the path for the recipe."""
     file.parent.mkdir(parents=True, exist_ok=True)
     days = [first + timedelta(days=37 * i) for i in range(num)]
     rows = [{"question": f"Which day of the week is {day}?", "answer": f"{day:%A}"} for day in days]
@@ -55,14 +34,14 @@ def write_questions(file: Path, *, first: date, num: int) -> str:
 
 def main(
     model: str = "smollm2-135m-instruct", run: str = "runs/own-tool", overrides: Sequence[str] = ()
-) -> Run:
+) -> o.Run:
     """Train with GRPO on questions that the tool answers."""
     folder = Path(run).parent
     recipe = {
         "model": {"name": model},
         "environment": {
             "type": "tools",
-            "tools": [{"type": "own_tool:Weekday", "short": False}],
+            "tools": ["own_tool:weekday"],
             "train": {"path": write_questions(folder / "days-train.jsonl", first=date(2024, 1, 1), num=16)},
             "test": {"path": write_questions(folder / "days-test.jsonl", first=date(2031, 1, 1), num=4)},
             "prompt": "short",
@@ -72,7 +51,7 @@ def main(
         "train": {"num_steps": 4, "tasks_per_step": 2},
         "evaluation": {"num_tasks": 4},
     }
-    return outrider.train(recipe, run=run, overrides=overrides, progress="auto")
+    return o.train(recipe, run=run, overrides=overrides, progress="auto")
 
 
 if __name__ == "__main__":

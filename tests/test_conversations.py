@@ -4,7 +4,6 @@ Where a template cannot render a conversation as it was appended, the check at l
 differs in silence.
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -184,20 +183,6 @@ def test_a_bridge_that_loses_letters_is_noticed_where_every_order_differs(
     monkeypatch.setattr(ChatRenderer, "bridge", losing)
     with pytest.raises(AssertionError):
         check_all(name, ("user",), num=20)
-
-
-@pytest.mark.slow
-def test_ten_thousand_conversations() -> None:
-    """Prints what there was; ``-s`` shows it."""
-    start = time.perf_counter()
-    num = -(-10_000 // len(PLAYED))
-    total: Counter[str] = Counter()
-    for name, observations in PLAYED:
-        counted = check_all(name, observations, num=num)
-        print(f"{name:24} {'+'.join(observations):10} {dict(counted)}")
-        total += counted
-    print(f"{total.total()} conversations in {time.perf_counter() - start:.0f} s: {dict(total)}")
-    assert total.total() >= 10_000
 
 
 @pytest.mark.parametrize(("name", "role"), REFUSED)

@@ -1,4 +1,4 @@
-"""Fault D4: nobody who can put a link into a folder makes us write through it; a write is whole or has not
+"""Nobody who can put a link into a folder makes us write through it; a write is whole or has not
 happened.
 """
 
@@ -26,7 +26,7 @@ def victim(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["report.html.tmp", "report.html", ".report.html.partial"])
-def test_d4_view_writes_through_no_link(tmp_path: Path, victim: Path, name: str) -> None:
+def test_view_writes_through_no_link(tmp_path: Path, victim: Path, name: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text("seed = 0\n")
@@ -35,7 +35,7 @@ def test_d4_view_writes_through_no_link(tmp_path: Path, victim: Path, name: str)
     assert victim.read_text() == "precious" and not (run / "report.html").is_symlink()
 
 
-def test_d4_the_name_of_a_temporary_file_is_not_known_before_and_is_never_taken_over(
+def test_the_name_of_a_temporary_file_is_not_known_before_and_is_never_taken_over(
     tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where a link is put at the very name: the file is made, or nothing is."""
@@ -49,7 +49,7 @@ def test_d4_the_name_of_a_temporary_file_is_not_known_before_and_is_never_taken_
     assert (tmp_path / "a").read_bytes() == b"new"
 
 
-def test_d4_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     with pytest.raises(ValueError, match="half"), replacing(tmp_path / "a") as stream:
         stream.write(b"ne")
@@ -57,13 +57,13 @@ def test_d4_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Pa
     assert (tmp_path / "a").read_text() == "old" and not list(tmp_path.glob(TEMPORARY))
 
 
-def test_d4_a_new_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
+def test_a_new_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     replace_file(tmp_path / "a", b"")
     assert stat.S_IMODE(os.stat(tmp_path / "a").st_mode) == stat.S_IMODE(os.stat(tmp_path / "plain").st_mode)
 
 
-def test_d4_appending_follows_no_link(tmp_path: Path, victim: Path) -> None:
+def test_appending_follows_no_link(tmp_path: Path, victim: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic links"):
         append(tmp_path / "metrics.jsonl", b"x")
@@ -72,7 +72,7 @@ def test_d4_appending_follows_no_link(tmp_path: Path, victim: Path) -> None:
     assert victim.read_text() == "precious"
 
 
-def test_d4_traces_and_copies_of_buffers_follow_no_link(tmp_path: Path, victim: Path) -> None:
+def test_traces_and_copies_of_buffers_follow_no_link(tmp_path: Path, victim: Path) -> None:
     for name in ("step-000001.parquet.tmp", ".copy.db.partial", "step-000001.parquet", "copy.db"):
         (tmp_path / name).symlink_to(victim)
     TraceWriter(tmp_path).write(1, [])
@@ -81,7 +81,7 @@ def test_d4_traces_and_copies_of_buffers_follow_no_link(tmp_path: Path, victim: 
     assert victim.read_text() == "precious"
 
 
-def test_d4_comparing_follows_no_link(tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparing_follows_no_link(tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     from outrider.evaluation import compare_report as compare_render
@@ -89,7 +89,7 @@ def test_d4_comparing_follows_no_link(tmp_path: Path, victim: Path, monkeypatch:
     for name in ("compare_runs", "page"):
         (tmp_path / f"{name}.html.tmp").symlink_to(victim)
     monkeypatch.setattr(compare_render, "compare", lambda paths: None)
-    monkeypatch.setattr(compare_render, "print_comparison", lambda *arguments: None)
+    monkeypatch.setattr(compare_render, "_contents", lambda comparison: ([], [], []))
     monkeypatch.setattr(compare_render, "html_page", lambda comparison: "page \ud800")
     compare_runs([], markdown=None, html=tmp_path / "page.html", console=Console(quiet=True))
     assert (tmp_path / "page.html").read_text() == "page ?" and victim.read_text() == "precious"

@@ -1,7 +1,5 @@
 """What somebody meets on the first day: errors that come at once, name what was meant, and leave nothing
 behind.
-
-F2, F8, F11 and F12 are the faults that each test would have shown.
 """
 
 import json
@@ -82,7 +80,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     QUICK,
     ids=lambda one: " ".join(one)[-40:] if isinstance(one, list) else "",
 )
-def test_f8_what_needs_no_model_imports_no_torch(
+def test_what_needs_no_model_imports_no_torch(
     arguments: list[str], status: int, says: str, quick: dict[str, list[Any]]
 ) -> None:
     ended, told, heavy, left = quick[str(arguments)]
@@ -131,7 +129,7 @@ def test_an_evaluation_that_is_shown_alone_trains_nothing(
         ("zzz=1", "zzz: unknown key"),
     ],
 )
-def test_f8_paths_are_plain_and_near_matches_are_offered(override: str, told: str) -> None:
+def test_paths_are_plain_and_near_matches_are_offered(override: str, told: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_settings(RunSettings, file=RECIPE, overrides=[override])
     assert told in str(error.value)
@@ -141,7 +139,7 @@ def test_f8_paths_are_plain_and_near_matches_are_offered(override: str, told: st
 @pytest.mark.parametrize("precision", ["auto", "float32"])
 @pytest.mark.parametrize("device", ["cuda:99", "banana"])
 @pytest.mark.parametrize("command", [["train"], ["eval"], ["eval", "--adapt", "2"]])
-def test_f2_a_device_that_is_not_here_is_one_line(
+def test_a_device_that_is_not_here_is_one_line(
     command: list[str], device: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [f"model.device={device}", f"model.precision={precision}"]
@@ -156,7 +154,7 @@ def test_f2_a_device_that_is_not_here_is_one_line(
 
 @pytest.mark.parametrize("reason", [RuntimeError("a driver"), KeyboardInterrupt(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("command", [["train"], ["eval"], ["eval", "--adapt", "2"]])
-def test_f2_a_set_up_that_fails_for_any_reason_leaves_no_folder(
+def test_a_set_up_that_fails_for_any_reason_leaves_no_folder(
     command: list[str], reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, buffer_path: Path, **__: Any) -> None:
@@ -174,7 +172,7 @@ def test_f2_a_set_up_that_fails_for_any_reason_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_f2_a_configuration_that_cannot_be_written_leaves_no_folder(
+def test_a_configuration_that_cannot_be_written_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -185,7 +183,7 @@ def test_f2_a_configuration_that_cannot_be_written_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_f2_a_run_that_was_there_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_there_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(RunSettings, file=RECIPE)
     RunDirectory.create(tmp_path / "run", settings).release()
     before = (tmp_path / "run" / "config.toml").read_bytes()
@@ -214,7 +212,7 @@ def test_f2_a_run_that_was_there_is_never_removed(tmp_path: Path, monkeypatch: p
         ("weights.gguf", "is a file: give the folder"),
     ],
 )
-def test_f11_no_network_is_asked_for_what_is_no_hub_id(
+def test_no_network_is_asked_for_what_is_no_hub_id(
     name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -227,17 +225,17 @@ def test_f11_no_network_is_asked_for_what_is_no_hub_id(
     assert told in str(error.value)
 
 
-def test_f11_hub_ids_folders_and_packaged_models_pass(tmp_path: Path) -> None:
+def test_hub_ids_folders_and_packaged_models_pass(tmp_path: Path) -> None:
     for name in ("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path), "smollm2-135m-instruct"):
         require_known_model(name)
 
 
-def test_f12_a_list_is_asked_for_by_example() -> None:
+def test_a_list_is_asked_for_by_example() -> None:
     with pytest.raises(ConfigError, match=r'trackers: needs a list, such as trackers=\["wandb"\]'):
         load_settings(RunSettings, file=RECIPE, overrides=["trackers=wandb"])
 
 
-def test_f12_an_unknown_name_before_a_file_is_told() -> None:
+def test_an_unknown_name_before_a_file_is_told() -> None:
     with pytest.raises(
         ConfigError,
         match=r"unknown task set 'own' in 'own=mine\.jsonl'; .* questions of your own go as FILE alone",
@@ -247,20 +245,20 @@ def test_f12_an_unknown_name_before_a_file_is_told() -> None:
         find_benchmark("gsm9k=mine.jsonl")
 
 
-def test_f12_an_error_names_the_file_and_not_its_temporary(tmp_path: Path) -> None:
+def test_an_error_names_the_file_and_not_its_temporary(tmp_path: Path) -> None:
     with pytest.raises(OSError) as error:
         atomic_io.replace_file(tmp_path / "gone" / "report.html", b"")
     assert error.value.filename == str(tmp_path / "gone" / "report.html")
 
 
-def test_f12_the_help_of_buffer_lists_all_its_actions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_buffer_lists_all_its_actions(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["buffer", "--help"])
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
     assert {"build", "import", "stats", "query"} <= set(listed)
 
 
-def test_f12_readme_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     told = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""F7: docs/formats.md, every example of it through the reader that a run uses."""
+"""docs/formats.md, every example of it through the reader that a run uses."""
 
 import re
 from collections.abc import Callable
@@ -118,14 +118,14 @@ READERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_f7_every_example_of_the_page_is_read(name: str, page: Path) -> None:
+def test_every_example_of_the_page_is_read(name: str, page: Path) -> None:
     READERS[name](page)
 
 
-def test_f7_no_example_is_without_its_reader() -> None:
+def test_no_example_is_without_its_reader() -> None:
     assert set(_files()) == set(READERS)
     assert PAGE.read_text(encoding="utf-8").count("\n```") == 2 * len(READERS)
 
 
-def test_f7_jsonl_examples_have_three_lines() -> None:
+def test_jsonl_examples_have_three_lines() -> None:
     assert {text.count("\n") for name, text in _files().items() if name.endswith(".jsonl")} == {3}

@@ -1,4 +1,4 @@
-"""Fault D5: whatever a file holds, its reader answers with its own error, or with a note, in bounded work."""
+"""Whatever a file holds, its reader answers with its own error, or with a note, in bounded work."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def no_date(num: int = 1) -> pa.Array:
 
 
 @pytest.mark.parametrize("column", [no_utf8, no_date], ids=["invalid UTF-8", "a date out of range"])
-def test_d5_parquet_that_holds_what_it_should_not_is_a_data_error(
+def test_parquet_that_holds_what_it_should_not_is_a_data_error(
     tmp_path: Path, column: Callable[[], pa.Array]
 ) -> None:
     path = parquet(tmp_path / "a.parquet", question=column(), answer=pa.array(["a"]))
@@ -69,7 +69,7 @@ def test_d5_parquet_that_holds_what_it_should_not_is_a_data_error(
 
 
 @pytest.mark.parametrize("column", [no_utf8, no_date], ids=["invalid UTF-8", "a date out of range"])
-def test_d5_a_bad_row_of_trajectories_is_skipped_alone(
+def test_a_bad_row_of_trajectories_is_skipped_alone(
     tmp_path: Path, column: Callable[[int], pa.Array]
 ) -> None:
     """Row 2 of 3 cannot be read."""
@@ -90,7 +90,7 @@ LINES = (
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_d5_hostile_lines_of_a_data_set_name_the_line(tmp_path: Path, line: str) -> None:
+def test_hostile_lines_of_a_data_set_name_the_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "q", "answer": "a"}\n' + line.encode("latin-1"))
     with pytest.raises(DataError, match=r"a\.jsonl:2"):
@@ -98,7 +98,7 @@ def test_d5_hostile_lines_of_a_data_set_name_the_line(tmp_path: Path, line: str)
 
 
 @pytest.mark.parametrize("field", ["task_key", "agent", "trajectory_id"])
-def test_d5_names_that_are_no_unicode_are_malformed_records(tmp_path: Path, field: str) -> None:
+def test_names_that_are_no_unicode_are_malformed_records(tmp_path: Path, field: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
         json.dumps(GOOD | {field: "\ud800"})
@@ -125,7 +125,7 @@ values = st.recursive(
 
 @few
 @given(st.dictionaries(st.sampled_from([*GOOD, "task_key", "num_tokens", "answer"]), values), st.booleans())
-def test_d5_any_record_is_read_or_refused(record: dict[str, object], skip: bool) -> None:
+def test_any_record_is_read_or_refused(record: dict[str, object], skip: bool) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "a.jsonl"
         path.write_text(json.dumps(GOOD | record))
@@ -141,7 +141,7 @@ def test_d5_any_record_is_read_or_refused(record: dict[str, object], skip: bool)
 
 @few
 @given(st.binary(max_size=200), st.integers(0, 10**6), st.sampled_from(["a.parquet", "a.jsonl"]))
-def test_d5_damaged_files_are_data_errors(junk: bytes, place: int, name: str) -> None:
+def test_damaged_files_are_data_errors(junk: bytes, place: int, name: str) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
         pq.write_table(pa.table({"question": ["q"] * 5, "answer": ["a"] * 5}), path)
@@ -162,7 +162,7 @@ CONFIGS = (
 
 
 @pytest.mark.parametrize("content", CONFIGS, ids=range(len(CONFIGS)))
-def test_d5_a_hostile_recipe_is_a_config_error_and_a_hostile_run_a_page(tmp_path: Path, content: str) -> None:
+def test_a_hostile_recipe_is_a_config_error_and_a_hostile_run_a_page(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.toml").write_text(content)
     with pytest.raises(ConfigError):
         load_settings(RunSettings, file=tmp_path / "config.toml")
@@ -184,9 +184,7 @@ def line(kind: str, step: object, value: object) -> str:
 @pytest.mark.parametrize("kind", ["metrics", "evaluations"])
 @pytest.mark.parametrize("step", ["1", HUGE, "-5", "1000000000000", DEEP])
 @pytest.mark.parametrize("value", ["1", HUGE, "1.7e308", "-1.7e308", ENDLESS, "1e999", "NaN"])
-def test_d5_numbers_that_no_page_can_draw_are_left_out(
-    tmp_path: Path, kind: str, step: str, value: str
-) -> None:
+def test_numbers_that_no_page_can_draw_are_left_out(tmp_path: Path, kind: str, step: str, value: str) -> None:
     lines = [line(kind, step, value), line(kind, 1, "1.7e308"), line(kind, 2, "-1.7e308"), line(kind, 3, 0.5)]
     (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
     assert b"</svg>" in write_report(tmp_path).read_bytes() or kind == "evaluations"
@@ -219,7 +217,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_d5_no_tree_of_a_trace_breaks_the_page(tmp_path: Path, name: str) -> None:
+def test_no_tree_of_a_trace_breaks_the_page(tmp_path: Path, name: str) -> None:
     TraceWriter(tmp_path / "traces").write(1, TREES[name])
     page = write_report(tmp_path).read_text()
     assert "left out" in page or name not in ("comb", "leaf on leaf", "cycle")
@@ -265,7 +263,7 @@ TAMPERED = st.sampled_from([2**42, -1, 0, 2**63 - 1, "many", b"\xff", 1.5, "", N
     TAMPERED,
     st.sampled_from(["num_steps", "num_trajectories", "revision", "dim", "generation", "oldest_revision"]),
 )  # fmt: skip
-def test_d5_a_tampered_buffer_is_an_error_and_no_allocation(where: str, value: object, entry: str) -> None:
+def test_a_tampered_buffer_is_an_error_and_no_allocation(where: str, value: object, entry: str) -> None:
     table, column = where.split(".")
     with TemporaryDirectory() as folder:
         path = buffer_file(Path(folder))
@@ -285,7 +283,7 @@ def test_d5_a_tampered_buffer_is_an_error_and_no_allocation(where: str, value: o
             assert "\n" not in str(error)
 
 
-def test_d5_a_count_that_is_a_lie_is_found_before_it_is_allocated(tmp_path: Path) -> None:
+def test_a_count_that_is_a_lie_is_found_before_it_is_allocated(tmp_path: Path) -> None:
     path = buffer_file(tmp_path)
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'num_steps'", (2**42,))
@@ -300,7 +298,7 @@ def test_d5_a_count_that_is_a_lie_is_found_before_it_is_allocated(tmp_path: Path
     ids=range(4),
 )
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_d5_hostile_weights_are_a_model_error(tmp_path: Path, weights: bytes, name: str) -> None:
+def test_hostile_weights_are_a_model_error(tmp_path: Path, weights: bytes, name: str) -> None:
     shape = {
         "vocab_size": 8,
         "hidden_size": 8,

@@ -25,6 +25,7 @@ from outrider.runs import Run
 from outrider.signals import stop_on_interrupt
 
 if TYPE_CHECKING:
+    from outrider.evaluation.compare import Comparison
     from outrider.evaluation.tasks import EvalTasksSettings
     from outrider.training.settings import RunSettings
     from outrider.training.setup import StartLearner, StartRemote
@@ -252,9 +253,22 @@ def evaluate_tasks(
 
 
 def load_run(path: str | Path) -> Run:
-    """A run directory: its settings, metrics, evaluations and traces. Raises DataError where there is
-    none."""
+    """Open a run directory to read its settings, metrics, evaluations and traces. Raises DataError for any
+    other folder.
+    """
     return Run.from_path(Path(path))
+
+
+def compare(runs: Sequence[Run | str | Path], *, seed: int = 0) -> "Comparison":
+    """Compare finished runs as ``outrider compare`` does: means and interquartile means with intervals over
+    seeds, and paired tests of every two methods. ``markdown_page`` formats the result.
+
+    Runs that differ in their seed alone are one method. ``seed`` is that of the bootstrap. Raises
+    OutriderError if the runs cannot be compared.
+    """
+    from outrider.evaluation.compare import compare as compare_paths
+
+    return compare_paths([run.path if isinstance(run, Run) else Path(run) for run in runs], seed=seed)
 
 
 def run_settings(

@@ -1,16 +1,49 @@
-"""The command line: arguments in, an exit status out; every expected error is one line on stderr."""
+"""The command line: arguments in, an exit status out; every expected error is one line on stderr.
+
+A module of ``outrider.commands`` has the arguments of its commands (``add_NAME``) and the functions that run
+them. Only the module of the chosen command is imported.
+"""
 
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Final
 
-from outrider.commands import make_parser
+from outrider import __version__
 from outrider.errors import ConfigError, OutriderError
 from outrider.printing import print_lines
 from outrider.signals import exit_on_second_signal, is_interruption, reraise_lost_interrupts
 
 Command = Callable[[argparse.Namespace], int]
+COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "train": ("train", "train from a recipe, or continue a run"),
+    "prompt": (
+        "prompt",
+        "print the first prompt of a task: messages, text as the chat template renders it, ids",
+    ),
+    "plan": ("plan", "memory, tokens and seconds that a recipe needs, and whether it fits"),
+    "eval": ("eval", "evaluate on a recipe's held-out panel, or on named task sets"),
+    "buffer": ("buffer", "step-trace buffers"),
+    "critic": ("critic", "train a critic on recorded trajectories (Retrospex)"),
+    "replay": ("replay", "play a recorded training step's rollouts again, without a model"),
+    "inspect-log": ("replay", "an evaluation as a log file of inspect-ai"),
+    "compare": ("replay", "compare runs over seeds: scores with intervals, tests, curves at equal cost"),
+    "export": ("push", "a run's weights as a Hugging Face folder"),
+    "push": ("push", "a run's weights, or a data set, with a card to the Hugging Face hub"),
+    "view": ("view", "look at runs in the browser (extra: view)"),
+    "watch": ("view", "follow a run from another terminal (Ctrl-C ends only that)"),
+    "report": ("view", "write report.html of a run: one page, no script, no server"),
+    "pack": ("pack", "runs as a folder that anybody can verify (docs/packs.md)"),
+    "verify": ("pack", "check a pack: its files, its tables, and one row that is run again"),
+    "doctor": ("doctor", "what works on this machine"),
+    "list": ("doctor", "every plug-in, where it comes from, and what it is"),
+    "new": ("doctor", "a small package with a plug-in of your own, its test and a recipe"),
+    "init": ("doctor", "write a commented recipe to start from"),
+}
+"""Name of a command -> its module in ``outrider.commands``, and its line in the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,21 +73,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def make_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser that knows all commands by name, and the arguments of ``commands``.
+
+    A parsed command is a function of the arguments, in ``command``, which returns the exit status.
+    """
+    parser = argparse.ArgumentParser(prog="outrider", description="Train LLM agents to explore.")
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(interrupted="")  # how to continue after Ctrl-C, if that is possible
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module, meaning) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=meaning)
+        if name in commands:
+            add_arguments = getattr(
+                import_module(f"outrider.commands.{module}"), f"add_{name.replace('-', '_')}"
+            )
+            add_arguments(subparser)
+    return parser
+
+
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Ends the process with status 2 for arguments that no command takes."""
-    parser = make_parser()
+    """Exits with status 2 if the command does not take the arguments."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # The command is the first argument that is no option: the options in front of it take no value.
+    parser = make_parser([argument for argument in arguments if not argument.startswith("-")][:1])
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (
         not all("=" in item and not item.startswith("-") for item in rest) or "overrides" not in parsed
     ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # argparse takes positionals in one run only; overrides may stand anywhere
+    if rest:  # argparse accepts positional arguments in one block only; overrides may stand anywhere
         parsed.overrides = [*parsed.overrides, *rest]
     return parsed
 
 
 def _resume_hint(parsed: argparse.Namespace) -> str:
-    """The end of the line about an interruption; empty where the command does not go on."""
+    """The end of the line about an interruption; empty if the command cannot be continued."""
     template: str = parsed.interrupted
     run = vars(parsed).get("resume") or vars(parsed).get("run")
     return template.replace("{run}", shlex.quote(str(run or "RUN")))

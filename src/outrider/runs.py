@@ -147,6 +147,24 @@ class Run:
             raise DataError(f"{name} is damaged: {error}") from error
 
 
+def plot(runs: Mapping[str, Run], metric: str) -> str:
+    """Plot a training metric over the steps, one line per run, as an SVG image for an HTML page.
+
+    Args:
+        runs: the runs by the label of their line.
+        metric: name of a column of :meth:`Run.metrics`.
+    """
+    from outrider.viewer.report_parts import Chart, Point, Series, svg_chart
+
+    lines = []
+    for label, run in runs.items():
+        table = run.metrics()
+        values = zip(table["step"].to_pylist(), table[metric].to_pylist(), strict=True)
+        points = tuple(Point(x=step, value=value) for step, value in values)
+        lines.append(Series(label=label, points=points))
+    return svg_chart(Chart(title=metric, x_label="step", y_label=metric, series=tuple(lines)))
+
+
 def _never_written(name: str) -> str:
     """Runs of 0.1.0 kept the traces of training alone."""
     return " (Outrider 0.1.0 wrote none of evaluations)" if name.startswith("evaluation-") else ""

@@ -1,4 +1,12 @@
-"""Common parts of the contract checks."""
+"""Contract checks of plug-ins, for tests.
+
+For example::
+
+from outrider.testing import check_environment
+
+def test_the_contract():
+    check_environment(MyWorld)
+"""
 
 import copy
 import json
@@ -10,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
@@ -20,17 +28,22 @@ from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.environments.base import (
     CopyableEnvironment,
     Env,
+    EnvironmentSettings,
+    EpisodeResult,
     StepResult,
     TaskSet,
 )
 from outrider.environments.environment import Environment
 from outrider.environments.episode import Episode, open_episode
+from outrider.environments.task_sets import make_task_set
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
+from outrider.plugins.registry import read_settings
 from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
 from outrider.tools.base import SchemaTool, Tool, ToolOutput, trial_arguments
+from outrider.tools.functions import tool_class
 from outrider.trace import Leaf, Trace
 from outrider.types import Json, Message, Origin, Outcome, Task, ToolCall, ToolSchema
 
@@ -74,12 +87,13 @@ def find_settings(plugin: Any) -> Settings | None:
 
 
 def check_environment(
-    environment: Environment | type[Environment] | TaskSet,
+    environment: Environment | type[Environment] | Mapping[str, Any] | TaskSet,
     *,
     split: str = "train",
     num_tasks: int = 2,
     texts: Sequence[str] = (),
     max_turns: int = 12,
+    expert_solves: bool = False,
 ) -> None:
     """Check an environment: play the first tasks of a split with garbage, ``texts`` and the expert's turns.
 
@@ -88,11 +102,13 @@ def check_environment(
     tasks and settings can be pickled.
 
     Args:
-        environment: the class (with its default settings) or an instance with the settings to check.
+        environment: the class (with its default settings), an instance with the settings to check, or the
+            section ``environment`` of a recipe, for example ``{"type": "gym", "id": "FrozenLake-v1"}``.
         split: the split whose tasks are played.
         num_tasks: number of tasks.
         texts: further turns to play, for example valid actions.
         max_turns: turns per episode.
+        expert_solves: whether the expert must solve every task that is played.
 
     Raises:
         AssertionError: with the problem that a run would meet.
@@ -101,6 +117,8 @@ def check_environment(
         task_set = environment.build(environment.settings)
     elif isinstance(environment, type):
         task_set = environment.build(environment.Settings())
+    elif isinstance(environment, Mapping):
+        task_set = make_task_set(cast(EnvironmentSettings, read_settings("environments", environment)))
     else:
         task_set = environment
     _check_task_set(task_set, split)
@@ -108,8 +126,15 @@ def check_environment(
     factory = task_set.make()
     try:
         for task in tasks:
-            for script in _scripts(task_set, task, texts):
+            expert = task_set.expert(task, 0)
+            require(expert or not expert_solves, f"{task.key}: there is no expert")
+            for script in _scripts(task_set, texts):
                 _check_episode(factory, task, script[:max_turns])
+            if expert:
+                record = _check_episode(factory, task, [step.text for step in expert][:max_turns])
+                require(
+                    record.success or not expert_solves, f"{task.key}: the expert does not solve the task"
+                )
     finally:
         factory.close()
         factory.close()
@@ -143,14 +168,12 @@ def _check_task_set(task_set: TaskSet, split: str) -> None:
         require_picklable("the settings", settings)
 
 
-def _scripts(task_set: TaskSet, task: Task, texts: Sequence[str]) -> list[list[str]]:
-    """Scripts to play: garbage, garbage inside what ends a turn, what was asked for, and the expert's way."""
+def _scripts(task_set: TaskSet, texts: Sequence[str]) -> list[list[str]]:
+    """Turns to play: garbage, garbage inside what ends a turn, and the caller's ``texts``."""
     endings = [f"{text}{stop}" for stop in task_set.stop for text in ("", "x", "<x>")]
     closing = [stop for stop in task_set.stop if stop.startswith("</")]
     tags = [f"<{stop[2:]}{word}{stop}" for stop in closing for word in ("?", "go", "1")]
-    scripts = [list(GARBAGE), endings, tags, list(texts)]
-    expert = task_set.expert(task, 0)
-    return [script for script in (*scripts, [step.text for step in expert or ()]) if script]
+    return [script for script in (list(GARBAGE), endings, tags, list(texts)) if script]
 
 
 @dataclass(slots=True)
@@ -159,10 +182,10 @@ class _EpisodeRecord:
 
     prompt: Sequence[Message]
     results: list[StepResult]
-    record: object
+    record: EpisodeResult
 
 
-def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> None:
+def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> EpisodeResult:
     first = _play(factory(task), script, seed=3)
     again = _play(factory(task), script, seed=3)
     require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
@@ -177,6 +200,7 @@ def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[
     )
     require(first.record == again.record, f"{task.key}: another record with the same seed")
     _check_copy(factory(task), task, script, first)
+    return first.record
 
 
 def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
@@ -246,7 +270,9 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
             results == whole.results[middle:],
             f"{task.key}: the original goes another way after it was copied",
         )
-        require(episode.result() == whole.record, f"{task.key}: another record after a copy was made")
+        require(
+            episode.result() == whole.record, f"{task.key}: another record after a copy was made"
+        )
     finally:
         environment.close()
 
@@ -259,18 +285,30 @@ _Input: TypeAlias = str | Mapping[str, Json]
 
 
 def check_tool(
-    tool: Tool,
+    function_or_tool: Tool | Callable[..., Any],
     *,
     texts: Sequence[str] = (),
     num_threads: int = 4,
     is_deterministic: bool = True,
 ) -> None:
-    """Call a tool with garbage, with ``texts`` and, where it has a schema, with arguments drawn from that:
-    one call after the other, and from several threads. It is closed in the end.
+    """Check a tool: call it with garbage, ``texts`` and arguments that its schema allows, also from several
+    threads.
 
-    Checked: a tag name that a policy can write, text for whatever it is given, a call that succeeds of a tool
-    with a schema, equal text for equal input, it closes twice, and its settings go to other processes.
+    Checks that its name is a valid tag, that it returns text for any input, that some call of a tool with a
+    schema succeeds, that equal inputs return equal text, that it can be closed twice, and that its settings
+    can be pickled.
+
+    Args:
+        function_or_tool: a tool, or a function with type hints and a docstring.
+        texts: further texts to call it with.
+        num_threads: number of threads.
+        is_deterministic: whether equal inputs must return equal text.
+
+    Raises:
+        AssertionError: with the problem that a run would meet.
     """
+    is_tool = hasattr(function_or_tool, "run_text")
+    tool = cast(Tool, function_or_tool) if is_tool else tool_class(cast(Any, function_or_tool))()
     is_tag = isinstance(tool.name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", tool.name)
     require(is_tag, f"the name {tool.name!r} is no tag: lower-case letters, digits and _")
     usage = getattr(type(tool), "usage", "")
@@ -563,20 +601,26 @@ _RETURNS: tuple[tuple[float | None, ...], ...] = (
 
 
 def check_algorithm(
-    algorithm: Algorithm | Callable[[], Algorithm],
+    algorithm: Algorithm | type[Algorithm] | Callable[[], Algorithm],
     *,
     num_steps: int = 2,
     without_effect: Sequence[str] = (),
 ) -> None:
-    """Give an algorithm the groups of a few steps, made up, with faults and without spread.
+    """Check an algorithm on made-up groups of a few steps, with faults and without spread.
 
-    ``algorithm`` is one that has seen nothing, or what makes one. Checked: modes that depend on step and
-    group alone; credit that is finite, the same every time, and only on what an update may train on; a flag
-    of signal that agrees with the advantages; nothing for a rollout that a fault ended; numbers among its own
-    settings that change some advantage, if it changes nothing but advantages (``without_effect`` names those
-    that may have none); measurements under declared names; a memory that is the same after a
-    checkpoint; hooks whose copies in other processes are what they are, where they can have any
-    (:class:`outrider.rollout.hooks.Hook`).
+    Checks modes that depend on step and group only; advantages that are finite, reproducible and only on
+    tokens that the update may train on; a ``has_signal`` that agrees with them; no advantage for a rollout
+    that ended by a fault; declared measurements; a state that survives a checkpoint; hooks whose copies in
+    other processes act alike (:class:`outrider.rollout.hooks.Hook`). If the algorithm changes nothing but
+    advantages, every number among its own settings must change some advantage.
+
+    Args:
+        algorithm: the class (with its default settings), a new instance, or a function that returns one.
+        num_steps: number of steps.
+        without_effect: names of settings that may change no advantage.
+
+    Raises:
+        AssertionError: with the problem that a run would meet.
     """
     make = _maker(algorithm)
     first, other = make(), make()
@@ -605,6 +649,8 @@ def check_algorithm(
 
 
 def _maker(algorithm: Any) -> Callable[[], Algorithm]:
+    if isinstance(algorithm, type):
+        return lambda: cast(Algorithm, algorithm(algorithm.Settings()))  # type: ignore[attr-defined]
     if hasattr(algorithm, "assign_advantages") and not isinstance(algorithm, type):
         return lambda: copy.deepcopy(algorithm)
     return algorithm  # type: ignore[no-any-return]

@@ -263,35 +263,6 @@ def test_log_ratio_clamp_and_retrieval_shaping() -> None:
     np.testing.assert_allclose(shaped_ratio(ratio=flat([1.0, 2.0, 0.5]), scale=scale), [1.0, 2.05, 0.525])
 
 
-def test_empo2_vectors() -> None:
-    """Clip 0.2 / 0.3 with c = 10, on ratios against the log-probs with tips; the mask is by token."""
-    case = CASES["masked_clipped_loss"]
-    mask = torch.tensor(case["expected"]["mask_paper_token_level"]).bool()
-    for sign, expected in ((1.0, case["expected"]["A=+1"]), (-1.0, case["expected"]["A=-1"])):
-        surrogate = clipped_surrogate_per_token(
-            logprobs=flat(case["inputs"]["new_plain"]),
-            old_logprobs=flat(case["inputs"]["old_tips"]),
-            advantages=torch.full((4,), sign, dtype=torch.float64),
-            clip_high=0.3,
-            dual_clip=10.0,
-        )
-        np.testing.assert_allclose(surrogate.losses, expected["token_loss"], atol=1e-6)
-        kept = aggregate(surrogate.losses.tolist(), [mask.tolist()], "token_mean", num_rollouts=1)
-        assert kept == pytest.approx(expected["masked_mean_over_kept"], abs=1e-6)
-        constant = aggregate(
-            surrogate.losses.tolist(), [mask.tolist()], "constant_length", num_rollouts=1, max_length=4
-        )
-        assert constant == pytest.approx(expected["paper_mean_over_all_T"], abs=1e-6)
-    dual = CASES["dual_clip"]
-    surrogate = clipped_surrogate_per_token(
-        logprobs=flat(dual["inputs"]["ratio"]).log(),
-        old_logprobs=flat([0.0]),
-        advantages=flat([dual["inputs"]["advantage"]]),
-        dual_clip=10.0,
-    )
-    assert surrogate.losses.tolist() == dual["expected"]["loss"] and surrogate.dual_clipped.item()
-
-
 def test_the_likelihood_term_weighs_every_token_of_successful_rollouts_the_same_and_is_reported() -> None:
     """By hand: rollouts 0 and 2 succeeded; one of 2's tokens is a demonstrator's, over two micro-batches."""
     paths: Any = [SimpleNamespace(succeeded=success) for success in (True, False, True)]

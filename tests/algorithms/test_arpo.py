@@ -23,7 +23,7 @@ from outrider.algorithms.entropy_branching import (
 )
 from outrider.algorithms.exploration import ARPO_PRESETS as PRESETS
 from outrider.algorithms.exploration import Arpo, ArpoSettings, RapoSettings
-from outrider.algorithms.losses import clipped_surrogate_per_token, clipped_surrogate_shared_per_token
+from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.config import validate
 from outrider.environments.base import StepResult
 from outrider.environments.episode import Episode
@@ -114,10 +114,9 @@ def test_soft_and_hard_on_a_shared_token(case: dict[str, Any]) -> None:
             [math.log(case["shared_token_ratio"])], dtype=torch.float64, requires_grad=True
         )
         each = advantages if kind == "soft" else advantages.mean()[None]
-        loss = clipped_surrogate_shared_per_token(
-            logprobs=logprobs, old_logprobs=torch.zeros(1, dtype=torch.float64), dual_clip=3.0,
-            advantage_positive=each.clamp(min=0).sum()[None],
-            advantage_negative=each.clamp(max=0).sum()[None],
+        loss = clipped_surrogate_per_token(
+            logprobs=logprobs.expand(len(each)), old_logprobs=torch.zeros(len(each), dtype=torch.float64),
+            advantages=each, dual_clip=3.0,
         ).losses.sum() / len(each)  # fmt: skip
         loss.backward()
         assert float(loss) == pytest.approx(case[f"{kind}_loss"], abs=1e-7)
@@ -232,7 +231,7 @@ def test_a_streak_lowers_the_probability(scope: str) -> None:
     change=st.floats(-3, 3), base=st.floats(0, 1), weight=st.floats(0, 2), penalty=st.floats(0, 1),
     u=st.floats(0, 0.999), decision=st.sampled_from(["bernoulli", "threshold", "aepo_released"]),
 )  # fmt: skip
-def test_b2_a_longer_streak_never_branches_where_a_shorter_one_does_not(
+def test_a_longer_streak_never_branches_where_a_shorter_one_does_not(
     decision: Any, u: float, **options: float
 ) -> None:
     """So a point that wants nothing without a streak needs no copy, whatever the group's streak will be."""

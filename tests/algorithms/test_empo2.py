@@ -58,27 +58,6 @@ def test_the_paper_s_proportions_and_their_order() -> None:
     assert modes[:24] != modes[24:48]
 
 
-def test_ratios_of_the_modes() -> None:
-    given_, expected = vector("importance_ratio_by_mode")
-    logprobs = {
-        name: torch.tensor(values, dtype=torch.float64) for name, values in given_["logprobs"].items()
-    }
-    pairs = {
-        "regular_on_policy": ("new_plain", "old_plain"),
-        "on_policy_with_tips": ("new_tips", "old_tips"),
-        "table3_off_policy (new_plain/old_tips)": ("new_plain", "old_tips"),
-        "algorithm1_off_policy (new_plain/old_plain)": ("new_plain", "old_plain"),
-    }
-    for name, (new, old) in pairs.items():
-        losses = clipped_surrogate_per_token(
-            logprobs=logprobs[new],
-            old_logprobs=logprobs[old],
-            advantages=torch.ones(4, dtype=torch.float64),
-            clip_high=99.0,
-        ).losses
-        np.testing.assert_allclose(-losses.numpy(), expected[name], atol=1e-5)
-
-
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_masked_clipped_loss(sign: float) -> None:
     given_, expected = vector("masked_clipped_loss")
@@ -145,16 +124,6 @@ def test_tokens_of_other_rollouts_are_never_masked() -> None:
             objective, logprobs_T=low, with_tips_T=low, is_without_tips_T=is_off, turn_T=torch.tensor([0, 1])
         )
         assert kept.tolist() == [0.0, 1.0]
-
-
-def test_dual_clip() -> None:
-    given_, expected = vector("dual_clip")
-    ratio = torch.tensor(given_["ratio"], dtype=torch.float64)
-    losses = clipped_surrogate_per_token(
-        logprobs=ratio.log(), old_logprobs=torch.zeros(1, dtype=torch.float64), clip_high=0.3, dual_clip=10.0,
-        advantages=torch.tensor([given_["advantage"]], dtype=torch.float64),
-    ).losses  # fmt: skip
-    assert losses.tolist() == pytest.approx(expected["loss"])
 
 
 def test_intrinsic_reward_decides_where_returns_tie() -> None:

@@ -83,7 +83,7 @@ def test_dividing_by_the_std_bends_the_gradient() -> None:
 
 @pytest.mark.parametrize(("row", "cosine"), [("token mean", 0.990174), ("sequence mean", 0.927701)])
 def test_means_over_lengths_bend_unbiased_credit(row: str, cosine: float) -> None:
-    """As docs/algorithms/grpo.md quotes it (row C2): ``token_mean`` has a length bias too, which falls with
+    """As docs/algorithms/grpo.md quotes it: ``token_mean`` has a length bias too, which falls with
     the group's size.
     """
     ragged = [bias.make_tree(seed=0, environment_nodes=bias.RAGGED_NODES)]

@@ -140,7 +140,7 @@ def test_the_form_of_a_hybrid_rollout(buffer: StepTraceBuffer, probability: floa
 
 
 def test_the_nearest_step_is_shown(buffer: StepTraceBuffer) -> None:
-    """B13: the best hit of the buffer for the rollout's own steps, asked for by independent code; what it was
+    """The best hit of the buffer for the rollout's own steps, asked for by independent code; what it was
     shown is not its own.
     """
     traces, _, _ = play(buffer, num_tasks=1, modes=("hybrid",) * 2)
@@ -341,7 +341,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepTraceBuffer]
 def test_equal_steps_of_sibling_trajectories_are_one_step(
     twins: StepTraceBuffer, chosen: dict[str, Any]
 ) -> None:
-    """B13: never the same step twice in a rollout, by what it says and not by its number; what is left is
+    """Never the same step twice in a rollout, by what it says and not by its number; what is left is
     found all the same.
     """
     answer = lambda n, text: StepResult(message=None, done=True) if n == 29 else say(f" o{n}")  # noqa: E731
@@ -360,7 +360,7 @@ def test_equal_steps_of_sibling_trajectories_are_one_step(
 
 
 def test_retrievals_of_a_certain_policy_are_counted(buffer: StepTraceBuffer) -> None:
-    """C7: the entropy before them is under the floor that Eq. 5 divides by."""
+    """The entropy before them is under the floor that Eq. 5 divides by."""
     algorithm = Rapo(RapoSettings(group_size=6, num_hybrid=6), buffer=buffer, num_training_steps=10)
     traces, hook, _ = play(buffer, num_tasks=1)
     for certain, expected in ((False, 0), (True, hook.counts["retrievals"])):
@@ -408,7 +408,7 @@ def test_execute_can_end_the_episode(buffer: StepTraceBuffer) -> None:
 def test_a_refused_action_falls_back_to_the_policy_and_is_counted(
     buffer: StepTraceBuffer, no: dict[str, bool]
 ) -> None:
-    """B1: whether the environment could not read it or did not do it."""
+    """Whether the environment could not read it or did not do it."""
 
     def answer(n: int, text: str) -> StepResult:
         if text.startswith("do "):

@@ -70,7 +70,7 @@ def play(buffer: StepTraceBuffer, said: str, **chosen: Any) -> tuple[list[Trace]
 def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_is_not_paid_for(
     buffer: StepTraceBuffer, scope: str
 ) -> None:
-    """B1: the shop answers it in words, and the policy goes on without having been shown anything."""
+    """The shop answers it in words, and the policy goes on without having been shown anything."""
     traces, hook = play(buffer, "<action>click[back to search]</action>", scope=scope)
     shown = [node for trace in traces for node in trace.nodes if node.origin is Origin.BUFFER]
     refusals = (webshop_text.NO_SUCH_NAME, webshop_text.NO_SEARCH_BAR)
@@ -87,7 +87,7 @@ def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_is_not_paid_for(
 
 
 def test_what_a_rollout_did_can_be_done_again_from_its_stored_trajectory(buffer: StepTraceBuffer) -> None:
-    """B6: a retrieved step that was done is a step of the episode, or the pages behind it would be in no
+    """A retrieved step that was done is a step of the episode, or the pages behind it would be in no
     order.
     """
     traces, _ = play(buffer, "<action>click[buy now]</action>", scope="same_task")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.losses import (
     clipped_surrogate_per_token,
-    clipped_surrogate_shared_per_token,
     kl_per_token,
     token_weights,
     weighted_loss,
@@ -130,7 +129,50 @@ def test_arpo_loss_and_gradient(case: dict[str, Any]) -> None:
     np.testing.assert_allclose(gradient, flat(case["grad_wrt_logprob"]), atol=1e-7)
 
 
+def reference(
+    ratio: float, advantage: float, low: float, high: float, dual: float | None
+) -> tuple[float, float]:
+    """Loss and its derivative by the log-prob, as the papers print them, one scalar at a time."""
+    plain, clipped = -advantage * ratio, -advantage * min(max(ratio, 1.0 - low), 1.0 + high)
+    loss, slope = (plain, plain) if plain >= clipped else (clipped, 0.0)
+    if dual is not None and advantage < 0.0 and -advantage * dual < loss:
+        loss, slope = -advantage * dual, 0.0
+    return loss, slope
+
+
+# below, products underflow into ties
+ADVANTAGE = st.floats(-2.0, 2.0).map(lambda value: value if abs(value) > 1e-9 else 0.0)
+TOKEN = st.tuples(st.floats(-3.0, 3.0), ADVANTAGE, st.floats(1.0, 1.05))
 DUAL = st.sampled_from([None, 1.5, 3.0, 10.0])
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.lists(TOKEN, min_size=1, max_size=12),
+    dual=DUAL,
+    high=st.sampled_from([0.2, 0.28]),
+    scaled=st.booleans(),
+)
+def test_scalar_reference(
+    tokens: list[tuple[float, float, float]], dual: float | None, high: float, scaled: bool
+) -> None:
+    log_ratios, advantages, scales = (list(column) for column in zip(*tokens, strict=True))
+    logprobs = flat(log_ratios).requires_grad_()
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros_like(logprobs),
+        advantages=flat(advantages),
+        clip_high=high,
+        dual_clip=dual,
+        ratio_scale=flat(scales) if scaled else None,
+    )
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
+    for index, (log_ratio, advantage, scale) in enumerate(tokens):
+        loss, slope = reference(np.exp(log_ratio) * (scale if scaled else 1.0), advantage, 0.2, high, dual)
+        assert surrogate.losses[index].item() == pytest.approx(loss, abs=1e-12)
+        assert gradient[index].item() == pytest.approx(slope, abs=1e-12)
+        clipped = (surrogate.clipped_high | surrogate.clipped_low | surrogate.dual_clipped)[index]
+        assert bool(clipped) == (slope == 0.0 and loss != 0.0)
 
 
 @pytest.mark.parametrize(
@@ -154,57 +196,15 @@ def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient(
     assert surrogate.losses.item() == pytest.approx(loss) and gradient.item() == pytest.approx(slope)
 
 
-@settings(deadline=None)
-@given(
-    log_ratio=st.floats(-4.0, 4.0),
-    leaves=st.lists(st.tuples(st.floats(-3.0, 3.0), st.floats(0.0, 1.0)), min_size=1, max_size=16),
-    dual=DUAL,
-    scale=st.floats(1.0, 1.05),
-)
-def test_shared_token_is_the_sum_over_its_leaves(
-    log_ratio: float, leaves: list[tuple[float, float]], dual: float | None, scale: float
-) -> None:
-    """Value and gradient, with a weight of its own for every leaf; the sums are over weight * advantage."""
-    advantages, weights = flat([leaf[0] for leaf in leaves]), flat([leaf[1] for leaf in leaves])
-    settings: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual}
-    shared, single = flat([log_ratio]).requires_grad_(), flat([log_ratio]).requires_grad_()
-    copies = single.expand(len(leaves))
-    apart = clipped_surrogate_per_token(
-        logprobs=copies,
-        old_logprobs=torch.zeros(len(leaves), dtype=torch.float64),
-        advantages=advantages,
-        ratio_scale=torch.full_like(advantages, scale),
-        **settings,
-    )
-    together = clipped_surrogate_shared_per_token(
-        logprobs=shared,
-        old_logprobs=torch.zeros(1, dtype=torch.float64),
-        advantage_positive=(weights * advantages.clamp(min=0)).sum().reshape(1),
-        advantage_negative=(weights * advantages.clamp(max=0)).sum().reshape(1),
-        ratio_scale=flat([scale]),
-        **settings,
-    )
-    apart_sum = (weights * apart.losses).sum()
-    assert together.losses.item() == pytest.approx(apart_sum.item(), abs=1e-10)
-    (gradient,) = torch.autograd.grad(together.losses.sum(), shared)
-    (apart_gradient,) = torch.autograd.grad(apart_sum, single)
-    assert gradient.item() == pytest.approx(apart_gradient.item(), abs=1e-10)
-
-
-def test_averaging_the_leaves_instead_is_wrong_once_something_clips() -> None:
-    """Ratio 1.5, leaves +1 and -0.5: the sum over leaves is -1.2 + 0.75, the mean advantage would give -1.2 *
-    0.5.
-    """
-    logprobs = flat([1.5]).log().requires_grad_()
-    together = clipped_surrogate_shared_per_token(
-        logprobs=logprobs,
-        old_logprobs=flat([0.0]),
-        advantage_positive=flat([1.0]),
-        advantage_negative=flat([-0.5]),
-    )
-    (gradient,) = torch.autograd.grad(together.losses.sum(), logprobs)
-    assert together.losses.item() == pytest.approx(-0.45) and gradient.item() == pytest.approx(0.75)
-    assert together.clipped_high.item() and not together.clipped_low.item()
+def test_only_the_current_policy_carries_gradient() -> None:
+    tensors: dict[str, Any] = {
+        name: flat(values).requires_grad_()
+        for name, values in {"old_logprobs": [0.1], "advantages": [1.0], "ratio_scale": [1.01]}.items()
+    }
+    logprobs = flat([0.0]).requires_grad_()
+    losses = clipped_surrogate_per_token(logprobs=logprobs, **tensors).losses
+    gradients = torch.autograd.grad(losses.sum(), [logprobs, *tensors.values()], allow_unused=True)
+    assert gradients[0] is not None and all(gradient is None for gradient in gradients[1:])
 
 
 def test_huge_log_ratios_stay_finite() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.tips import PLAIN, TIPS_ON, MemorySettings, TipHook, environment_tip
 from outrider.environments.house import HouseConfig, HouseTaskSet, make_house
-from outrider.environments.scienceworld.tasks import render_action
+from outrider.environments.text_games import render_action
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.base import Limits
 from outrider.rollout.scheduler import RolloutReport

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from benchmarks import alfworld_policies
-from outrider.environments.alfworld.environment import AlfworldTaskSet
-from outrider.environments.alfworld.games import AlfworldConfig
+from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldTaskSet
 
 
 def test_a_row_a_type_and_one_of_all(capsys: pytest.CaptureFixture[str]) -> None:

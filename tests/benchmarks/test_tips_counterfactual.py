@@ -23,7 +23,7 @@ from benchmarks import tips_counterfactual as counterfactual
 from outrider.config import load_settings
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.scienceworld.tasks import render_action
+from outrider.environments.text_games import render_action
 from outrider.errors import ConfigError
 from outrider.memory.embedders import HashEmbedder
 from outrider.trace import Trace

@@ -82,8 +82,8 @@ def test_the_recursion_is_the_sum_over_every_course(lock: Lock) -> None:
         assert rewarded(lock, own=own) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
 def test_the_real_hook_is_rewarded_as_often(strict: bool, tmp_path: Path) -> None:
     """Untrained hybrid rollouts of the real loop, four standard errors."""
     set_threads(1)

@@ -21,7 +21,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 loop = http_client._Loop(None)
 loop.run(asyncio.sleep(0))
 before = set(sys.modules)
-answer = loop.run(http_client._exchange(loop.client, f"http://127.0.0.1:{server.server_port}/", None, {}, 60))
+answer = loop.run(loop.exchange(f"http://127.0.0.1:{server.server_port}/", None, {}, 60))
 assert answer.content == b"ok"
 print(*sorted(set(sys.modules) - before))
 """

@@ -140,7 +140,7 @@ def test_in_every_form_of_calls(family: str, text: str) -> None:
     assert leaf.metrics["num_unfit_calls"] == 1 and len(split_contexts(path)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_default_of_a_function_of_the_agents_sdk() -> None:
     pytest.importorskip("agents", reason="needs OpenAI's Agents SDK")
     leaf, _ = play_turns("defaulting", [CALL, "It is sunny."])

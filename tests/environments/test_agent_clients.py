@@ -74,7 +74,7 @@ def turns(*said: str):  # type: ignore[no-untyped-def]
         pytest.param("agents_sdk", forecast, 2, 1.0, marks=pytest.mark.slow),
         ("agents_sdk", thoughtful, 2, 1.0),
         pytest.param("smol_tools", turns(CALL, FINAL), 2, 1.0, marks=pytest.mark.slow),
-        pytest.param("smol_code", turns(*CODE), 2, 1.0, marks=pytest.mark.long),
+        pytest.param("smol_code", turns(*CODE), 2, 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_an_unmodified_agent(agent: str, script, num_turns: int, value: float) -> None:  # type: ignore[no-untyped-def]

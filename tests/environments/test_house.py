@@ -19,6 +19,7 @@ from outrider.environments.house import (
     THINGS,
     HouseConfig,
     HouseEnvironment,
+    HouseGame,
     HousePlan,
     HouseSettings,
     HouseTaskSet,
@@ -100,8 +101,9 @@ def fewest_commands(plan: HousePlan, goal: str) -> int:
                 outcome = act(twin, command)
                 if outcome.done:
                     return depth
-                episode = twin._episode
-                mark = (episode.room, frozenset(episode.opened), frozenset(episode.carried))
+                game = twin._game
+                assert isinstance(game, HouseGame)
+                mark = (game.room, game.opened, game.carried)
                 if not outcome.refused and mark not in seen:
                     seen.add(mark)
                     following.append(twin)

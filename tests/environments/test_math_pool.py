@@ -1,4 +1,4 @@
-r"""Fault D1: a short answer that keeps the algebra system busy for ever ends a grading process, and nothing
+r"""A short answer that keeps the algebra system busy for ever ends a grading process, and nothing
 else.
 """
 
@@ -35,7 +35,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[MathPool]:
     made.close()
 
 
-def test_d1_a_bomb_is_undecided_and_the_next_answer_is_graded(pool: MathPool) -> None:
+def test_a_bomb_is_undecided_and_the_next_answer_is_graded(pool: MathPool) -> None:
     for bomb in BOMBS[:2]:
         assert compare_math(bomb, "5") is Verdict.UNDECIDED
         assert compare_math("1/2", "0.5") is Verdict.EQUAL
@@ -72,23 +72,23 @@ def test_no_pair_pays_for_imports() -> None:
     "bomb",
     [pytest.param(bomb, marks=[pytest.mark.slow] if number % 2 else []) for number, bomb in enumerate(BOMBS)],
 )
-def test_d1_every_reported_bomb_returns(pool: MathPool, bomb: str) -> None:
+def test_every_reported_bomb_returns(pool: MathPool, bomb: str) -> None:
     assert compare_math(bomb, "5") in (Verdict.UNDECIDED, Verdict.DIFFERENT)
 
 
-def test_d1_a_bomb_among_the_accepted_answers_leaves_the_others_their_verdicts(pool: MathPool) -> None:
+def test_a_bomb_among_the_accepted_answers_leaves_the_others_their_verdicts(pool: MathPool) -> None:
     assert compare_all("0.5", ("1/2", BOMBS[0], "7", "")) == [
         Verdict.EQUAL, Verdict.UNDECIDED, Verdict.DIFFERENT, Verdict.DIFFERENT,
     ]  # fmt: skip
 
 
-def test_d1_a_bomb_is_a_wrong_answer_and_counted(pool: MathPool) -> None:
+def test_a_bomb_is_a_wrong_answer_and_counted(pool: MathPool) -> None:
     turn = Turn(text=f"<think>a</think><answer>\\boxed{{{BOMBS[0]}}}</answer>")
     score = score_turns([turn], ("5",), (), RewardConfig(answer="math"))
     assert (score.reward, score.is_correct, score.num_undecided, score.fault) == (0.0, False, 1, None)
 
 
-def test_d1_threads_share_the_pool_and_get_their_own_verdicts() -> None:
+def test_threads_share_the_pool_and_get_their_own_verdicts() -> None:
     with ThreadPoolExecutor(6) as threads:
         found = list(
             threads.map(lambda i: compare_math(f"{i}/2", f"{i}.0/2" if i % 2 else f"{i + 1}/2"), range(30))
@@ -96,13 +96,13 @@ def test_d1_threads_share_the_pool_and_get_their_own_verdicts() -> None:
     assert found == [Verdict.EQUAL if i % 2 else Verdict.DIFFERENT for i in range(30)]
 
 
-def test_d1_a_lost_process_is_started_again_and_no_verdict_is_lost(pool: MathPool) -> None:
+def test_a_lost_process_is_started_again_and_no_verdict_is_lost(pool: MathPool) -> None:
     assert pool.same_values([("1/2", "0.5")]) == [True]
     os.kill(processes_of(pool)[0], 9)
     assert pool.same_values([("1/2", "0.5"), ("1", "2")]) == [True, False]
 
 
-def test_d1_processes_that_cannot_be_started_are_a_fault(
+def test_processes_that_cannot_be_started_are_a_fault(
     pool: MathPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
@@ -112,7 +112,7 @@ def test_d1_processes_that_cannot_be_started_are_a_fault(
     assert pool.same_values([("1", "1.0")]) == [True]
 
 
-def test_d1_nothing_is_left_of_a_closed_pool(pool: MathPool) -> None:
+def test_nothing_is_left_of_a_closed_pool(pool: MathPool) -> None:
     pool.same_values([("1/2", "0.5")])
     family = processes_of(pool)
     pool.close()
@@ -120,7 +120,7 @@ def test_d1_nothing_is_left_of_a_closed_pool(pool: MathPool) -> None:
     assert not Path(f"/proc/{family[0]}").exists()
 
 
-def test_d1_a_process_has_one_pool() -> None:
+def test_a_process_has_one_pool() -> None:
     assert math_pool() is math_pool()
 
 

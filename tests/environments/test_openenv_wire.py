@@ -3,8 +3,6 @@ what a policy may write is none, and settings that cannot be are refused.
 """
 
 import json
-import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -27,11 +25,9 @@ from outrider.environments.openenv.spaces import (  # noqa: E402
     observation_text,  # noqa: E402
 )
 from outrider.errors import EnvironmentFault, ToolUnavailable  # noqa: E402
-from outrider.rollout.base import Limits  # noqa: E402
 from outrider.training.settings import RunSettings  # noqa: E402
-from outrider.types import Message, Outcome  # noqa: E402
+from outrider.types import Message  # noqa: E402
 from tests.environments.openenv_fake import fake_server, observed  # noqa: E402
-from tests.rollout.fakes import scheduler, scripted  # noqa: E402
 
 URL = "http://127.0.0.1:8000"
 FIELDS = {"row": {"type": "integer", "minimum": 2}, "word": {"enum": ["a", "b"]}, "metadata": {}}
@@ -136,46 +132,6 @@ def test_what_is_no_openenv_server_is_told_before_the_first_rollout(pages: dict[
             OpenEnvTaskSet(of(f"{server.url}/below")).make()
     with pytest.raises(ToolUnavailable, match="no connection"):
         OpenEnvTaskSet(of(server.url)).make()  # it has ended
-
-
-def test_every_owed_rollout_has_one_outcome_whatever_the_server_does() -> None:
-    """Each bad answer is one counted fault, and nothing else is."""
-    draws, bad = random.Random(5), Counter[str]()
-
-    def answers(kind: str, data: Any) -> str | bytes | None:
-        what = draws.choice([*GARBAGE, *["well"] * 2 * len(GARBAGE)])
-        if what == "well":
-            return observed(
-                "go" if kind == "reset" else "on", 0.25, done=kind == "step" and data["text"] == "2"
-            )
-        if kind == "step" or "number" not in what:  # nobody asks what a reset pays
-            bad[what] += 1
-        return GARBAGE[what][0]
-
-    def policy(request: Any, text: str) -> str:
-        return f"<action>{int(request.request_id.rpartition('/')[2])}</action>"
-
-    with fake_server(answers) as server:
-        family = OpenEnvTaskSet(of(server.url, takes_seeds=False, num_sessions=3, observation=("text",)))
-        factory, tasks = family.make(), family.tasks("train")
-        runs = scheduler(
-            scripted(policy),
-            factory,  # type: ignore[arg-type]
-            limits=Limits(max_turns=5, max_turn_tokens=40, max_response_tokens=2000, step_timeout_s=120),
-            stop=family.stop,
-            max_concurrent=3,
-        )
-        report = runs.run(tasks, modes=("plain",) * 5, training_step=0)
-        factory.close()
-    assert server.num_left() == 0
-    leaves = [leaf for trace in report.traces for leaf in trace.leaves.values()]
-    assert Counter(leaf.rollout for leaf in leaves) == dict.fromkeys(range(5), len(tasks))
-    assert report.faults[Outcome.ENVIRONMENT_FAULT.value] == sum(bad.values()) > 10
-    for leaf in leaves:
-        is_whole = leaf.outcome is Outcome.FINISHED
-        assert is_whole or (leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None)
-        assert not is_whole or leaf.episode_return == 0.75
-    assert {leaf.outcome for leaf in leaves} == {Outcome.FINISHED, Outcome.ENVIRONMENT_FAULT}
 
 
 @given(st.text(), st.sampled_from([FieldAction("row", FIELDS["row"]), JsonAction(FIELDS, ())]))

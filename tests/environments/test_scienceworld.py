@@ -18,13 +18,14 @@ from pydantic import ValidationError
 
 from outrider.environments.base import StepResult, TaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld import tasks as scienceworld_text
 from outrider.environments.scienceworld.environment import (
     ScienceWorldConfig,
     ScienceWorldEnvironment,
     ScienceWorldTaskSet,
 )
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Opening, Reply, SimulatorPool
+from outrider.environments.text_games import parse_action, render_action
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 
@@ -163,7 +164,7 @@ def test_stepping_a_finished_episode_is_an_error_of_the_caller() -> None:
     ],
 )
 def test_one_tagged_action_is_read(text: str, action: str) -> None:
-    assert scienceworld_text.parse_action(text).action == action
+    assert parse_action(text) == (action, "")
 
 
 @pytest.mark.parametrize(
@@ -189,15 +190,15 @@ def test_unreadable_text_is_answered_without_touching_the_simulator(text: str) -
 
 @given(text=st.text(alphabet=st.sampled_from(list("<>/action ab\n")), max_size=60))
 def test_parsing_never_raises_and_gives_either_an_action_or_a_problem(text: str) -> None:
-    parsed = scienceworld_text.parse_action(text)
-    assert bool(parsed.action) != bool(parsed.problem)
-    assert "\n" not in parsed.action
+    action, problem = parse_action(text)
+    assert bool(action) != bool(problem)
+    assert "\n" not in action
 
 
 @given(action=st.text(alphabet="abcdef 0123", min_size=1).filter(lambda text: bool(text.strip())))
 def test_a_rendered_action_is_read_back(action: str) -> None:
     canonical = " ".join(action.split())
-    assert scienceworld_text.parse_action(scienceworld_text.render_action(canonical)).action == canonical
+    assert parse_action(render_action(canonical)) == (canonical, "")
 
 
 def test_the_simulators_refusal_is_invalid_and_its_question_is_not() -> None:
@@ -247,7 +248,7 @@ def test_the_simulators_refusal_is_invalid_and_its_question_is_not() -> None:
     ],
 )
 def test_what_the_simulator_does_not_do_is_refused_and_nothing_else(said: str) -> None:
-    """B1: the simulator says so in words alone. A question back waits for its answer, so it is no refusal."""
+    """The simulator says so in words alone. A question back waits for its answer, so it is no refusal."""
     others = (
         "The door is now open.", "You move to the kitchen.", "A room.\nThe door is not open.",
         "the thermometer measures 10 degrees",
@@ -291,12 +292,14 @@ _VALID = ("look around", "focus on light bulb", "focus on picture", "open door t
 
 
 def test_action_correction_takes_the_most_similar_valid_action() -> None:
-    similarities = [scienceworld_text.word_jaccard("focus on red light bulb", action) for action in _VALID]
+    similarities = [scienceworld_tasks.word_jaccard("focus on red light bulb", action) for action in _VALID]
     assert similarities == pytest.approx([0.0, 0.8, 1 / 3, 0.0, 0.0])
-    assert scienceworld_text.nearest_action("focus on red light bulb", _VALID) == "focus on light bulb"
-    assert scienceworld_text.nearest_action("b a", ("a b", "b a")) == "b a"  # a valid action stays what it is
-    assert scienceworld_text.nearest_action("x a", ("a b", "a c")) == "a b"  # ties go to the first
-    assert scienceworld_text.nearest_action("sing", _VALID) is None
+    assert scienceworld_tasks.nearest_action("focus on red light bulb", _VALID) == "focus on light bulb"
+    assert (
+        scienceworld_tasks.nearest_action("b a", ("a b", "b a")) == "b a"
+    )  # a valid action stays what it is
+    assert scienceworld_tasks.nearest_action("x a", ("a b", "a c")) == "a b"  # ties go to the first
+    assert scienceworld_tasks.nearest_action("sing", _VALID) is None
 
 
 def test_correction_is_off_by_default_and_leaves_the_answer_to_a_question_alone() -> None:
@@ -361,7 +364,7 @@ def test_a_failed_start_does_not_lose_the_place() -> None:
     pool = SimulatorPool(start=start, num_workers=1, borrow_limit_s=0.05)
     with pytest.raises(EnvironmentFault, match="did not start"):
         pool.borrow()
-    assert pool.borrow().simulator.is_alive()
+    assert pool.borrow().is_alive()
 
 
 def test_no_simulator_survives_a_pool_that_closes_while_it_starts() -> None:
@@ -428,9 +431,8 @@ def test_the_task_list_keeps_the_order_of_the_config_and_its_hash_sees_it() -> N
         "scienceworld/boil/0",
         "scienceworld/boil/1",
     ]
-    assert forward.content_hash("train") != backward.content_hash("train")
-    assert forward.content_hash("train") != forward.content_hash("test")
-    assert forward.content_hash("train") == "beb69feb5b0fbc0484cb1350e7845bee66e8f5f33246e12e4b3a2cfab749f6ee"
+    assert hash_tasks(forward.tasks("train")) != hash_tasks(backward.tasks("train"))
+    assert hash_tasks(forward.tasks("train")) != hash_tasks(forward.tasks("test"))
     with pytest.raises(ConfigError, match="split"):
         forward.tasks("dev")
 
@@ -471,9 +473,9 @@ def test_the_expert_plays_the_gold_path_to_its_end_and_a_path_that_fails_is_none
 
 
 def test_replay_is_exact_only_in_deterministic_mode() -> None:
-    assert ScienceWorldTaskSet(ScienceWorldConfig()).fork_by_replay_is_exact("grow-plant")
-    assert not ScienceWorldTaskSet(ScienceWorldConfig(deterministic=False)).fork_by_replay_is_exact("boil")
-    assert not ScienceWorldTaskSet(ScienceWorldConfig()).fork_by_replay_is_exact("no-such-task")
+    names = ("grow-plant", "boil")
+    assert ScienceWorldConfig(task_names=names).replayed_differently() == []
+    assert ScienceWorldConfig(task_names=names, deterministic=False).replayed_differently() == list(names)
 
 
 # --- the gateway against a counterfeit Java that speaks its protocol ---

@@ -51,10 +51,10 @@ def factory(family: ScienceWorldTaskSet) -> Iterator[ScienceWorldFactory]:
 
 @pytest.fixture
 def simulator(factory: ScienceWorldFactory) -> Iterator[JavaSimulator]:
-    loan = factory.pool.borrow()
-    assert isinstance(loan.simulator, JavaSimulator)
-    yield loan.simulator
-    factory.pool.release(loan)
+    simulator = factory.pool.borrow()
+    assert isinstance(simulator, JavaSimulator)
+    yield simulator
+    factory.pool.release(simulator)
 
 
 def act(environment: ScienceWorldEnvironment, action: str) -> str:
@@ -83,7 +83,7 @@ def test_the_gold_path_wins_and_repeats_exactly(
     # This task is one whose listing of objects changes from load to load in the published set-up.
     task = next(task for task in family.tasks("train") if "paint" in task.key)
     gold = factory.pool.borrow()
-    actions = gold.simulator.gold_actions(
+    actions = gold.gold_actions(
         task_name="chemistry-mix-paint-secondary-color", variation=0, simplification=""
     )
     factory.pool.release(gold)
@@ -142,21 +142,21 @@ def test_the_list_of_valid_actions_comes_on_demand(simulator: JavaSimulator) -> 
 
 
 def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: ScienceWorldFactory) -> None:
-    loan = factory.pool.borrow()
+    simulator = factory.pool.borrow()
     with pytest.raises(EnvironmentFault, match="exceeds the total number"):
-        loan.simulator.load(task_name="boil", variation=999, simplification="")
-    assert not loan.simulator.is_alive()
-    factory.pool.release(loan)
+        simulator.load(task_name="boil", variation=999, simplification="")
+    assert not simulator.is_alive()
+    factory.pool.release(simulator)
 
 
 @pytest.mark.long
 def test_a_killed_process_is_a_fault_and_is_replaced(
     family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:
-    loan = factory.pool.borrow()
-    assert isinstance(loan.simulator, JavaSimulator)
-    pid, num_replaced = loan.simulator.pid, factory.pool.num_replaced
-    factory.pool.release(loan)
+    simulator = factory.pool.borrow()
+    assert isinstance(simulator, JavaSimulator)
+    pid, num_replaced = simulator.pid, factory.pool.num_replaced
+    factory.pool.release(simulator)
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
     os.kill(pid, signal.SIGKILL)
@@ -185,10 +185,10 @@ class KillsOnce(Hook):
 def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
     family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:
-    loan = factory.pool.borrow()
-    assert isinstance(loan.simulator, JavaSimulator)
-    pid, num_replaced = loan.simulator.pid, factory.pool.num_replaced
-    factory.pool.release(loan)
+    simulator = factory.pool.borrow()
+    assert isinstance(simulator, JavaSimulator)
+    pid, num_replaced = simulator.pid, factory.pool.num_replaced
+    factory.pool.release(simulator)
     tasks = [task for task in family.tasks("train") if "find-animal" in task.key][:2]
     reports = []
     for hooks in ((KillsOnce(pid),), ()):
@@ -212,12 +212,11 @@ def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
 
 
 def test_close_leaves_no_process_and_no_port(factory: ScienceWorldFactory) -> None:
-    loan = factory.pool.borrow()
-    simulator = loan.simulator
+    simulator = factory.pool.borrow()
     assert isinstance(simulator, JavaSimulator)
     assert not Path("object_type_ids.tsv").exists()  # the simulator writes it where it runs
     pid, port = simulator.pid, simulator.port
-    factory.pool.release(loan)
+    factory.pool.release(simulator)
     factory.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -235,18 +234,18 @@ def _live_heap(made: ScienceWorldFactory) -> int:
     """Bytes of Java's heap that a full collection leaves. What is resident also holds garbage that waits for
     a fuller heap.
     """
-    loan = made.pool.borrow()
-    assert isinstance(loan.simulator, JavaSimulator)
-    runtime = loan.simulator._call("getRuntime", target="z:java.lang.Runtime")
+    simulator = made.pool.borrow()
+    assert isinstance(simulator, JavaSimulator)
+    runtime = simulator._call("getRuntime", target="z:java.lang.Runtime")
     try:
         for _ in range(2):  # what finalisers held is free after the second
-            loan.simulator._call("gc", target=runtime, limit_s=60.0)
-        return int(loan.simulator._call("totalMemory", target=runtime)) - int(
-            loan.simulator._call("freeMemory", target=runtime)
+            simulator._call("gc", target=runtime, limit_s=60.0)
+        return int(simulator._call("totalMemory", target=runtime)) - int(
+            simulator._call("freeMemory", target=runtime)
         )
     finally:
-        loan.simulator._request(f"m\nd\n{runtime}\ne\n", 30.0)
-        made.pool.release(loan)
+        simulator._request(f"m\nd\n{runtime}\ne\n", 30.0)
+        made.pool.release(simulator)
 
 
 @pytest.mark.slow
@@ -256,10 +255,10 @@ def test_a_thousand_episodes_leak_nothing(family: ScienceWorldTaskSet) -> None:
     kept after 500.
     """
     made = ScienceWorldTaskSet(CONFIG).make()
-    loan = made.pool.borrow()
-    assert isinstance(loan.simulator, JavaSimulator)
-    pid, port = loan.simulator.pid, loan.simulator.port
-    made.pool.release(loan)
+    simulator = made.pool.borrow()
+    assert isinstance(simulator, JavaSimulator)
+    pid, port = simulator.pid, simulator.port
+    made.pool.release(simulator)
     tasks = family.tasks("train")
     own, live, resident = [], [], 0
     for number in range(1, 1001):
@@ -274,12 +273,12 @@ def test_a_thousand_episodes_leak_nothing(family: ScienceWorldTaskSet) -> None:
         if number % 500 == 0:
             own.append(_resident(os.getpid()))
             live.append(_live_heap(made))
-    loan = made.pool.borrow()
-    assert isinstance(loan.simulator, JavaSimulator) and (loan.simulator.pid, loan.simulator.port) == (
+    simulator = made.pool.borrow()
+    assert isinstance(simulator, JavaSimulator) and (simulator.pid, simulator.port) == (
         pid,
         port,
     )
-    made.pool.release(loan)
+    made.pool.release(simulator)
     made.close()
     print(
         f"after 500 and 1,000 episodes: Python resident KiB {own}, Java's live heap {live} bytes, "

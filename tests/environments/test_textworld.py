@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskSet
+from outrider.environments.task_sets import Split
+from outrider.environments.text_games import Reply
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.environment import (
     TextWorldConfig,
@@ -27,14 +29,14 @@ from outrider.environments.textworld.environment import (
     TextWorldTaskSet,
     refusal,
 )
-from outrider.environments.textworld.games import Cooking, GameShelf, Split
-from outrider.environments.textworld.play import Opening, Reply, StoryGame, clean, walkthrough
+from outrider.environments.textworld.games import Cooking, GameShelf
+from outrider.environments.textworld.play import StoryGame, clean, render_opening, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 
 # the interpreter says it of all made games
 pytestmark = pytest.mark.filterwarnings("ignore:Game .* is not fully supported")
-_OPENING = Opening(text="Find the coin.", command_templates=("look", "open OBJ"), max_score=4)
+_OPENING = render_opening(("look", "open {o}"), "Find the coin.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +44,8 @@ class ScriptedGame:
     """Answers with the given replies in order; breaks when they run out."""
 
     replies: list[Reply] = field(default_factory=list)
-    opening: Opening = _OPENING
+    opening: str = _OPENING
+    max_score: int = 4
     acted: list[str] = field(default_factory=list)
     num_closed: int = 0
 
@@ -191,7 +194,6 @@ def test_what_the_game_cannot_read_is_invalid_and_what_it_refuses_is_not() -> No
 
 
 def test_what_the_game_did_not_do_is_refused() -> None:
-    """B1."""
     environment = play(
         ScriptedGame(replies=[reply(0), Reply(text="You can't go that way.", score=0, refused=True)])
     )
@@ -291,9 +293,7 @@ def test_task_keys_are_frozen_unique_and_name_all_that_decides_the_game() -> Non
     # rules of play and a longer list leave the games alone
     assert same.tasks("train")[:3] == family.tasks("train")
     with pytest.raises(ConfigError, match="not a task of these"):
-        TextWorldEnvironment(
-            task=other.tasks("train")[0], config=family.config, open_game=lambda *_: ScriptedGame()
-        )
+        family.environment(other.tasks("train")[0])
     with pytest.raises(ConfigError, match="split"):
         family.tasks("dev")
 
@@ -506,7 +506,7 @@ def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(
 def test_the_real_game_tells_what_it_did_not_do(
     family: TextWorldTaskSet, gold: tuple[str, ...], show: bool
 ) -> None:
-    """B1: a walkthrough is carried out to its end, what is not possible is refused, and no player reads how
+    """A walkthrough is carried out to its end, what is not possible is refused, and no player reads how
     that is known.
     """
     environment = start(TextWorldTaskSet(family.config.model_copy(update={"show_admissible": show})))

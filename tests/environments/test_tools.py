@@ -168,7 +168,7 @@ def test_malformed_turns_are_told_and_bounded() -> None:
     ],
 )
 def test_a_closing_tag_in_a_thought_costs_the_reward(thought: str, reward: float) -> None:
-    """docs/environments.md (row C3): the turn ends at the tag, and an unpaired one gives
+    """docs/environments.md: the turn ends at the tag, and an unpaired one gives
     ``format_penalty``.
     """
     environment, tools = start(max_invalid=2)

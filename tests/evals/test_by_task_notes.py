@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outrider.evaluation.compare import Incomparable, group_runs, load_run
-from outrider.evaluation.compare_report import html_tasks
+from outrider.evaluation.compare_report import html_page
 from outrider.evaluation.compare_tables import compare_by_task, task_notes, task_tables
 from tests.evals.test_compare_by_task import panel, trained, write_run
 
@@ -156,10 +156,10 @@ def test_every_task_that_was_adapted_to_has_its_figure(tmp_path: Path) -> None:
         f"method {n} with a long name={write_adapting(tmp_path / str(n), task)}"
         for n, task in enumerate("aabbccddee")
     ]
-    page = html_tasks(found := compare_by_task(given))
+    page = html_page(found := compare_by_task(given))
     assert page.count("<svg") == 5 and "J: method 9 with a long name." in page
     assert "a figure shows" not in " ".join(task_notes(found))
     more = [f"m{n}={write_adapting(tmp_path / f'x{n}', 'z')}" for n in range(10)]
     found = compare_by_task(more)
-    assert html_tasks(found).count('class="line s7"') == 2  # the line and its sign in the legend
+    assert html_page(found).count('class="line s7"') == 2  # the line and its sign in the legend
     assert "a figure shows the first 8 of up to 10 methods; the tables have all" in task_notes(found)

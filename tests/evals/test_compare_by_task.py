@@ -13,7 +13,7 @@ from rich.console import Console
 from outrider.cli import main
 from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import Incomparable
-from outrider.evaluation.compare_report import compare_tasks, html_tasks, markdown_tasks
+from outrider.evaluation.compare_report import compare_tasks, html_page, markdown_page
 from outrider.evaluation.compare_tables import TaskComparison, compare_by_task, task_notes, task_tables
 from outrider.evaluation.statistics import interquartile_mean
 
@@ -112,8 +112,8 @@ def test_what_is_shown_says_what_is_missing_and_cannot_be_steered(
     ]
     found = compare_by_task([f"{HOSTILE}={given[0]}", given[1]])
     assert HOSTILE in found.methods
-    assert "not measured" in markdown_tasks(found) and "<script>" not in markdown_tasks(found)
-    assert "<script>" not in html_tasks(found)
+    assert "not measured" in markdown_page(found) and "<script>" not in markdown_page(found)
+    assert "<script>" not in html_page(found)
     assert HOSTILE not in found.averages and "arpo" not in found.averages
     assert "2 cells have no run" in " ".join(task_notes(found))
 
@@ -141,7 +141,7 @@ def test_curves_over_trials_and_their_gain(tmp_path: Path) -> None:
     told = task_tables(found)[-1]
     assert "empo2, tips: first 0.225, best 0.625 at trial 2 (+177.8 %), last 0.425" in told.caption
     assert found.cells["world/b", "empo2, tips"].returns.value == pytest.approx(0.425)
-    page = html_tasks(found)
+    page = html_page(found)
     assert page.count("<svg") == 1 and "over trials" in page
 
 

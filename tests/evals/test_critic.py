@@ -65,7 +65,7 @@ def mean_return(traces: list[Trace]) -> float:
     return float(np.mean([leaf.episode_return for one in traces for leaf, _ in one.rollouts()]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_who_wanders_with_a_critic_of_earlier_walks_arrives_more_often() -> None:
     wanderer = scripted(wander)
     recorded = play(wanderer, 300, seed=0)

@@ -197,7 +197,7 @@ def told_of_an_environment(run: Path, name: str, capsys: pytest.CaptureFixture[s
     return capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_equal_results_have_no_interval_of_width_zero(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.losses import OldLogprobs, TokenLossInputs
 from outrider.runs import Run
 from outrider.testing import build_group, check_algorithm, check_environment, check_tool
+from outrider.tools.functions import tool_class
 from outrider.trace import Trace
 from outrider.training.packing import RolloutPath
 from outrider.training.policy import Policy
@@ -93,10 +94,11 @@ def test_one_step_on_one_screen_is_the_librarys_update(
 def test_own_environment(example: ModuleType, model: str, tmp_path: Path) -> None:
     run = trained(example, model, tmp_path)
     assert run.config["environment"] == {"type": "own_environment:WordChain", "num_turns": 3}
-    family = example.WordChain(example.WordChainSettings())
-    check_environment(family, texts=["night", "table", "table", "1"])
+    check_environment(example.WordChain, texts=["night", "table", "table", "1"])
+    family = example.WordChain.build(example.WordChain.Settings())
     for task in (*family.tasks("train"), *family.tasks("test")):
         play = family.make()(task)
+        play.reset(0)
         steps = family.expert(task, 0)
         assert [play.step(Message(role="assistant", content=step.text)).done for step in steps] == [
             False,
@@ -109,9 +111,9 @@ def test_own_environment(example: ModuleType, model: str, tmp_path: Path) -> Non
 @named("own_tool")
 def test_own_tool(example: ModuleType, model: str, tmp_path: Path) -> None:
     run = trained(example, model, tmp_path)
-    assert run.config["environment"]["tools"] == [{"type": "own_tool:Weekday", "short": False}]
-    tool = example.Weekday(example.WeekdaySettings())
-    check_tool(tool, texts=["2024-02-29"])
+    assert run.config["environment"]["tools"] == ["own_tool:weekday"]
+    check_tool(example.weekday, texts=["2024-02-29"])
+    tool = tool_class(example.weekday)()
     assert tool.run_text(" 2024-02-29 ").text == "Thursday"
     assert tool.run_text("2023-02-29").failed
 
@@ -122,7 +124,7 @@ def test_own_algorithm(example: ModuleType, model: str, tmp_path: Path) -> None:
     table = run.metrics("train")
     assert all(value is not None for value in table.column("past_baseline/known").to_pylist())
     assert any(value is not None for value in table.column("past_baseline/below_fraction").to_pylist())
-    check_algorithm(example.PastBaseline(example.PastBaselineSettings(group_size=2)))
+    check_algorithm(example.PastBaseline(example.PastBaseline.Settings(group_size=2)))
 
 
 @named("own_algorithm")
@@ -135,14 +137,14 @@ def test_the_examples_loss_by_hand(example: ModuleType) -> None:
         is_off_policy_T=torch.zeros(2, dtype=torch.bool), rollout_T=torch.arange(2), turn_T=torch.arange(2),
         measures=accumulator,
     )  # fmt: skip
-    found = example.PastBaseline(example.PastBaselineSettings(failure_weight=0.5)).token_loss(inputs)
+    found = example.PastBaseline(example.PastBaseline.Settings(failure_weight=0.5)).token_loss(inputs)
     # 1 x 2 is not clipped at 1.2; 2 x 3 weighs half
     assert found.losses.tolist() == pytest.approx([-2.0, 3.0])
 
 
 @named("own_algorithm")
 def test_the_examples_memory_moves_the_baseline(example: ModuleType) -> None:
-    algorithm = example.PastBaseline(example.PastBaselineSettings(memory_weight=0.5))
+    algorithm = example.PastBaseline(example.PastBaseline.Settings(memory_weight=0.5))
     modes = ("on_policy",) * 2
     for value, expected in ((0.0, 0.0), (1.0, 0.5), (1.0, 0.25)):  # remembered: 0, then 0.5
         credit = algorithm.assign_advantages(build_group([value, value], key="task", modes=modes))

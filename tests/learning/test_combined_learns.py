@@ -18,25 +18,24 @@ from tests.toy_result import Result
 from tests.toys import TABLE_HEAD, table_row
 from tests.toys_expedition import KINDS, KNOWN_LOGIT, ExpeditionRun, expedition, half_way
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow  # test_three_learn.py has a long test of all methods together
 
 (ARENA,) = [arena for arena in ARENAS if arena.name == "expedition"]
 METHODS: dict[str, Method] = {method.key: method for method in ARENA.methods()}
 ALONE = ("grpo", "rapo", "empo2")
 TOGETHER = "rapo-empo2"
-# A test of the code: a seed that learns early, and controls whose groups all tie, so that no number of tokens
-# would move them. What ten seeds give at equal tokens is tested by `make test-slow`.
-FEW = {TOGETHER: ((1,), 8000), **dict.fromkeys(ALONE, ((1,), 1500))}
-TEN = {key: (range(10), ARENA.max_policy_tokens) for key in (*ALONE, TOGETHER)}
 
 
-@pytest.fixture(scope="module", params=[FEW, pytest.param(TEN, marks=pytest.mark.slow)], ids=["few", "ten"])
-def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Result]]:
     """Objective, group and learning rate are the same for all."""
     set_threads(1)
     played = {
-        key: [play(ARENA, METHODS[key], seed=seed, max_policy_tokens=tokens) for seed in seeds]
-        for key, (seeds, tokens) in request.param.items()
+        key: [
+            play(ARENA, METHODS[key], seed=seed, max_policy_tokens=ARENA.max_policy_tokens)
+            for seed in range(10)
+        ]
+        for key in (*ALONE, TOGETHER)
     }
     print("\n".join(["", TABLE_HEAD, *(table_row(METHODS[key].name, rows) for key, rows in played.items())]))
     return played

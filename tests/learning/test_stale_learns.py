@@ -21,7 +21,7 @@ SEED = 1
 @pytest.mark.parametrize(
     ("staleness", "in_flight"),
     [
-        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param(1, False, marks=pytest.mark.slow),
         pytest.param(2, False, marks=pytest.mark.slow),
         pytest.param(1, True, marks=pytest.mark.slow),
         (2, True),

@@ -1,4 +1,4 @@
-"""docs/papers.md says which commands one device can hold (row C6): its table is that of ``outrider plan``,
+"""docs/papers.md says which commands one device can hold: its table is that of ``outrider plan``,
 and each row is marked by it.
 """
 

@@ -19,7 +19,8 @@ from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.house import HouseConfig, HouseEnvironment, HouseFactory, HouseTaskSet
+from outrider.environments.house import HouseConfig, HouseEnvironment, HouseTaskSet
+from outrider.environments.text_games import SimpleFactory
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
@@ -31,15 +32,14 @@ def house(**methods: Callable[..., Any]) -> HouseTaskSet:
     """The houses with other methods of an episode."""
     kind = type("Broken", (HouseEnvironment,), methods)
 
-    class Factory(HouseFactory):
-        def __call__(self, task: Task) -> HouseEnvironment:
-            made = super().__call__(task)
-            made.__class__ = kind
-            return made
-
     class Family(HouseTaskSet):
-        def make(self) -> HouseFactory:
-            return Factory(self.config)
+        def make(self) -> SimpleFactory:
+            def make_broken(task: Task) -> HouseEnvironment:
+                made = self.environment(task)
+                made.__class__ = kind
+                return made
+
+            return SimpleFactory(make_broken)
 
     return Family(HouseConfig())
 
@@ -132,7 +132,7 @@ def _undeclared(self: Grpo, traces: Sequence[Trace]) -> list[GroupAdvantages]:
     return found
 
 
-class Forgetful(Grpo):
+class StatelessHook(Grpo):
     """Credit depends on how many groups came before, and no checkpoint knows."""
 
     num_seen = 0
@@ -160,7 +160,7 @@ class Forgetful(Grpo):
         (type("Broken", (Grpo,), {"advantages": _undeclared}), "mine/secret.* is not declared"),
         (type("Broken", (Grpo,), {"advantages": lambda self, traces: []}), "has 0 entries"),
         (type("Broken", (Grpo,), {"modes_of": lambda self, step, group: ()}), "modes_of"),
-        (Forgetful, "other credit after state and restore"),
+        (StatelessHook, "other credit after state and restore"),
     ],
 )
 def test_faults_of_an_algorithm(kind: type[Grpo], told: str) -> None:

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.engines.base import Request
 from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
@@ -23,7 +22,7 @@ from outrider.rollout.base import Limits
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.seeding import stream
 from outrider.trace import Trace
-from outrider.types import Message, Origin, Outcome
+from outrider.types import Origin, Outcome
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
 from tests.rollout.test_scheduler import chatty, facts
 
@@ -155,7 +154,7 @@ def test_a_replay_that_is_answered_differently_is_a_fault_and_not_a_rollout() ->
 
 
 @pytest.mark.parametrize("field", ["message", "reward", "done", "num_tool_calls", "invalid"])
-def test_b12_a_replay_that_pays_ends_or_calls_otherwise_is_a_fault(field: str) -> None:
+def test_a_replay_that_pays_ends_or_calls_otherwise_is_a_fault(field: str) -> None:
     """The same text is not the same state; the fault names what differs. Unchanged, the same fork is a
     rollout.
     """
@@ -207,7 +206,7 @@ def test_a_child_does_not_decide_again_where_it_left() -> None:
 
 @pytest.mark.parametrize(("scope", "bound"), [("lineage", 5), ("prompt", 9)])
 @pytest.mark.parametrize("max_concurrent", [1, 2, 40])
-def test_b2_few_copies_are_kept_for_decisions_that_are_still_to_fall(
+def test_few_copies_are_kept_for_decisions_that_are_still_to_fall(
     scope: Any, bound: int, max_concurrent: int
 ) -> None:
     """At most one for every place that the group has left, and all are closed; where streaks are the group's,
@@ -333,11 +332,6 @@ def test_every_owed_rollout_ends_once_whatever_breaks(
     )
 
 
-@pytest.mark.slow
-def test_ten_thousand_rollouts_with_faults() -> None:
-    troubled(1250, seed=1, first_wave=4, copies=True, max_concurrent=64)
-
-
 def troubled(
     num_tasks: int,
     *,
@@ -393,71 +387,6 @@ def test_a_loop_without_a_brancher_is_untouched() -> None:
     assert report.num_batches == 1
 
 
-SAVINGS = [(16, 8, 1, 10.67), (16, 8, 3, 35.75), (12, 6, 2, 15.65), (16, 16, 1, 16.0), (16, 16, 3, 48.0)]
-
-
-def simulated_calls(leaves: int, first_wave: int, num_calls: int, rng: random.Random) -> int:
-    """The rule in a few lines: after every result a rollout is joined by a fork with p = 0.5; what is missing
-    begins afresh, at once.
-    """
-    executed, begun, active = 0, first_wave, [0] * first_wave
-    while active:
-        executed += sum(done < num_calls for done in active)
-        active = [done + 1 for done in active if done < num_calls]
-        for done in list(active):
-            if rng.random() <= 0.5 and begun < leaves:
-                begun += 1
-                active.append(done)
-        if not active and begun < leaves:
-            active, begun = [0] * (leaves - begun), leaves
-    return executed
-
-
-@pytest.mark.parametrize(
-    ("leaves", "first_wave", "num_calls", "released"),
-    [
-        SAVINGS[0],
-        SAVINGS[3],
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (*SAVINGS[1:3], SAVINGS[4], (16, 1, 2, None))
-        ),
-    ],
-)
-def test_what_sharing_alone_saves(
-    leaves: int, first_wave: int, num_calls: int, released: float | None
-) -> None:
-    """Flat entropy and the same number of calls in every trajectory: as the rule says, and near the released
-    loop's calls (vector ``tool_execution_savings_mc``) where half of a group or more begins at the prompt.
-    """
-    rule = BranchSettings(first_wave=first_wave, base_probability=0.5, entropy_weight=0.0)
-
-    def called(number: int, text: str) -> StepResult:
-        if number >= num_calls:
-            return END
-        return StepResult(message=Message(role="inline", content=f" o{number}"), num_tool_calls=1)
-
-    num_groups = 120 if first_wave < leaves else 12  # where all begin at the prompt, nothing is drawn
-    hook = BranchHook(rule, group_size=leaves, vocabulary_size=256)
-    runs = scheduler(
-        chatty(), Factory(lambda task, number: Copying(on_step=called)), hooks=(hook,), max_concurrent=4096
-    )
-    traces = runs.run(tasks(num_groups), modes=("m",) * leaves, training_step=0).traces
-    mean = (
-        sum(node.metadata.get("num_tool_calls", 0) for trace in traces for node in trace.nodes) / num_groups
-    )
-    print(
-        f"M {leaves}, N {first_wave}, {num_calls} calls a trajectory: "
-        f"{mean:.2f} executed, released {released}"
-    )
-    rng = random.Random(1)
-    wanted = sum(simulated_calls(leaves, first_wave, num_calls, rng) for _ in range(4000)) / 4000
-    assert mean == pytest.approx(wanted, rel=0.04)
-    if released is not None:
-        assert mean == pytest.approx(released, rel=0.16)
-    assert all(len(trace.leaves) == leaves for trace in traces)
-
-
 class Retrieves(Hook):
     """Shows a step to rollouts of mode ``hybrid`` before their second turn."""
 
@@ -469,7 +398,7 @@ class Retrieves(Hook):
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_a_fork_of_a_rollout_that_retrieved_is_hybrid_whatever_its_number(turn: int) -> None:
-    """B13: it carries the retrieved step on, so it is no pure on-policy rollout. Before the retrieval its
+    """It carries the retrieved step on, so it is no pure on-policy rollout. Before the retrieval its
     number decides.
     """
     forking = Forking(lambda state: state.rollout == 0 and state.turn == turn, first_wave=1, wave=1)

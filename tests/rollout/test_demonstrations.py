@@ -118,7 +118,7 @@ def test_experts_are_asked_in_every_step_and_faults_are_counted_and_tried_again(
 
 
 def test_a_task_that_comes_back_is_demonstrated_in_its_new_initial_state() -> None:
-    """B4: each step resets it with another seed, so that what its expert did in an earlier one is of another
+    """Each step resets it with another seed, so that what its expert did in an earlier one is of another
     episode.
     """
     family, algorithm = Expert(1), luffy()

@@ -1,5 +1,5 @@
 """What tools, hooks, stop strings and records get is what the policy wrote, also where a tokenizer tidies its
-text (B10).
+text.
 
 transformers 5.0 does so for every kind of tokenizer whose configuration says so, later versions for some.
 """

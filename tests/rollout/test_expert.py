@@ -38,7 +38,7 @@ def shop(retrieve_share: float) -> list[Trace]:
     ],
 )
 def test_experts_solve_the_shop_at_any_share_of_shown_steps(share: float, fewest: int, most: int) -> None:
-    """B3: the shown click is done, so that the next one is on the page that it leads to."""
+    """The shown click is done, so that the next one is on the page that it leads to."""
     traces = shop(share)
     assert len(traces) == 12 and all(trace.leaves[0].success for trace in traces)
     shown = [node for trace in traces for node in trace.nodes if node.origin is Origin.BUFFER]
@@ -111,7 +111,7 @@ class Takes(Hook):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_rollout_whose_last_action_has_no_text_is_no_trajectory(ends: bool) -> None:
-    """B6: its steps would not lead to its return. The record names the action."""
+    """Its steps would not lead to its return. The record names the action."""
 
     def answer(n: int, text: str) -> StepResult:
         return StepResult(message=None, done=True) if text == "take" and ends else say(" ok")

@@ -197,7 +197,7 @@ CHOICES: Final[Mapping[str, Any]] = {
 
 @settings(max_examples=4)
 @given(**CHOICES)
-def test_b2_the_tree_is_the_same_for_any_places_and_delays_and_under_faults(**choices: Any) -> None:
+def test_the_tree_is_the_same_for_any_places_and_delays_and_under_faults(**choices: Any) -> None:
     """Node by node, with retries that help and rollouts that are lost for good."""
     check(**choices)
 
@@ -205,12 +205,12 @@ def test_b2_the_tree_is_the_same_for_any_places_and_delays_and_under_faults(**ch
 @pytest.mark.slow
 @settings(max_examples=400)
 @given(**CHOICES)
-def test_b2_the_tree_is_the_same_in_many_more_worlds(**choices: Any) -> None:
+def test_the_tree_is_the_same_in_many_more_worlds(**choices: Any) -> None:
     check(**choices)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_b2_faults_that_a_retry_made_good_change_no_rollout_and_no_sharing(rule: str) -> None:
+def test_faults_that_a_retry_made_good_change_no_rollout_and_no_sharing(rule: str) -> None:
     """Whole batches fail, others with other places, and tools besides; copied or replayed, rollouts are the
     same.
     """
@@ -222,7 +222,7 @@ def test_b2_faults_that_a_retry_made_good_change_no_rollout_and_no_sharing(rule:
 
 @pytest.mark.parametrize("max_retries", [0, 1, 40])
 @pytest.mark.parametrize("rule", ["bernoulli", "tree"])
-def test_b11_every_token_that_the_policy_wrote_is_counted_once(rule: str, max_retries: int) -> None:
+def test_every_token_that_the_policy_wrote_is_counted_once(rule: str, max_retries: int) -> None:
     """In the rollouts or as discarded: retries that helped, rollouts that were lost, and forks of tries that
     broke.
     """
@@ -260,7 +260,7 @@ def shares_of_lineages(max_concurrent: int) -> list[int]:
     return sorted(leaves.values(), reverse=True)
 
 
-def test_b2_with_one_place_forks_do_not_all_leave_the_first_rollout() -> None:
+def test_with_one_place_forks_do_not_all_leave_the_first_rollout() -> None:
     """As ScienceWorld plays by default; first come, first served gave two rollouts all forks: 6 and 4 of 16
     leaves.
     """

@@ -1,5 +1,4 @@
-"""A stop ends a batch of rollouts at once, also where an environment answers in the same tick of the loop
-(E1)."""
+"""A stop ends a batch of rollouts at once, also where an environment answers in the same tick of the loop."""
 
 import asyncio
 import threading

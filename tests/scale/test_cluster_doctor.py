@@ -32,7 +32,7 @@ def test_a_full_examination(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_ray_that_is_not_there_is_a_finding(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

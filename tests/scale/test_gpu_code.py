@@ -198,7 +198,9 @@ def test_a_transfer_that_vllm_refuses_is_a_fault_of_the_engine(vllm: AsyncVllm) 
         await vllm.begin_update()
         await vllm.take({})
 
-    with pytest.raises(EngineFault, match="vLLM took no weights: RuntimeError: CUDA error out of memory"):
+    with pytest.raises(
+        EngineFault, match="vLLM did not load new weights: RuntimeError: CUDA error out of memory"
+    ):
         asyncio.run(play())
 
 
@@ -318,12 +320,14 @@ def test_what_vllm_does_not_take_from_the_ranks_lets_the_run_begin_anew(
     """And a vLLM that has ended is an engine that has."""
 
     async def broken(*given: Any) -> None:
-        raise EngineFault("vLLM took no weights: out of memory")
+        raise EngineFault("vLLM did not load new weights: out of memory")
 
     engine: Any = VllmEngineActor(None, 1, "folder", None)  # type: ignore[arg-type]
     engine._engine = SimpleNamespace(is_dead=False, **{method: broken})
     ask = [] if given is None else [given]
-    with pytest.raises(ClusterFault, match="engine 1: vLLM took no weights: out of memory; continue"):
+    with pytest.raises(
+        ClusterFault, match="engine 1: vLLM did not load new weights: out of memory; continue"
+    ):
         asyncio.run(getattr(engine, method)(*ask))
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)

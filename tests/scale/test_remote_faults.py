@@ -214,14 +214,8 @@ def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: s
     assert not lives(pid) and crew.remote.engine_pids[1] != pid
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(0, marks=pytest.mark.long),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int) -> None:
     """Nothing hangs, no token has another version, and the bits are those of an unbroken batch."""
     draw = random.Random(seed)
@@ -259,7 +253,7 @@ def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> N
     assert "engine 0 died in loading the weights of version" in crew.remote.notes()[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -> None:
     """As with a node that had both: the engine is missed first, and the worker cannot be told of another."""
     unbroken = bits(crew.play())  # of this version: the test before sent another one

@@ -48,7 +48,8 @@ def test_new_weights_are_those_of_the_next_batch(crew: Crew) -> None:
     assert versions == {engine.weight_version}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_is_gone_is_replaced(crew: Crew, how: signal.Signals) -> None:
     before = tokens(crew)
     os.kill(crew.remote.engine_pids[0], how)

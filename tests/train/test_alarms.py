@@ -71,7 +71,7 @@ def test_a_run_says_why_rollouts_were_lost_and_tried_again(
     assert record["rollout/num_retries"] >= 1 and record["rollout/num_close_faults"] == 0
 
 
-def test_b11_a_run_s_budget_of_policy_tokens_counts_the_tries_that_a_fault_broke(
+def test_a_run_s_budget_of_policy_tokens_counts_the_tries_that_a_fault_broke(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record_of: Record = ToolEnvironment.result

@@ -185,7 +185,7 @@ def test_other_versions_are_told(recipe: Path, tmp_path: Path, capsys: pytest.Ca
 def test_another_processor_is_told_and_the_same_one_is_not(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A3, E3: it went on to other bits without a word."""
+    """It went on to other bits without a word."""
     begun = begin(recipe, tmp_path / "run")
     here = interrupted(begun)
     elsewhere = shutil.copytree(here, tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""E5 to E8: what is damaged or gone is noticed before it is used, in one line. In process."""
+"""What is damaged or gone is noticed before it is used, in one line. In process."""
 
 import errno
 import json
@@ -58,7 +58,7 @@ def change_tip(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [change_cursor, change_tip])
-def test_e5_a_changed_value_of_the_state_is_not_continued_from(
+def test_a_changed_value_of_the_state_is_not_continued_from(
     change: Callable[[dict[str, Any]], None], empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It went on to other results; now the step before is where it goes on, to the same ones."""
@@ -81,7 +81,7 @@ def test_e5_a_changed_value_of_the_state_is_not_continued_from(
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("[]", "{}", '{"checksums": null}', "\x00")),
     ],
 )
-def test_e7_a_state_that_is_none_falls_back_to_the_checkpoint_before(
+def test_a_state_that_is_none_falls_back_to_the_checkpoint_before(
     content: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest(killed).write_text(content)
@@ -101,7 +101,7 @@ def test_e7_a_state_that_is_none_falls_back_to_the_checkpoint_before(
         ),
     ],
 )
-def test_e7_a_state_that_lacks_a_key_is_damaged(
+def test_a_state_that_lacks_a_key_is_damaged(
     key: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = json.loads(newest(killed).read_text())
@@ -127,7 +127,7 @@ def test_a_state_without_a_checksum_is_continued_from_and_told(
     assert_same(empo2, killed)
 
 
-def test_e7_without_an_older_checkpoint_there_is_one_line(killed: Path) -> None:
+def test_without_an_older_checkpoint_there_is_one_line(killed: Path) -> None:
     shutil.rmtree(killed / "checkpoints" / "step-000000")
     newest(killed).write_text("null")
     with pytest.raises(CheckpointError, match=r"step-000001 is damaged: state\.json holds no object"):
@@ -138,14 +138,14 @@ def test_e7_without_an_older_checkpoint_there_is_one_line(killed: Path) -> None:
     "line", ["null", "[]", '{"label": "before training"}', "\x00" * 40, '{"label": null', "[" * 100_000]
 )
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
-def test_e7_a_line_that_is_no_record_is_named(name: str, line: str, killed: Path) -> None:
+def test_a_line_that_is_no_record_is_named(name: str, line: str, killed: Path) -> None:
     _, *others = (killed / name).read_text().splitlines()
     (killed / name).write_text("".join(f"{one}\n" for one in [line, *others]))
     with pytest.raises(DataError, match=f"{name} line 1 is damaged"):
         resume(killed)
 
 
-def test_e8_a_full_disk_is_called_one(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_called_one(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was "Bad file descriptor": of the metrics' file, which was closed before the new one was written."""
 
     def full(path: Path, content: bytes) -> None:
@@ -156,14 +156,14 @@ def test_e8_a_full_disk_is_called_one(killed: Path, monkeypatch: pytest.MonkeyPa
         resume(killed)
 
 
-def test_e8_an_empty_buffer_that_was_given_is_not_the_experts_doing(recipe: Path, tmp_path: Path) -> None:
+def test_an_empty_buffer_that_was_given_is_not_the_experts_doing(recipe: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.sqlite"
     StepTraceBuffer(empty, load_embedder("hash"), mode="write").close()
     with pytest.raises(DataError, match=r"the step-trace buffer .*empty\.sqlite is empty$"):
         begin(recipe, tmp_path / "run", f"buffer.path={empty}")
 
 
-def test_e8_a_buffer_of_the_run_that_is_gone_is_missing(recipe: Path, tmp_path: Path) -> None:
+def test_a_buffer_of_the_run_that_is_gone_is_missing(recipe: Path, tmp_path: Path) -> None:
     """A new one was made in its place, and then was empty because no expert had solved a task."""
     run = interrupted(begin(recipe, tmp_path / "run", "buffer.evolve=true"))
     (run / "buffer.sqlite").unlink()
@@ -172,7 +172,7 @@ def test_e8_a_buffer_of_the_run_that_is_gone_is_missing(recipe: Path, tmp_path: 
     assert not (run / "buffer.sqlite").exists()
 
 
-def test_e8_a_missing_reference_is_missing_and_not_damaged(recipe: Path, tmp_path: Path) -> None:
+def test_a_missing_reference_is_missing_and_not_damaged(recipe: Path, tmp_path: Path) -> None:
     plain = recipe.with_name("kl.toml")
     plain.write_text(recipe.read_text().replace("num_hybrid = 2", ""))
     run = interrupted(begin(plain, tmp_path / "run", "algorithm.type=grpo", "algorithm.kl_weight=0.5"))
@@ -203,7 +203,7 @@ def test_the_reference_of_a_finished_run_is_looked_at(
     assert len(said) == 1 and f"reference.safetensors {told}" in said[0]
 
 
-def test_e8_a_file_that_is_named_like_a_checkpoint_is_none_and_stays(empo2: Path, killed: Path) -> None:
+def test_a_file_that_is_named_like_a_checkpoint_is_none_and_stays(empo2: Path, killed: Path) -> None:
     """Saving ended in "Not a directory", and so did the removal of old checkpoints."""
     notes = killed / "checkpoints" / "step-000002"
     notes.write_text("notes")
@@ -237,7 +237,7 @@ def flip_in_the_middle(path: Path) -> None:
     path.write_bytes(content)
 
 
-E6 = [
+RECORDS = [
     ("evaluations.jsonl", change_a_digit, "lines of evaluations.jsonl are not what was written"),
     ("metrics.jsonl", Path.unlink, "metrics.jsonl has 0 of "),
     ("metrics.jsonl", lose_last_line, "metrics.jsonl has "),
@@ -253,9 +253,9 @@ E6 = [
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "told"), E6, ids=[f"{name} {one.__name__}" for name, one, _ in E6]
+    ("name", "damage", "told"), RECORDS, ids=[f"{name} {one.__name__}" for name, one, _ in RECORDS]
 )
-def test_e6_records_of_a_finished_run_that_vanish_are_told(
+def test_records_of_a_finished_run_that_vanish_are_told(
     name: str,
     damage: Callable[[Path], None],
     told: str,
@@ -270,7 +270,7 @@ def test_e6_records_of_a_finished_run_that_vanish_are_told(
     assert len(said) == 1 and told in said[0]
 
 
-def test_e6_a_whole_run_is_told_nothing_and_its_last_evaluation_can_be_made_again(
+def test_a_whole_run_is_told_nothing_and_its_last_evaluation_can_be_made_again(
     empo2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(empo2, tmp_path / "run"))
@@ -283,7 +283,7 @@ def test_e6_a_whole_run_is_told_nothing_and_its_last_evaluation_can_be_made_agai
 
 
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
-def test_e6_lines_that_training_went_on_from_cannot_be_made_again(name: str, killed: Path) -> None:
+def test_lines_that_training_went_on_from_cannot_be_made_again(name: str, killed: Path) -> None:
     """A lost first line of the evaluations was made again, with the weights of now."""
     (killed / name).write_text("")
     with pytest.raises(

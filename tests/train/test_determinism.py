@@ -70,7 +70,7 @@ def test_the_evaluation_before_training_may_be_left_out_and_changes_no_bit(recip
 
 
 def test_bfloat16_trains_without_packed_layers_for_it(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A1: it crashed in the first rollout. From the rollout over the gate of log-probs to the update."""
+    """It crashed in the first rollout. From the rollout over the gate of log-probs to the update."""
     monkeypatch.setattr(onednn, "can_pack", lambda dtype: False)
     run = _train(recipe, "bfloat16", "train.num_steps=1", "model.precision=bfloat16")
     assert not _equal(_weights(run, 1), _weights(run, 0))

@@ -225,7 +225,7 @@ def _owners(path: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("mask", ["token", "turn"])
 @pytest.mark.parametrize("num_with_tips", [0, 1])
 def test_the_mask_leaves_rollouts_alone_that_saw_no_tip(mask: Any, num_with_tips: int) -> None:
-    """B8: in a group that is trained without its tips. They cost no second pass either. The mask here takes
+    """In a group that is trained without its tips. They cost no second pass either. The mask here takes
     every token it may.
     """
     lm = tiny_model(dtype=torch.float64)

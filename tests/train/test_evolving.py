@@ -60,7 +60,7 @@ def evolve(buffer: StepTraceBuffer, *num_thoughts: int) -> dict[str, int]:
 def test_long_rollouts_of_the_agent_do_not_push_the_expert_out(
     buffer: StepTraceBuffer, counted: bool
 ) -> None:
-    """B6: nor do they where the expert's length is unknown."""
+    """Nor do they where the expert's length is unknown."""
     count = len if counted else None
     fill_buffer(buffer, FAMILY, FAMILY.make(), FAMILY.tasks("train"), SETTINGS, print, count_tokens=count)
     assert evolve(buffer, *range(20, 27)) == {"expert": 1, "self": 4}

@@ -92,7 +92,7 @@ def test_a_fault_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("step", [0, 1, 7])
 def test_experts_are_asked_about_the_episode_that_is_played(step: int) -> None:
-    """B4: the toy's hidden number comes from the seed of the reset, and so does what its expert answers."""
+    """The toy's hidden number comes from the seed of the reset, and so does what its expert answers."""
     family, chosen = ToyTaskSet(1), settings()
     [task] = family.tasks("train")
     paths, _ = request_expert_paths(family, [task], chosen, training_step=step)

@@ -102,36 +102,36 @@ def train(name: str, recipe: str, folder: Path, *overrides: str) -> Path:
     return run
 
 
-def check(name: str, recipe: str, folder: Path, *overrides: str) -> None:
-    """It trains, or it is refused in one line."""
+WORLDS = {
+    "text world with a cold start": (HOUSE + REST + COLD, EXPERTS),
+    "results inside the answer": (FACTBOOK + REST + COLD, ("rollout.max_turn_tokens=100",)),
+    "native calls": (NATIVE + REST, ()),
+}
+# One family in each world is long, the others slow.
+LONG = {
+    ("mistral v3", "text world with a cold start"),
+    ("llama2", "results inside the answer"),
+    ("glm4.5", "native calls"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=pytest.mark.long if (name, world) in LONG else pytest.mark.slow)
+        for world in WORLDS
+        for name in FAMILIES
+    ],
+)
+def test_a_family_trains_or_is_refused_in_one_line(name: str, world: str, tmp_path: Path) -> None:
+    recipe, overrides = WORLDS[world]
+    data = tmp_path / "questions.jsonl"
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    recipe = recipe.replace("FORM", FAMILIES[name].call_format).replace("DATA", str(data))
     try:
-        run = train(name, recipe, folder, *overrides)
+        run = train(name, recipe, tmp_path, *overrides)
     except ModelError as error:
         assert "\n" not in str(error) and "chat template" in str(error)
         pytest.skip(str(error)[:200])
     assert (run / "checkpoints" / "step-000001").exists()
-
-
-FEW = ("glm4.5", "llama2", "mistral v3", "command-r")
-# These are long, the others slow.
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in FEW]
-EACH = [*(pytest.param(name, marks=pytest.mark.long) for name in FEW), *OTHERS]
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_a_run_with_a_cold_start_in_a_text_world(name: str, tmp_path: Path) -> None:
-    check(name, HOUSE + REST + COLD, tmp_path, *EXPERTS)
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_a_run_of_every_family_with_results_inside_the_answer(name: str, tmp_path: Path) -> None:
-    check(name, FACTBOOK + REST + COLD, tmp_path, "rollout.max_turn_tokens=100")
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_a_run_of_every_family_with_native_calls(name: str, tmp_path: Path) -> None:
-    data = tmp_path / "questions.jsonl"
-    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    native = NATIVE.replace("FORM", FAMILIES[name].call_format).replace("DATA", str(data))
-    check(name, native + REST, tmp_path)

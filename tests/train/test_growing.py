@@ -1,4 +1,4 @@
-"""F9: a finished run is given more steps, and is then the run that had them from the start."""
+"""A finished run is given more steps, and is then the run that had them from the start."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def of_the_run(run: Path) -> str:
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(0, marks=pytest.mark.slow)])
-def test_f9_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
+def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
     every: int, recipe: Path, tmp_path: Path
 ) -> None:
     whole = begin(recipe, tmp_path / "whole", f"evaluation.every={every}", "train.num_steps=4")
@@ -81,7 +81,7 @@ def test_f9_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
         assert [mine[0], mine[2]] == theirs
 
 
-def test_f9_a_longer_run_that_is_killed_goes_on_with_its_new_length(
+def test_a_longer_run_that_is_killed_goes_on_with_its_new_length(
     ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def killed(self: trainer.Trainer) -> None:
@@ -122,7 +122,7 @@ def test_f9_a_longer_run_that_is_killed_goes_on_with_its_new_length(
         (("train.num_stepz=3",), "unknown key"),
     ],
 )
-def test_f9_all_else_is_refused_with_its_reason_and_changes_nothing(
+def test_all_else_is_refused_with_its_reason_and_changes_nothing(
     overrides: tuple[str, ...], says: str, ended: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = content(ended)
@@ -131,7 +131,7 @@ def test_f9_all_else_is_refused_with_its_reason_and_changes_nothing(
     assert says in told and told.count("\n") == 1 and content(ended) == before
 
 
-def test_f9_a_schedule_that_ends_with_the_run_and_a_run_without_training_do_not_grow(
+def test_a_schedule_that_ends_with_the_run_and_a_run_without_training_do_not_grow(
     recipe: Path, tmp_path: Path
 ) -> None:
     schedule = ["algorithm.retrieval.schedule=linear", "algorithm.retrieval.final_probability=0.1"]
@@ -145,7 +145,7 @@ def test_f9_a_schedule_that_ends_with_the_run_and_a_run_without_training_do_not_
             extend_settings(run.path / "config.toml", ["train.num_steps=50"])
 
 
-def test_f9_a_dry_run_prints_what_it_would_be_and_writes_nothing(
+def test_a_dry_run_prints_what_it_would_be_and_writes_nothing(
     ended: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = content(ended)
@@ -153,7 +153,7 @@ def test_f9_a_dry_run_prints_what_it_would_be_and_writes_nothing(
     assert "num_steps = 7" in capsys.readouterr().out and content(ended) == before
 
 
-def test_f9_a_set_up_that_fails_leaves_the_length_as_it_was(
+def test_a_set_up_that_fails_leaves_the_length_as_it_was(
     ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -165,7 +165,7 @@ def test_f9_a_set_up_that_fails_leaves_the_length_as_it_was(
     assert "no such tool" in capsys.readouterr().err and content(ended) == before
 
 
-def test_f9_the_settings_that_may_grow_are_in_the_documents_with_their_reasons() -> None:
+def test_the_settings_that_may_grow_are_in_the_documents_with_their_reasons() -> None:
     page = (Path(__file__).parents[2] / "docs" / "resuming.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z_.]+)` \| (.+) \|$", page, flags=re.MULTILINE))
     assert rows == dict(MAY_CHANGE)

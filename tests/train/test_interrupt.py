@@ -1,5 +1,5 @@
 """Stops: the first signal asks for a checkpoint, a second one ends at once, and nothing stays installed in
-the process (E1)."""
+the process."""
 
 import _thread
 import os
@@ -172,7 +172,7 @@ def test_a_second_signal_of_any_kind_ends_whatever_the_run_is_doing(
         (["report", "r"], "outrider: interrupted\n"),
     ],
 )
-def test_e8_an_interrupted_command_says_how_it_goes_on_where_it_does(
+def test_an_interrupted_command_says_how_it_goes_on_where_it_does(
     arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, **__: object) -> int:
@@ -299,7 +299,7 @@ def test_an_interruption_while_the_arguments_are_read_is_one_line(
 ) -> None:
     """The campaign of kills sends a SIGINT from the first instant of the command on."""
 
-    def interrupted() -> None:
+    def interrupted(commands: list[str]) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "make_parser", interrupted)

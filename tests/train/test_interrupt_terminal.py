@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal (F4): the display says that it is stopping, nothing is drawn over, and a second press
+"""Ctrl-C in a terminal: the display says that it is stopping, nothing is drawn over, and a second press
 ends with one line."""
 
 import time
@@ -43,9 +43,7 @@ def command(recipe: Path, run: Path, progress: str) -> tuple[str | Path, ...]:
 
 
 @pytest.mark.parametrize("progress", ["rich", "plain"])
-def test_f4_a_second_press_in_an_update_ends_with_one_line(
-    recipe: Path, tmp_path: Path, progress: str
-) -> None:
+def test_a_second_press_in_an_update_ends_with_one_line(recipe: Path, tmp_path: Path, progress: str) -> None:
     on = OnTerminal(*command(recipe, tmp_path / "r", progress), prepare=update_without_end)
     try:
         on.wait_for("in the update")
@@ -71,7 +69,7 @@ def test_f4_a_second_press_in_an_update_ends_with_one_line(
 
 
 @pytest.mark.parametrize("progress", ["rich", "plain"])
-def test_f4_one_press_ends_with_a_checkpoint_and_whole_lines(
+def test_one_press_ends_with_a_checkpoint_and_whole_lines(
     recipe: Path, tmp_path: Path, progress: str
 ) -> None:
     on = OnTerminal(*command(recipe, tmp_path / "r", progress))

@@ -154,19 +154,3 @@ def test_trees_share_turns_and_calls(recipe: Path, preset: str) -> None:
     assert sum(record["rollout/num_tool_calls_shared"] for record in records) > 0
     assert replay_step(run, 2) == 0
     assert "Branching groups" in (run / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_one_seed_gives_the_same_trees_and_the_same_weights(recipe: Path) -> None:
-    shape = (
-        "algorithm.type=tree_grpo",
-        "algorithm.group_size=10",
-        "algorithm.num_rounds=2",
-        "algorithm.num_kept=4",
-    )
-    first, second = train(recipe, "trees", *shape, num_steps=2), train(recipe, "again", *shape, num_steps=2)
-    assert same_weights(first, second, step=2)
-    one, other = (TraceReader(run / "traces").read(2) for run in (first, second))
-    assert one == other
-    pruned = [row for row in one if row.outcome is not None and row.advantage is None]
-    assert len(pruned) == 4  # one of five leaves in each of the two trees of both groups

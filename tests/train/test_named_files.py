@@ -1,4 +1,4 @@
-"""E2: every file that settings name is digested, wherever in them it stands."""
+"""Every file that settings name is digested, wherever in them it stands."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""F6: questions of one's own have no expert. What needs one is refused at set-up, and a file of trajectories
+"""Questions of one's own have no expert. What needs one is refused at set-up, and a file of trajectories
 takes its place.
 """
 
@@ -44,7 +44,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_f6_what_needs_an_expert_is_refused_with_the_way_out(
+def test_what_needs_an_expert_is_refused_with_the_way_out(
     overrides: list[str],
     ways_out: list[str],
     recipe: Path,
@@ -68,11 +68,11 @@ def test_f6_what_needs_an_expert_is_refused_with_the_way_out(
         ["buffer.path=none", "cold_start.num_examples=4", 'environment={type="factbook"}'],
     ],
 )
-def test_f6_what_needs_no_expert_is_not_refused(overrides: list[str], recipe: Path) -> None:
+def test_what_needs_no_expert_is_not_refused(overrides: list[str], recipe: Path) -> None:
     require_experts(load_settings(RunSettings, file=recipe, overrides=overrides))
 
 
-def test_f6_a_run_built_without_the_command_line_is_refused_too(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_built_without_the_command_line_is_refused_too(recipe: Path, tmp_path: Path) -> None:
     settings = load_settings(RunSettings, file=recipe, overrides=["cold_start.num_examples=4"])
     with pytest.raises(ConfigError, match="have no expert"):
         run_training(
@@ -83,7 +83,7 @@ def test_f6_a_run_built_without_the_command_line_is_refused_too(recipe: Path, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_f6_a_cold_start_imitates_a_file_of_trajectories(
+def test_a_cold_start_imitates_a_file_of_trajectories(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = tmp_path / "shown.jsonl"
@@ -100,8 +100,8 @@ def test_f6_a_cold_start_imitates_a_file_of_trajectories(
     assert main(["train", str(recipe), "--run", str(run), "--progress", "plain", *overrides]) == 0
     told = capsys.readouterr().out
     assert "cold start: 3 of 4 expert rollouts solved their task" in told
-    assert "cold start: expert rollouts 4/4" in told  # F12: not 0/4
-    # F12: not "evaluate after", and not "evaluate of FOLDER"
+    assert "cold start: expert rollouts 4/4" in told  # not 0/4
+    # Not "evaluate after", and not "evaluate of FOLDER"
     assert "evaluation after cold start: start" in told
     written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [one["sft/num_examples"] for one in written if one["kind"] == "sft"] == [2.0, 1.0]
@@ -111,7 +111,7 @@ def test_f6_a_cold_start_imitates_a_file_of_trajectories(
         run_training(RunDirectory.open(run), progress="none", on_start=lambda stop: None)
 
 
-def test_f6_a_file_that_cannot_serve_stops_the_run_at_set_up(
+def test_a_file_that_cannot_serve_stops_the_run_at_set_up(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demonstrations(tmp_path / "other.jsonl", prefix="elsewhere")
@@ -125,7 +125,7 @@ def test_f6_a_file_that_cannot_serve_stops_the_run_at_set_up(
     assert not (tmp_path / "run").exists()
 
 
-def test_f6_a_record_belongs_to_its_key_or_else_to_its_question(recipe: Path, tmp_path: Path) -> None:
+def test_a_record_belongs_to_its_key_or_else_to_its_question(recipe: Path, tmp_path: Path) -> None:
     tasks = load_tasks(DatasetConfig(path=recipe.parent / "tasks.jsonl"))
     by_key = read_demonstrations(str(recipe.parent / "shown.jsonl"), tasks)
     records = [json.loads(line) for line in (recipe.parent / "shown.jsonl").read_text().splitlines()]
@@ -137,7 +137,7 @@ def test_f6_a_record_belongs_to_its_key_or_else_to_its_question(recipe: Path, tm
         read_demonstrations(str(tmp_path / "other.jsonl"), tasks[:0])
 
 
-def test_f12_a_run_without_training_shows_no_stage_of_it(
+def test_a_run_without_training_shows_no_stage_of_it(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (

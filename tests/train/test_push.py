@@ -178,11 +178,11 @@ def test_settings_of_rendering_are_told() -> None:
 
 def test_packaged_models_are_known_and_folders_say_their_licence(tmp_path: Path) -> None:
     assert BASES.keys() == PACKAGED.keys()
-    assert find_base("smollm2-135m-instruct").license == "apache-2.0"
+    assert find_base("smollm2-135m-instruct")[1] == "apache-2.0"
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
-    assert (find_base(str(tmp_path)).name, find_base(str(tmp_path)).license) == ("", "mit")
+    assert find_base(str(tmp_path)) == ("", "mit")
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
-    assert find_base(str(tmp_path)).license == ""
+    assert find_base(str(tmp_path)) == ("", "")
 
 
 def with_values(**kwargs: Any) -> RunSettings:

@@ -155,7 +155,7 @@ def test_the_same_environment_gives_the_same(
 def test_what_was_tried_without_a_word_of_it_is_tried_again(
     family: ToyTaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B1: a refused action is in no text, but it may have cost a move, so the environment hears it in its
+    """A refused action is in no text, but it may have cost a move, so the environment hears it in its
     place.
     """
 

@@ -81,10 +81,10 @@ def _kill_after(process: ForkedOutrider, run: Path, delay: float) -> None:
     [
         ("rapo", (-1.0, 0.3)),
         pytest.param("evolve", (-1.0, 0.6), marks=pytest.mark.long),
-        pytest.param("rollout_replay", (0.4, -1.0), marks=pytest.mark.long),
-        ("combined", (-1.0, 0.4)),
+        pytest.param("rollout_replay", (0.4, -1.0), marks=pytest.mark.slow),
+        pytest.param("combined", (-1.0, 0.4), marks=pytest.mark.long),
         pytest.param("agent", (0.4, -1.0), marks=pytest.mark.long),
-        pytest.param("rnd", (-1.0, 0.4), marks=pytest.mark.long),
+        pytest.param("rnd", (-1.0, 0.4), marks=pytest.mark.slow),
         # No state of their own beside what the cases above have.
         pytest.param("combined_house", (-1.0, 0.4), marks=pytest.mark.slow),
         pytest.param("grpo", (0.4, -1.0), marks=pytest.mark.slow),
@@ -129,12 +129,17 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
     assert len((whole("rapo") / "evaluations.jsonl").read_text().splitlines()) == 4
 
 
-@pytest.mark.long
-def test_the_runs_that_store_what_they_play_use_it(whole: Callable[[str], Path]) -> None:
-    grown = [record["buffer/num_added"] for record in metrics(whole("evolve")) if record["kind"] == "train"]
-    assert sum(grown) >= 2
-    replayed = [record for record in metrics(whole("rollout_replay")) if record["kind"] == "train"]
-    assert sum(record["replay/num_groups"] for record in replayed) >= 5
+@pytest.mark.parametrize(
+    ("case", "metric", "least"),
+    [
+        pytest.param("evolve", "buffer/num_added", 2, marks=pytest.mark.long),
+        pytest.param("rollout_replay", "replay/num_groups", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_stores_rollouts_uses_them(
+    case: str, metric: str, least: int, whole: Callable[[str], Path]
+) -> None:
+    assert sum(record[metric] for record in metrics(whole(case)) if record["kind"] == "train") >= least
 
 
 @pytest.mark.slow
@@ -147,7 +152,13 @@ def test_the_run_that_samples_dynamically_takes_more_tasks(whole: Callable[[str]
     assert cursor > 2 * NUM_STEPS  # no longer the step's number times its tasks
 
 
-@pytest.mark.parametrize("case", ["combined", pytest.param("combined_house", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("combined", marks=pytest.mark.long),
+        pytest.param("combined_house", marks=pytest.mark.slow),
+    ],
+)
 def test_the_run_of_three_methods_has_all_three(root: Path, whole: Callable[[str], Path], case: str) -> None:
     train = [record for record in metrics(whole(case)) if record["kind"] == "train"]
     for name in ("retrieval/num_inserted", "branch/num_forks", "tips/num_shown"):
@@ -176,7 +187,7 @@ def test_the_run_with_tips_shows_some_and_has_all_modes(root: Path, whole: Calla
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_run_with_a_predictor_learns_its_states(root: Path, whole: Callable[[str], Path]) -> None:
     """What a restored predictor holds must matter for the comparison above."""
     train = [record for record in metrics(whole("rnd")) if record["kind"] == "train"]

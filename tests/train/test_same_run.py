@@ -1,4 +1,4 @@
-"""E2 and E4: a run goes on as the run that it was; what decides its results and is another one now is named
+"""A run goes on as the run that it was; what decides its results and is another one now is named
 and refused.
 """
 
@@ -54,9 +54,7 @@ def content(run: Path) -> dict[Path, bytes]:
     }
 
 
-def test_e4_data_that_moved_are_the_same(
-    whole: Path, killed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_moved_are_the_same(whole: Path, killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resume(killed, progress="plain")
     assert "OTHER" not in capsys.readouterr().out
     assert_same(whole, killed)
@@ -72,7 +70,7 @@ def test_e4_data_that_moved_are_the_same(
         ("buffer.evolve=true", "buffer.evolve is True, was False"),
     ],
 )
-def test_e4_settings_that_decide_the_results_are_refused_before_anything_is_written(
+def test_settings_that_decide_the_results_are_refused_before_anything_is_written(
     override: str, told: str, killed: Path
 ) -> None:
     edit(killed, override)
@@ -83,7 +81,7 @@ def test_e4_settings_that_decide_the_results_are_refused_before_anything_is_writ
     assert content(killed) == before
 
 
-def test_e7_another_algorithm_is_named_and_not_its_settings(killed: Path) -> None:
+def test_another_algorithm_is_named_and_not_its_settings(killed: Path) -> None:
     text = (killed / "config.toml").read_text()
     start, end = text.index("[algorithm]"), text.index("[rollout]")
     (killed / "config.toml").write_text(f'{text[:start]}[algorithm]\ntype = "empo2"\n{text[end:]}')
@@ -93,7 +91,7 @@ def test_e7_another_algorithm_is_named_and_not_its_settings(killed: Path) -> Non
         resume(killed)
 
 
-def test_e4_settings_that_may_change_are_told(
+def test_settings_that_may_change_are_told(
     whole: Path, killed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(killed, "train.checkpoint_every=2", "evaluation.every=2", "train.max_concurrent=3", "num_threads=2")
@@ -110,7 +108,7 @@ def test_e4_settings_that_may_change_are_told(
     ) in told
 
 
-def test_e4_a_schedule_that_ends_with_the_run_has_its_length(whole: Path) -> None:
+def test_a_schedule_that_ends_with_the_run_has_its_length(whole: Path) -> None:
     overrides = ["algorithm.retrieval.schedule=linear", "algorithm.retrieval.final_probability=0.1"]
     settings = load_settings(RunSettings, file=whole / "config.toml", overrides=overrides)
     longer = load_settings(
@@ -120,7 +118,7 @@ def test_e4_a_schedule_that_ends_with_the_run_has_its_length(whole: Path) -> Non
         check_settings(flat_settings(settings), longer)
 
 
-def test_e4_settings_are_plain_and_a_key_of_another_version_is_not_compared(whole: Path) -> None:
+def test_settings_are_plain_and_a_key_of_another_version_is_not_compared(whole: Path) -> None:
     settings = load_settings(RunSettings, file=whole / "config.toml")
     flat = json.loads(json.dumps(flat_settings(settings)))
     assert check_settings(flat, settings) == [] and str(whole.parent) not in json.dumps(flat)
@@ -169,7 +167,7 @@ def change_buffer(data: Path) -> None:
         (change_buffer, "step-trace buffer"),
     ],
 )
-def test_e4_inputs_that_changed_are_refused(change: object, name: str, whole: Path, killed: Path) -> None:
+def test_inputs_that_changed_are_refused(change: object, name: str, whole: Path, killed: Path) -> None:
     """They went on in silence, to other results."""
     kept = shutil.copytree(whole.parent / "data", whole.parent / "kept")
     before = content(killed)
@@ -183,9 +181,7 @@ def test_e4_inputs_that_changed_are_refused(change: object, name: str, whole: Pa
     assert_same(whole, killed)
 
 
-def test_e4_weights_that_do_not_train_are_in_no_checkpoint_and_are_compared(
-    made: Path, tmp_path: Path
-) -> None:
+def test_weights_that_do_not_train_are_in_no_checkpoint_and_are_compared(made: Path, tmp_path: Path) -> None:
     data = Path(shutil.copytree(made / "data", tmp_path / "data"))
     recipe = data / "recipe.toml"
     recipe.write_text(recipe.read_text().replace(str(made / "data"), str(data)))
@@ -205,7 +201,7 @@ def test_e4_weights_that_do_not_train_are_in_no_checkpoint_and_are_compared(
 
 
 @pytest.mark.parametrize("left", ["everything", "metrics.jsonl", "traces", "evaluations.jsonl"])
-def test_e2_a_run_without_its_checkpoints_does_not_start_over(left: str, whole: Path) -> None:
+def test_a_run_without_its_checkpoints_does_not_start_over(left: str, whole: Path) -> None:
     """It did, in silence, and erased what was left of it."""
     shutil.rmtree(whole / "checkpoints")
     for name in {"metrics.jsonl", "traces", "evaluations.jsonl"} - {left}:
@@ -217,7 +213,7 @@ def test_e2_a_run_without_its_checkpoints_does_not_start_over(left: str, whole: 
     assert content(whole) == before
 
 
-def test_e2_a_run_that_was_killed_before_its_first_checkpoint_begins_again(whole: Path) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(whole: Path) -> None:
     again = Path(shutil.copytree(whole, whole.with_name("again")))
     shutil.rmtree(again / "checkpoints")
     first, *_ = (again / "evaluations.jsonl").read_text().splitlines()

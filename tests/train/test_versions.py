@@ -8,7 +8,7 @@ SOFTWARE = {"outrider", "torch", "transformers", "numpy", "BLAS", "oneDNN"}
 
 
 def test_a_checkpoint_records_what_decides_the_bits() -> None:
-    """A3: instruction sets, thread count, libraries."""
+    """Instruction sets, thread count, libraries."""
     recorded = versions()
     machine = {"processor", "instruction sets", "torch's kernels", "threads", "variables"}
     assert set(recorded) == SOFTWARE | machine

@@ -4,7 +4,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -27,13 +27,14 @@ from outrider.algorithms.loss_settings import (
     require_new_fields,
     require_new_spelling,
 )
+from outrider.algorithms.presets import with_preset
 from outrider.config import Settings
 from outrider.memory.embedders import CachedEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.tips import MemoryChange
 from outrider.metrics import Metric
 from outrider.rollout.hooks import Hook
-from outrider.trace import Share, Trace
+from outrider.trace import Node, Share, Trace
 from outrider.types import Step, Task
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class ObjectiveSettings(Settings):
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """What each value of the field ``preset`` sets, in a class that has this field."""
+
     group_size: int = Field(8, ge=2)
     advantage: AdvantageKind = "group_normalized"
     loss: LossSettings = ClipLoss()
@@ -87,9 +91,11 @@ class ObjectiveSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_old_keys(cls, data: Any) -> Any:
+    def _apply_preset(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
             require_new_spelling(data)
+        if cls.presets:
+            data = with_preset(cls.presets, data, default=cls.model_fields["preset"].default)
         return data
 
     @model_validator(mode="after")
@@ -213,17 +219,29 @@ class OffPolicyObjective(ObjectiveSettings):
         )
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
-        """The named loss, of the tokens that the student's mask keeps."""
-        from outrider.algorithms.losses import measure_without_tips_mask
+        """The named loss of the tokens that the student's mask keeps."""
+        from outrider.algorithms.losses import without_tips_mask
 
         loss, is_without_tips_T = super().token_loss(inputs), inputs.old_logprobs.is_without_tips_T
-        return (
-            loss
-            if is_without_tips_T is None
-            else replace(
-                loss, losses=loss.losses * measure_without_tips_mask(inputs, self, is_without_tips_T)
-            )
+        if is_without_tips_T is None:
+            return loss
+        logprobs_T, with_tips_T = inputs.logprobs_T.detach(), inputs.old_logprobs.trainer_T
+        mask_T = without_tips_mask(
+            self,
+            logprobs_T=logprobs_T,
+            with_tips_T=with_tips_T,
+            is_without_tips_T=is_without_tips_T,
+            turn_T=inputs.turn_T,
         )
+        if num := int(is_without_tips_T.sum()):
+            measures = inputs.measures
+            off = (with_tips_T - logprobs_T)[is_without_tips_T]
+            ratios = (logprobs_T - inputs.old_T)[is_without_tips_T].exp()
+            measures.add("tips/kl_acting_student", float(off.mean()), num)
+            measures.add("tips/ratio_mean", float(ratios.mean()), num)
+            measures.add("tips/masked_fraction", float(1.0 - mask_T[is_without_tips_T].mean()), num)
+            measures.add_sum("tips/num_off_tokens", float(num))
+        return replace(loss, losses=loss.losses * mask_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +289,15 @@ def group_advantages(
 def outcome_advantages(trace: Trace, kind: AdvantageKind) -> RolloutAdvantages:
     """The group's advantages from :func:`total_returns`."""
     return group_advantages(total_returns(trace), kind)
+
+
+def require_unassigned(nodes: Iterable[Node]) -> None:
+    """Raise ValueError for a node that has an advantage, or that several rollouts share."""
+    seen: set[int] = set()
+    for node in nodes:
+        if node.credit is not None or node.shares is not None or id(node) in seen:
+            raise ValueError(f"node {node.node_id} already has credit")
+        seen.add(id(node))
 
 
 def assign_advantages(

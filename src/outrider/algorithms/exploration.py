@@ -36,7 +36,6 @@ from outrider.algorithms.entropy_branching import (
     require_countable,
 )
 from outrider.algorithms.loss_settings import ClipLoss, LossSettings, needs_whole_rollouts
-from outrider.algorithms.presets import with_preset
 from outrider.algorithms.retrieval import (
     RetrievalAdvantageSettings,
     RetrievalHook,
@@ -294,6 +293,7 @@ class ArpoSettings(BranchSettings, ExplorationSettings):
     """
 
     flat = "branch"
+    presets = ARPO_PRESETS
 
     type: Literal["arpo"] = "arpo"
     preset: Literal["arpo", "arpo-released", "aepo", "aepo-released"] = "arpo"
@@ -303,11 +303,6 @@ class ArpoSettings(BranchSettings, ExplorationSettings):
     @property
     def parts(self) -> Parts:
         return Parts(branch=self, entropy_advantage=self.entropy_advantage)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, data: Any) -> Any:
-        return with_preset(ARPO_PRESETS, data, default="arpo")
 
 
 EMPO2_PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -331,6 +326,7 @@ class Empo2Settings(TipSettings, OffPolicyObjective, ExplorationSettings):
     """EMPO². A ``preset`` fills what is not given."""
 
     flat = "tips"
+    presets = EMPO2_PRESETS
 
     type: Literal["empo2"] = "empo2"
     preset: Literal["empo2", "empo2-alg1", "empo2-centered", "empo2-released"] = "empo2"
@@ -339,11 +335,6 @@ class Empo2Settings(TipSettings, OffPolicyObjective, ExplorationSettings):
     @property
     def parts(self) -> Parts:
         return Parts(tips=self)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, data: Any) -> Any:
-        return with_preset(EMPO2_PRESETS, data, default="empo2")
 
 
 class Exploration(Algorithm):

@@ -19,7 +19,7 @@ from outrider.algorithms.advantages import (
     RolloutAdvantages,
     group_normalized_advantages_per_rollout,
 )
-from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings
+from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings, require_unassigned
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.presets import GIGPO_PRESETS, GigpoPreset, with_preset
 from outrider.trace import Leaf, Node, Trace, policy_turns
@@ -176,6 +176,8 @@ class GigpoSettings(ObjectiveSettings):
     and the step return of a turn that the environment could not read. A ``preset`` fills what is not given.
     """
 
+    presets = GIGPO_PRESETS
+
     type: Literal["gigpo"] = "gigpo"
     preset: GigpoPreset = "gigpo"
     group_size: int = Field(8, ge=1)
@@ -223,10 +225,7 @@ class Gigpo(OnPolicyGroup):
     """On-policy rollouts of one initial state; credit per turn."""
 
     Settings = GigpoSettings
-
-    def __init__(self, settings: GigpoSettings) -> None:
-        super().__init__(settings, num_rollouts=settings.group_size)
-        self.settings = settings
+    settings: GigpoSettings
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """``A^E + omega A^S`` (Eq. 8) on the tokens of every turn; ``advantages`` holds A^E per rollout.
@@ -238,7 +237,7 @@ class Gigpo(OnPolicyGroup):
         rollouts = list(trace.rollouts())
         rollout_turns = [self._turns(leaf, path) for leaf, path in rollouts]
         turns = [turn for own in rollout_turns for turn in own]
-        _require_unassigned(turns)
+        require_unassigned(turn.node for turn in turns)
         scores = [_score(leaf, own) for (leaf, _), own in zip(rollouts, rollout_turns, strict=True)]
         turn_scores = [turn.score for turn in turns]
         scorable = [score for score in scores if score is not None]
@@ -292,14 +291,6 @@ def step_returns(path: Sequence[Node], *, episode_return: float, gamma: float) -
 def reward_without_step(path: Sequence[Node], *, episode_return: float) -> float:
     """The environment's record less the step rewards: not 0 where an environment pays at the end only."""
     return episode_return - math.fsum(node.reward for node in path)
-
-
-def _require_unassigned(turns: Sequence[Turn]) -> None:
-    seen: set[int] = set()
-    for node in (turn.node for turn in turns):
-        if node.credit is not None or node.shares is not None or node.node_id in seen:
-            raise ValueError(f"node {node.node_id} already has credit")
-        seen.add(node.node_id)
 
 
 def _score(leaf: Leaf, turns: Sequence[Turn]) -> float | None:

@@ -1,23 +1,22 @@
-"""GRPO (DeepSeekMath, arXiv 2402.03300) and the methods that differ from it in settings alone: one advantage
-per rollout.
+"""The GRPO family: GRPO (arXiv 2402.03300), REINFORCE++ (arXiv 2501.03262) and rejection sampling (RAFT,
+arXiv 2304.06767).
 
-Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets (:mod:`outrider.algorithms.presets`), and every
-part of them is a setting of its own.
+Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets of GRPO (:mod:`outrider.algorithms.presets`), and every
+part of them is a setting. Formulas are in :mod:`outrider.algorithms.advantages`; sources and deviations in
+docs/algorithms/objectives.md.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from outrider.algorithms.advantages import (
-    Float64Array,
     NoSignalReason,
     RolloutAdvantages,
     Variance,
@@ -38,6 +37,7 @@ from outrider.algorithms.base import (
     TaskChoice,
     assign_advantages,
     group_advantages,
+    require_unassigned,
     total_returns,
 )
 from outrider.algorithms.loss_settings import LossSettings, ReinforceLoss, SamplerCorrection
@@ -46,23 +46,15 @@ from outrider.algorithms.presets import (
     REINFORCE_PLUS_PLUS_PRESETS,
     GrpoPreset,
     ReinforcePlusPlusPreset,
-    with_preset,
 )
 from outrider.config import Settings
-from outrider.rollout.base import Limits
+from outrider.rollout.base import ON_POLICY, Limits
 from outrider.rollout.hooks import Hook
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin, Task
 
 if TYPE_CHECKING:
     from outrider.training.settings import RunSettings
-
-
-# Settings that the group family adds to returns and groups: DAPO's punishment of length, KL in the reward,
-# dynamic sampling.
-#
-# Sources: docs/algorithms/objectives.md. All of it acts on credit: the recorded return of an episode stays
-# the environment's.
 
 
 _BUFFER_SHARE = 5  # of the released script: 4096 of 20480 tokens
@@ -116,9 +108,9 @@ class DynamicSamplingSettings(Settings):
 
 
 class GroupSettings(ObjectiveSettings):
-    """``overlong`` and ``dynamic_sampling`` are DAPO's. ``reward_kl_weight`` takes that much of k1 = log
+    """``overlong`` and ``dynamic_sampling`` are DAPO's. ``reward_kl_weight`` subtracts that much of k1 = log
     pi_old - log reference from the reward, without gradient: summed over a rollout, or token by token in
-    REINFORCE++.
+    REINFORCE++. The recorded return stays the environment's.
     """
 
     overlong: OverlongSettings | None = None
@@ -126,54 +118,30 @@ class GroupSettings(ObjectiveSettings):
     reward_kl_weight: float = Field(0.0, ge=0)
 
     @property
+    def label(self) -> str:
+        """The preset's name."""
+        return str(getattr(self, "preset", "")) or super().label
+
+    @property
     def needs_reference(self) -> bool:
-        """The KL of the reward needs one as well."""
         return self.kl_weight > 0 or self.reward_kl_weight > 0
 
     @property
     def drops_groups(self) -> bool:
-        """With ``dynamic_sampling``."""
         return self.dynamic_sampling is not None
-
-    def validate_run(self, run: "RunSettings") -> None:
-        """A punishment of length that some response could reach."""
-        if self.overlong is not None:
-            self.overlong.bounds(run.rollout.max_response_tokens)
 
     @property
     def rewards_kl(self) -> bool:
-        """With a ``reward_kl_weight``."""
         return self.reward_kl_weight > 0
 
-
-def shape_returns(
-    trace: Trace, settings: GroupSettings, *, max_response_tokens: int, sum_kl: bool = True
-) -> dict[str, list[float]]:
-    """Put the punishment of length, and with ``sum_kl`` the rollout's KL, into ``leaf.intrinsic``; what was
-    measured.
-
-    Raises ValueError where the reward needs a KL that nobody measured.
-    """
-    measured: dict[str, list[float]] = {"reward/overlong_mean": [], "reward/kl_mean": []}
-    for leaf, path in trace.scored_rollouts():
-        shaping = 0.0
-        if settings.overlong is not None:
-            longest, buffer = settings.overlong.bounds(max_response_tokens)
-            length = _length(path, settings.overlong)
-            shaping += overlong_penalty(
-                length=length, max_length=longest, buffer=buffer, factor=settings.overlong.factor
-            )
-            measured["reward/overlong_mean"].append(shaping)
-        if settings.reward_kl_weight > 0:
-            kl = math.fsum(value for node in path if node.trainable for value in measured_kl(node))
-            measured["reward/kl_mean"].append(kl)
-            shaping -= settings.reward_kl_weight * kl if sum_kl else 0.0
-        leaf.intrinsic = shaping
-    return measured
+    def validate_run(self, run: "RunSettings") -> None:
+        """Raise ValueError for a punishment of length that no response could reach."""
+        if self.overlong is not None:
+            self.overlong.bounds(run.rollout.max_response_tokens)
 
 
 def measured_kl(node: Node) -> tuple[float, ...]:
-    """The KL of a policy node's tokens. Raises ValueError where there is none."""
+    """The KL of a policy node's tokens. Raises ValueError if it was not measured."""
     if len(node.kl) != len(node.token_ids):
         raise ValueError(f"reward_kl_weight: no KL was measured on node {node.node_id}")
     return node.kl
@@ -192,53 +160,41 @@ def groups_worth_training(traces: Sequence[Trace], rule: DynamicSamplingSettings
     return [trace for number, trace in enumerate(traces) if number in informative]
 
 
-def _length(path: Sequence[Node], overlong: OverlongSettings) -> int:
-    counted = [
-        n for n in path if (n.trainable if overlong.counted == "policy" else n.origin is not Origin.PROMPT)
-    ]
-    return sum(len(node.token_ids) for node in counted)
-
-
-# Common parts of methods in whose groups the policy plays every rollout in the same way.
-
-
-SettingsT = TypeVar("SettingsT", bound=GroupSettings)
-
-
 class OnPolicyGroup(Algorithm):
-    """``num_rollouts`` on-policy rollouts per group; credit is the method's own."""
+    """``group_size`` rollouts per group, all by the policy alone."""
 
-    def __init__(
-        self, objective: ObjectiveSettings, *, num_rollouts: int, hooks: tuple[Hook, ...] = ()
-    ) -> None:
-        self.objective = objective
+    settings: ObjectiveSettings
+
+    def __init__(self, settings: ObjectiveSettings, *, hooks: tuple[Hook, ...] = ()) -> None:
+        self.settings = settings
+        self.objective = settings
         self.hooks = hooks
-        self.modes = ("on_policy",) * num_rollouts
+        self.modes = (ON_POLICY,) * settings.group_size
 
 
-class OnPolicyBatch(OnPolicyGroup, ABC, Generic[SettingsT]):
-    """A method of the group family whose credit may span all groups of a step; ``max_response_tokens`` is the
-    run's.
+class OnPolicyBatch(OnPolicyGroup):
+    """A method whose advantages may span all groups of a step: a subclass overrides :meth:`advantages`.
+
+    ``max_response_tokens`` is the limit of the run.
     """
 
+    settings: GroupSettings
+
     def __init__(
-        self, settings: SettingsT, *, max_response_tokens: int = Limits().max_response_tokens
+        self, settings: GroupSettings, *, max_response_tokens: int = Limits().max_response_tokens
     ) -> None:
-        super().__init__(settings, num_rollouts=settings.group_size)
-        self.settings = settings
+        super().__init__(settings)
         self._max_response_tokens = max_response_tokens
 
     @classmethod
-    def build(cls, settings: SettingsT, context: AlgorithmContext) -> Self:
-        """For a run."""
+    def build(cls, settings: GroupSettings, context: AlgorithmContext) -> Self:
         return cls(settings, max_response_tokens=context.max_response_tokens)
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """A batch of one group."""
         return self.advantages([trace])[0]
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
-        """The next ones, and with dynamic sampling further ones for groups that are left out."""
+        """The next tasks; with dynamic sampling, further ones replace groups that are left out."""
         rule = self.settings.dynamic_sampling
         if rule is None:
             return TaskChoice(num_groups=num_groups)
@@ -247,16 +203,38 @@ class OnPolicyBatch(OnPolicyGroup, ABC, Generic[SettingsT]):
             num_groups=num_groups, groups=GroupFilter(select=select, max_extra_batches=rule.max_extra_batches)
         )
 
-    @abstractmethod
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        """Write the credit of all groups of a step; one entry a trace."""
+    def _shape_returns(self, traces: Sequence[Trace], *, sum_kl: bool = True) -> list[dict[str, list[float]]]:
+        """Write the punishment of length, and with ``sum_kl`` the rollout's KL, into ``leaf.intrinsic``.
 
-    def _shaped(self, traces: Sequence[Trace], *, sum_kl: bool = True) -> list[dict[str, list[float]]]:
-        """:func:`~outrider.algorithms.grpo.shape_returns` of every group."""
-        limit = self._max_response_tokens
-        return [
-            shape_returns(trace, self.settings, max_response_tokens=limit, sum_kl=sum_kl) for trace in traces
-        ]
+        Returns the measurements of each group. Raises ValueError if the reward needs a KL that was not
+        measured.
+        """
+        overlong, kl_weight = self.settings.overlong, self.settings.reward_kl_weight
+        measurements: list[dict[str, list[float]]] = []
+        for trace in traces:
+            penalties: list[float] = []
+            kls: list[float] = []
+            for leaf, path in trace.scored_rollouts():
+                shaping = 0.0
+                if overlong is not None:
+                    longest, buffer = overlong.bounds(self._max_response_tokens)
+                    counts_all = overlong.counted == "all"
+                    length = sum(
+                        len(node.token_ids)
+                        for node in path
+                        if node.trainable or (counts_all and node.origin is not Origin.PROMPT)
+                    )
+                    shaping += overlong_penalty(
+                        length=length, max_length=longest, buffer=buffer, factor=overlong.factor
+                    )
+                    penalties.append(shaping)
+                if kl_weight > 0:
+                    kl = math.fsum(value for node in path if node.trainable for value in measured_kl(node))
+                    kls.append(kl)
+                    shaping -= kl_weight * kl if sum_kl else 0.0
+                leaf.intrinsic = shaping
+            measurements.append({"reward/overlong_mean": penalties, "reward/kl_mean": kls})
+        return measurements
 
 
 class GrpoSettings(GroupSettings):
@@ -267,19 +245,11 @@ class GrpoSettings(GroupSettings):
     A ``preset`` fills what is not given.
     """
 
+    presets = GRPO_PRESETS
+
     type: Literal["grpo"] = "grpo"
     preset: GrpoPreset = "grpo"
     advantage_std: Literal["sample", "population", "batch"] = "sample"
-
-    @property
-    def label(self) -> str:
-        """The preset's name."""
-        return self.preset
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, data: Any) -> Any:
-        return with_preset(GRPO_PRESETS, data, default="grpo")
 
     @model_validator(mode="after")
     def _validate(self) -> "GrpoSettings":
@@ -290,55 +260,38 @@ class GrpoSettings(GroupSettings):
         return self
 
 
-class Grpo(OnPolicyBatch[GrpoSettings]):
-    """On-policy rollouts, one advantage per rollout."""
+class Grpo(OnPolicyBatch):
+    """One advantage per rollout."""
 
     Settings = GrpoSettings
+    settings: GrpoSettings
 
     def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Advantages of the shaped returns on every policy token."""
-        measured = self._shaped(traces)
-        results = self._advantages([total_returns(trace) for trace in traces])
+        chosen = self.settings
+        measured = self._shape_returns(traces)
+        returns = [total_returns(trace) for trace in traces]
+        std_ddof: Literal[0, 1] = 0 if chosen.advantage_std == "population" else 1
+        results = [group_advantages(group, chosen.advantage, std_ddof=std_ddof) for group in returns]
+        if chosen.advantage_std == "batch" and results:
+            over_batch = (
+                leave_one_out_batch_normalized_advantages_per_rollout
+                if chosen.advantage == "leave_one_out"
+                else batch_scaled_advantages_per_rollout
+            )
+            values = over_batch(
+                returns=[value for group in returns for value in group],
+                groups=[number for number, group in enumerate(returns) for _ in group],
+            )
+            bounds = np.cumsum([len(group) for group in returns])[:-1]
+            parts = np.split(values, bounds)
+            results = [replace(group, values=part) for group, part in zip(results, parts, strict=True)]
         for trace, advantages in zip(traces, results, strict=True):
             assign_advantages(trace, advantages)
         return [
             GroupAdvantages(advantages=result, measurements=values)
             for result, values in zip(results, measured, strict=True)
         ]
-
-    def _advantages(self, returns: Sequence[Sequence[float | None]]) -> list[RolloutAdvantages]:
-        chosen = self.settings
-        own = [
-            group_advantages(
-                group, chosen.advantage, std_ddof=0 if chosen.advantage_std == "population" else 1
-            )
-            for group in returns
-        ]
-        if chosen.advantage_std != "batch":
-            return own
-        is_left_out = chosen.advantage == "leave_one_out"
-        over_batch = (
-            leave_one_out_batch_normalized_advantages_per_rollout
-            if is_left_out
-            else batch_scaled_advantages_per_rollout
-        )
-        values = over_batch(
-            returns=[value for group in returns for value in group],
-            groups=[number for number, group in enumerate(returns) for _ in group],
-        )
-        bounds = np.cumsum([len(group) for group in returns])[:-1]
-        return (
-            [replace(group, values=part) for group, part in zip(own, np.split(values, bounds), strict=True)]
-            if own
-            else []
-        )
-
-
-# REINFORCE++ (arXiv 2501.03262) and REINFORCE++-baseline: credit that is whitened over all policy tokens of
-# a step.
-#
-# The formulas are in :mod:`outrider.algorithms.advantages`, deviations in
-# docs/algorithms/objectives.md.
 
 
 class ReinforcePlusPlusSettings(GroupSettings):
@@ -347,6 +300,8 @@ class ReinforcePlusPlusSettings(GroupSettings):
     whitening. A ``preset`` fills what is not given.
     """
 
+    presets = REINFORCE_PLUS_PLUS_PRESETS
+
     type: Literal["reinforce++"] = "reinforce++"
     preset: ReinforcePlusPlusPreset = "reinforce++"
     group_size: int = Field(8, ge=1)
@@ -354,16 +309,6 @@ class ReinforcePlusPlusSettings(GroupSettings):
     group_baseline: bool = False
     gamma: float = Field(1.0, ge=0, le=1)
     variance: Variance = "sample"
-
-    @property
-    def label(self) -> str:
-        """The preset's name."""
-        return self.preset
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, data: Any) -> Any:
-        return with_preset(REINFORCE_PLUS_PLUS_PRESETS, data, default="reinforce++")
 
     @model_validator(mode="after")
     def _validate(self) -> "ReinforcePlusPlusSettings":
@@ -382,86 +327,59 @@ class ReinforcePlusPlusSettings(GroupSettings):
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ScoredRollout:
-    """A rollout with a return: its group's number in the batch and its policy nodes."""
-
-    group: int
-    leaf: Leaf
-    nodes: Sequence[Node]
-
-    @property
-    def shaped_return(self) -> float:
-        assert self.leaf.episode_return is not None
-        return self.leaf.episode_return + self.leaf.intrinsic
-
-
-class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
-    """On-policy rollouts; one advantage per token, against the whole batch."""
+class ReinforcePlusPlus(OnPolicyBatch):
+    """One advantage per token, whitened over all policy tokens of a step."""
 
     Settings = ReinforcePlusPlusSettings
+    settings: ReinforcePlusPlusSettings
 
     def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Whitened advantages on every policy token; ``advantages`` holds their mean over each rollout.
 
-        Raises ValueError for a node that several rollouts share: it would need the credit of each.
+        Raises ValueError for a node that several rollouts share: it would need the advantage of each.
         """
+        chosen = self.settings
         scored = [
-            _ScoredRollout(group=number, leaf=leaf, nodes=[node for node in path if node.trainable])
+            (number, leaf, [node for node in path if node.trainable])
             for number, trace in enumerate(traces)
             for leaf, path in trace.scored_rollouts()
         ]
-        _require_unassigned([node for entry in scored for node in entry.nodes])
-        measured = self._shaped(traces, sum_kl=False)
+        nodes = [node for _, _, own in scored for node in own]
+        require_unassigned(nodes)
+        measured = self._shape_returns(traces, sum_kl=False)
+        returns = [(leaf.episode_return or 0.0) + leaf.intrinsic for _, leaf, _ in scored]
         owners = [
-            rollout for rollout, entry in enumerate(scored) for node in entry.nodes for _ in node.token_ids
+            rollout for rollout, (_, _, own) in enumerate(scored) for node in own for _ in node.token_ids
         ]
-        values = iter(self._values(scored, owners).tolist())
-        for entry in scored:
-            _assign(entry, values)
+        if chosen.group_baseline:
+            token_advantages = reinforce_plus_plus_baseline_advantages_per_token(
+                returns=returns,
+                groups=[number for number, _, _ in scored],
+                rollout_index=owners,
+                variance=chosen.variance,
+            )
+        else:
+            kl = None
+            if chosen.reward_kl_weight > 0:
+                kl = np.array([value for node in nodes for value in measured_kl(node)], dtype=np.float64)
+            token_advantages = reinforce_plus_plus_advantages_per_token(
+                returns=returns,
+                rollout_index=owners,
+                gamma=chosen.gamma,
+                kl_per_token=kl,
+                kl_weight=chosen.reward_kl_weight,
+                variance=chosen.variance,
+            )
+        values = iter(token_advantages.tolist())
+        for _, leaf, own in scored:
+            for node in own:
+                node.credit = tuple(next(values) for _ in node.token_ids)
+            written = [value for node in own for value in node.credit or ()]
+            leaf.advantage = fmean(written) if written else 0.0
         return [
             GroupAdvantages(advantages=_summary(trace), measurements=own)
             for trace, own in zip(traces, measured, strict=True)
         ]
-
-    def _values(self, scored: Sequence[_ScoredRollout], owners: Sequence[int]) -> Float64Array:
-        chosen = self.settings
-        returns = [entry.shaped_return for entry in scored]
-        if chosen.group_baseline:
-            groups = [entry.group for entry in scored]
-            return reinforce_plus_plus_baseline_advantages_per_token(
-                returns=returns, groups=groups, rollout_index=owners, variance=chosen.variance
-            )
-        kl = None
-        if chosen.reward_kl_weight > 0:
-            kl = np.array(
-                [value for entry in scored for node in entry.nodes for value in measured_kl(node)],
-                dtype=np.float64,
-            )
-        return reinforce_plus_plus_advantages_per_token(
-            returns=returns,
-            rollout_index=owners,
-            gamma=chosen.gamma,
-            kl_per_token=kl,
-            kl_weight=chosen.reward_kl_weight,
-            variance=chosen.variance,
-        )
-
-
-def _require_unassigned(nodes: Sequence[Node]) -> None:
-    seen: set[int] = set()
-    for node in nodes:
-        if node.credit is not None or node.shares is not None or id(node) in seen:
-            raise ValueError(f"node {node.node_id} already has credit")
-        seen.add(id(node))
-
-
-def _assign(entry: _ScoredRollout, values: Iterator[float]) -> None:
-    token_advantages: list[float] = []
-    for node in entry.nodes:
-        node.credit = tuple(next(values) for _ in node.token_ids)
-        token_advantages.extend(node.credit)
-    entry.leaf.advantage = fmean(token_advantages) if token_advantages else 0.0
 
 
 def _summary(trace: Trace) -> RolloutAdvantages:
@@ -478,16 +396,12 @@ def _summary(trace: Trace) -> RolloutAdvantages:
     )
 
 
-# Rejection sampling (RAFT, arXiv 2304.06767): imitate the policy's own rollouts that were good enough, and
-# nothing else.
-#
-# A policy gradient with advantages in {0, 1}: no baseline and no negative signal. Rejected rollouts are in no
-# denominator, so that the loss is the mean negative log-likelihood over the tokens of the kept ones, as
-# fine-tuning on them has it.
-
-
 class RejectionSettings(ObjectiveSettings):
-    """Rollouts whose return, the environment's own, is at least ``threshold`` may be kept.
+    """Imitate the policy's own rollouts that were good enough, and nothing else: a policy gradient with
+    advantages 0 and 1, without a baseline or a negative signal. Rejected rollouts are in no denominator, so
+    that the loss is the mean negative log-likelihood over the tokens of the kept ones.
+
+    Rollouts whose return, the environment's own, is at least ``threshold`` may be kept.
 
     ``keep``: of a task's, ``all`` (at most ``max_kept``, the first ones), the ``best``, or the ``first``.
     ``deduplicate`` counts rollouts in which the policy wrote the same tokens once. A ``loss.type`` other
@@ -524,10 +438,7 @@ class Rejection(OnPolicyGroup):
     """On-policy rollouts; credit 1 for those that are kept."""
 
     Settings = RejectionSettings
-
-    def __init__(self, settings: RejectionSettings) -> None:
-        super().__init__(settings, num_rollouts=settings.group_size)
-        self.settings = settings
+    settings: RejectionSettings
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """1 on every policy token of a kept rollout; the advantage of the others is 0, and their tokens are

@@ -1,5 +1,8 @@
-"""Inputs and outputs of a token loss: one micro-batch of the update, in the packed layout of T trained
-tokens.
+"""Token losses (to be minimised) and their aggregation.
+
+Shapes: T tokens in the flat packed layout, N rollouts. A batch loss is ``weighted_loss(losses=...,
+weights=...)`` with :func:`token_weights` taken over the *global* mini-batch, so that any split into
+micro-batches gives the same sum. Only ``logprobs`` carries gradient. Sources: docs/algorithms/objectives.md.
 """
 
 import math
@@ -21,13 +24,6 @@ if TYPE_CHECKING:
     from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 
 
-# Token losses (to be minimised) and their aggregation.
-#
-# Shapes: T tokens in the flat packed layout, N rollouts. A batch loss is ``weighted_loss(losses=...,
-# weights=...)`` with :func:`token_weights` taken over the *global* mini-batch, so that any split into
-# micro-batches gives the same sum.
-
-
 Aggregation = Literal[
     "token_mean",
     "sequence_mean_token_mean",
@@ -44,8 +40,7 @@ class TokenLoss:
     """Per-token surrogate ``losses`` [T] and which branch of the clip acted, as masks [T].
 
     ``clipped_high``: positive advantage, ratio above 1 + high. ``clipped_low``: negative advantage, ratio
-    below 1 - low. ``dual_clipped``: negative advantage, ratio above the dual clip. A shared token can be
-    clipped for one sign only.
+    below 1 - low. ``dual_clipped``: negative advantage, ratio above the dual clip.
     """
 
     losses: Tensor
@@ -72,50 +67,14 @@ def clipped_surrogate_per_token(
     ``ratio_scale`` [T] multiplies the ratio before every clip (RAPO Eq. 8). A clipped token has no gradient,
     except that ``keep_clipped_gradient`` lets the upper bound be ``(1 + high) r / sg(r)``, whose gradient is
     that of 1 + high (AEPO).
-    """
-    return clipped_surrogate_shared_per_token(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        advantage_positive=advantages.clamp(min=0.0),
-        advantage_negative=advantages.clamp(max=0.0),
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        ratio_scale=ratio_scale,
-        keep_clipped_gradient=keep_clipped_gradient,
-    )
-
-
-def clipped_surrogate_shared_per_token(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantage_positive: Tensor,
-    advantage_negative: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    ratio_scale: Tensor | None = None,
-    keep_clipped_gradient: bool = False,
-) -> TokenLoss:
-    """The sum over leaves of :func:`clipped_surrogate_per_token` for tokens that several rollouts share,
-    computed once.
-
-    ``advantage_positive`` [T] is the sum of the leaves' positive advantages, ``advantage_negative`` [T] of
-    the negative ones. Exact because all leaves have one ratio r, so the clipped minimum depends on a leaf
-    only through the sign of A: ``-(P min(r, 1 + high) + N min(max(r, 1 - low), c))``. Hence only valid where
-    ``ratio_scale`` is equal over the leaves. When leaves have different token weights, put each leaf's weight
-    into the sums and leave it out of the aggregation.
 
     Raises ValueError for shapes that differ, half precision, ``clip_low`` outside [0, 1], ``clip_high`` < 0,
     ``dual_clip`` <= 1.
     """
     if not 0.0 <= clip_low <= 1.0 or clip_high < 0.0 or (dual_clip is not None and dual_clip <= 1.0):
         raise ValueError(f"impossible clip: low {clip_low}, high {clip_high}, dual {dual_clip}")
-    require_tokens(
-        logprobs=logprobs, advantage_positive=advantage_positive, advantage_negative=advantage_negative
-    )
-    positive, negative = advantage_positive.detach(), advantage_negative.detach()
+    require_tokens(logprobs=logprobs, advantages=advantages)
+    positive, negative = advantages.detach().clamp(min=0.0), advantages.detach().clamp(max=0.0)
     ratio = token_ratio(logprobs=logprobs, old_logprobs=old_logprobs)
     if ratio_scale is not None:
         ratio = shaped_ratio(ratio=ratio, scale=ratio_scale)
@@ -205,7 +164,14 @@ def token_weights(
         num_tokens = torch.bincount(owners, minlength=num_rollouts).double()
         weights[trained] = 1.0 / (num_rollouts * num_tokens[owners])
     elif owners.numel():
-        weights[trained] = 1.0 / _denominator(kind, owners.numel(), num_rollouts, max_length)
+        denominators = {
+            "token_mean": owners.numel(),
+            "sequence_mean_token_sum": num_rollouts,
+            "constant_length": num_rollouts * (max_length or 0),
+            "sum_over_length": max_length or 0,
+            "token_sum": 1,
+        }
+        weights[trained] = 1.0 / denominators[kind]
     return weights.to(dtype)
 
 
@@ -217,17 +183,6 @@ def weighted_loss(*, losses: Tensor, weights: Tensor) -> Tensor:
     # Selected, not multiplied: NaN times 0 is NaN.
     is_trained = weights != 0.0
     return (losses[is_trained] * weights.detach()[is_trained]).sum()
-
-
-def _denominator(kind: Aggregation, num_tokens: int, num_rollouts: int, max_length: int | None) -> int:
-    if kind == "token_mean":
-        return num_tokens
-    if max_length is not None:
-        return num_rollouts * max_length if kind == "constant_length" else max_length
-    return num_rollouts if kind == "sequence_mean_token_sum" else 1
-
-
-__all__ = ["Measures", "OldLogprobs", "TokenLoss", "TokenLossInputs"]
 
 
 class Measures(Protocol):
@@ -287,13 +242,8 @@ class TokenLossInputs:
         return self.old_logprobs.old_T
 
 
-# Token losses beside the plain clip of :mod:`outrider.algorithms.losses`; all of them are minimised.
-#
-# Shapes: T tokens in the flat packed layout. Each function returns a
-# :class:`~outrider.algorithms.losses.TokenLoss`: losses [T] to be aggregated with ``token_weights``,
-# and masks [T] of the branch that acted. Below, ``r = pi / pi_old`` from the log-ratio clamped to +-20, and
-# ``k`` is the coefficient in ``d loss / d log pi = -A k``. Only ``logprobs`` carries gradient. Sources:
-# docs/algorithms/objectives.md.
+# Token losses beside the plain clip. Below, ``r = pi / pi_old`` from the log-ratio clamped to +-20, and ``k``
+# is the coefficient in ``d loss / d log pi = -A k``.
 
 
 SequenceForm = Literal["token", "sequence", "product"]
@@ -564,27 +514,3 @@ def without_tips_mask(
         )
         is_trained = (lowest >= min_logprob)[index_T]
     return (is_trained | ~is_without_tips_T).to(logprobs_T)
-
-
-def measure_without_tips_mask(
-    inputs: TokenLossInputs, objective: "OffPolicyObjective", is_without_tips_T: Tensor
-) -> Tensor:
-    """:func:`student_mask`, and what the tokens without their tips look like."""
-    logprobs_T, with_tips_T = inputs.logprobs_T.detach(), inputs.old_logprobs.trainer_T
-    mask_T = without_tips_mask(
-        objective,
-        logprobs_T=logprobs_T,
-        with_tips_T=with_tips_T,
-        is_without_tips_T=is_without_tips_T,
-        turn_T=inputs.turn_T,
-    )
-    num = int(is_without_tips_T.sum())
-    if num:
-        off = (with_tips_T - logprobs_T)[is_without_tips_T]
-        inputs.measures.add("tips/kl_acting_student", float(off.mean()), num)
-        inputs.measures.add(
-            "tips/ratio_mean", float((logprobs_T - inputs.old_T)[is_without_tips_T].exp().mean()), num
-        )
-        inputs.measures.add("tips/masked_fraction", float(1.0 - mask_T[is_without_tips_T].mean()), num)
-        inputs.measures.add_sum("tips/num_off_tokens", float(num))
-    return mask_T

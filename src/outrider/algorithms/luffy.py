@@ -23,7 +23,6 @@ from outrider.algorithms.base import (
 )
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
-from outrider.algorithms.presets import with_preset
 from outrider.rollout.experts import join_demonstration
 from outrider.rollout.faults import lost_reasons
 from outrider.trace import Trace
@@ -56,6 +55,8 @@ class LuffySettings(ObjectiveSettings):
 
     input_paths: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
 
+    presets = PRESETS
+
     type: Literal["luffy"] = "luffy"
     preset: Literal["luffy-paper", "luffy-official"] = "luffy-paper"
     num_demonstrations: int = Field(1, ge=0, le=1)
@@ -63,11 +64,6 @@ class LuffySettings(ObjectiveSettings):
     shaping: float | None = Field(0.1, gt=0)
     statistics: Literal["mixed", "on_policy"] = "mixed"
     clip_own: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, data: Any) -> Any:
-        return with_preset(PRESETS, data, default="luffy-paper")
 
     @model_validator(mode="after")
     def _validate(self) -> "LuffySettings":
@@ -114,10 +110,11 @@ class Luffy(OnPolicyGroup):
     """
 
     Settings = LuffySettings
+    settings: LuffySettings
 
     def __init__(self, settings: LuffySettings, *, paths: Mapping[str, Sequence[Step] | None]) -> None:
-        super().__init__(settings, num_rollouts=settings.group_size - settings.num_demonstrations)
-        self.settings = settings
+        super().__init__(settings)
+        self.modes = self.modes[settings.num_demonstrations :]
         self.paths = dict(paths)
 
     @classmethod

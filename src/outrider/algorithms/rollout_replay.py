@@ -8,6 +8,7 @@ docs/algorithms/rollout_replay.md.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,12 +26,10 @@ from outrider.algorithms.base import (
     StepPlay,
     TaskChoice,
     assign_advantages,
-    group_advantages,
     outcome_advantages,
 )
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
-from outrider.algorithms.presets import with_preset
 from outrider.errors import CheckpointError
 from outrider.seeding import stream
 from outrider.trace import Leaf, Trace
@@ -40,174 +39,113 @@ if TYPE_CHECKING:
     from outrider.algorithms.losses import TokenLoss, TokenLossInputs
 
 
-# Groups of earlier steps as plain ids and numbers: what a later update needs of them, and no more.
-#
-# Only the nodes of rollouts with a return are kept. The texts are not: nobody reads them again.
-
-
 _TEXT = Message(role="assistant", content="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredNode:
-    """One node: its parent's place in the group (None: a root), who wrote it, its ids, and their log-probs
-    where the policy did. ``restarts``: the context begins anew there.
-    """
-
-    parent: int | None
-    origin: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    restarts: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredLeaf:
-    """The end of one rollout; ``node`` is its last node's place."""
-
-    rollout: int
-    node: int
-    outcome: str
-    episode_return: float
-    success: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """The rollouts of ``task_key`` in training step ``step``, with the log-probs of the policy that wrote
-    them.
-    """
+    """The rollouts of one group in training step ``step``, as :func:`stored_copy` made them."""
 
-    task_key: str
     step: int
-    nodes: tuple[StoredNode, ...]
-    leaves: tuple[StoredLeaf, ...]
+    trace: Trace
 
-    @classmethod
-    def from_trace(cls, trace: Trace, *, step: int) -> "StoredGroup":
-        """Copy what an update needs."""
-        positions: dict[int, int] = {}
-        nodes: list[StoredNode] = []
-        leaves: list[StoredLeaf] = []
-        for leaf, path in trace.rollouts():
-            if leaf.episode_return is None:
-                continue
-            for node in path:
-                if node.node_id not in positions:
-                    positions[node.node_id] = len(nodes)
-                    parent = None if node.parent is None else positions[node.parent]
-                    nodes.append(
-                        StoredNode(
-                            parent=parent,
-                            origin=node.origin.value,
-                            token_ids=node.token_ids,
-                            logprobs=node.logprobs,
-                            restarts=node.restarts,
-                        )
-                    )
-            leaves.append(
-                StoredLeaf(
-                    rollout=leaf.rollout,
-                    node=positions[path[-1].node_id],
-                    outcome=leaf.outcome.value,
-                    episode_return=leaf.episode_return,
-                    success=leaf.success,
-                )
-            )
-        return cls(task_key=trace.task.key, step=step, nodes=tuple(nodes), leaves=tuple(leaves))
 
-    def trace(self) -> Trace:
-        """The group without credit, marked as replayed. Entropies are 0: those of its time say nothing about
-        the policy now.
-        """
-        trace = Trace(task=Task(key=self.task_key, question=""))
-        trace.is_replayed = True
-        for node in self.nodes:
-            trace.append(
-                parent=node.parent,
-                origin=Origin(node.origin),
-                token_ids=node.token_ids,
-                message=_TEXT,
-                logprobs=node.logprobs,
-                entropies=(0.0,) * len(node.logprobs),
-                restarts=node.restarts,
-            )
-        for leaf in self.leaves:
-            trace.finish(
-                Leaf(
-                    node_id=leaf.node,
-                    rollout=leaf.rollout,
-                    outcome=Outcome(leaf.outcome),
-                    episode_return=leaf.episode_return,
-                    success=leaf.success,
+def stored_copy(trace: Trace) -> Trace:
+    """What a later update needs of a group: ids and log-probs of the rollouts with a return, without texts
+    and advantages. Entropies are 0, because those of its time say nothing about the policy now.
+    """
+    copy = Trace(task=Task(key=trace.task.key, question=""))
+    copy.is_replayed = True
+    positions: dict[int, int] = {}
+    for leaf, path in trace.scored_rollouts():
+        for node in path:
+            if node.node_id not in positions:
+                added = copy.append(
+                    parent=None if node.parent is None else positions[node.parent],
+                    origin=node.origin,
+                    token_ids=node.token_ids,
+                    message=_TEXT,
+                    logprobs=node.logprobs,
+                    entropies=(0.0,) * len(node.logprobs),
+                    restarts=node.restarts,
                 )
+                positions[node.node_id] = added.node_id
+        copy.finish(
+            Leaf(
+                node_id=positions[path[-1].node_id],
+                rollout=leaf.rollout,
+                outcome=leaf.outcome,
+                episode_return=leaf.episode_return,
+                success=leaf.success,
             )
-        return trace
+        )
+    return copy
 
 
 def snapshot_groups(groups: Sequence[StoredGroup]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
     """Plain data, and the ids and log-probs of all groups in a row as arrays; nothing is rounded."""
     plain = [
         {
-            "task_key": group.task_key,
+            "task_key": group.trace.task.key,
             "step": group.step,
             "nodes": [
-                [node.parent, node.origin, len(node.token_ids), *([True] if node.restarts else [])]
-                for node in group.nodes
+                [node.parent, node.origin.value, len(node.token_ids), *([True] if node.restarts else [])]
+                for node in group.trace.nodes
             ],
             "leaves": [
-                [leaf.rollout, leaf.node, leaf.outcome, leaf.episode_return, leaf.success]
-                for leaf in group.leaves
+                [leaf.rollout, leaf.node_id, leaf.outcome.value, leaf.episode_return, leaf.success]
+                for leaf in group.trace.leaves.values()
             ],
         }
         for group in groups
     ]
-    ids = [token for group in groups for node in group.nodes for token in node.token_ids]
-    logprobs = [value for group in groups for node in group.nodes for value in node.logprobs]
+    nodes = [node for group in groups for node in group.trace.nodes]
     arrays = {
-        "replay_ids": np.array(ids, dtype=np.int64),
-        "replay_logprobs": np.array(logprobs, dtype=np.float64),
+        "replay_ids": np.array([token for node in nodes for token in node.token_ids], dtype=np.int64),
+        "replay_logprobs": np.array([value for node in nodes for value in node.logprobs], dtype=np.float64),
     }
-    return plain, arrays if ids else {}
+    return plain, arrays if len(arrays["replay_ids"]) else {}
 
 
 def restore_groups(
     plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]]
 ) -> list[StoredGroup]:
-    """Groups as :func:`snapshot_groups` got them. Raises CheckpointError where data and arrays do not belong
-    together.
-    """
+    """The groups of :func:`snapshot_groups`. Raises CheckpointError if data and arrays do not match."""
     ids = arrays["replay_ids"].tolist() if "replay_ids" in arrays else []
     logprobs = arrays["replay_logprobs"].tolist() if "replay_logprobs" in arrays else []
-    groups: list[StoredGroup] = []
-    num_ids = num_logprobs = 0
-    for entry in plain:
-        nodes = []
-        for parent, origin, length, *restarts in entry["nodes"]:
-            num_own = length if origin == Origin.POLICY else 0
-            nodes.append(
-                StoredNode(
-                    parent=parent,
-                    origin=origin,
-                    token_ids=tuple(ids[num_ids : num_ids + length]),
-                    logprobs=tuple(logprobs[num_logprobs : num_logprobs + num_own]),
-                    restarts=bool(restarts),
-                )
-            )
-            num_ids, num_logprobs = num_ids + length, num_logprobs + num_own
-        leaves = [
-            StoredLeaf(rollout=rollout, node=node, outcome=outcome, episode_return=value, success=success)
-            for rollout, node, outcome, value, success in entry["leaves"]
-        ]
-        groups.append(
-            StoredGroup(
-                task_key=entry["task_key"], step=entry["step"], nodes=tuple(nodes), leaves=tuple(leaves)
-            )
-        )
+    lengths = [(node[1], node[2]) for entry in plain for node in entry["nodes"]]
+    num_ids = sum(length for _, length in lengths)
+    num_logprobs = sum(length for origin, length in lengths if origin == Origin.POLICY)
     if (num_ids, num_logprobs) != (len(ids), len(logprobs)):
         raise CheckpointError(
             f"stored groups of {num_ids} ids and {num_logprobs} log-probs with {len(ids)} and {len(logprobs)}"
         )
+    next_id, next_logprob = iter(ids), iter(logprobs)
+    groups: list[StoredGroup] = []
+    for entry in plain:
+        trace = Trace(task=Task(key=entry["task_key"], question=""))
+        trace.is_replayed = True
+        for parent, origin, length, *restarts in entry["nodes"]:
+            own = length if origin == Origin.POLICY else 0
+            trace.append(
+                parent=parent,
+                origin=Origin(origin),
+                token_ids=tuple(islice(next_id, length)),
+                message=_TEXT,
+                logprobs=tuple(islice(next_logprob, own)),
+                entropies=(0.0,) * own,
+                restarts=bool(restarts),
+            )
+        for rollout, node, outcome, value, success in entry["leaves"]:
+            leaf = Leaf(
+                node_id=node,
+                rollout=rollout,
+                outcome=Outcome(outcome),
+                episode_return=value,
+                success=success,
+            )
+            trace.finish(leaf)
+        groups.append(StoredGroup(step=entry["step"], trace=trace))
     return groups
 
 
@@ -229,6 +167,8 @@ class RolloutReplaySettings(ObjectiveSettings):
     is not given.
     """
 
+    presets = PRESETS
+
     type: Literal["rollout_replay"] = "rollout_replay"
     preset: Literal["rollout-replay", "rollout-replay-official"] = "rollout-replay"
     fresh_share: float = Field(0.5, gt=0, le=1)
@@ -240,11 +180,6 @@ class RolloutReplaySettings(ObjectiveSettings):
     estimate_rate: float = Field(0.5, gt=0, le=1)
     target: float = Field(0.5, ge=0, le=1)
     temperature: float = Field(1e-3, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, data: Any) -> Any:
-        return with_preset(PRESETS, data, default="rollout-replay")
 
     @model_validator(mode="after")
     def _validate(self) -> "RolloutReplaySettings":
@@ -295,10 +230,10 @@ class RolloutReplay(OnPolicyGroup):
     """
 
     Settings = RolloutReplaySettings
+    settings: RolloutReplaySettings
 
     def __init__(self, settings: RolloutReplaySettings, *, groups_per_step: int, seed: int) -> None:
-        super().__init__(settings, num_rollouts=settings.group_size)
-        self.settings = settings
+        super().__init__(settings)
         self.stored: list[StoredGroup] = []
         self.estimates: dict[str, float] = {}
         self._groups_per_step = groups_per_step
@@ -373,12 +308,17 @@ class RolloutReplay(OnPolicyGroup):
             metrics |= {"replay/age_mean": fmean(ages), "replay/age_max": max(ages)}
         if self.settings.selection == "difficulty" and self.estimates:
             metrics["replay/estimate_mean"] = fmean(self.estimates[key] for key in sorted(self.estimates))
-        return [group.trace() for group in replayed], metrics
+        return [stored_copy(group.trace) for group in replayed], metrics
 
     def _eligible(self, room: int | None = None) -> list[StoredGroup]:
-        keys = [group.task_key for group in self.stored]
-        # A group without an advantage is never replayed, whatever its mean: 0 is none that may be.
-        means = [self._mean_reward(group) if self._has_signal(group) else 0.0 for group in self.stored]
+        keys = [group.trace.task.key for group in self.stored]
+        # a group without an advantage is never replayed: a mean of 0 rules it out
+        means = [
+            self._mean_reward(group)
+            if outcome_advantages(group.trace, self.objective.advantage).has_signal
+            else 0.0
+            for group in self.stored
+        ]
         return [self.stored[index] for index in replayable_groups(keys, mean_rewards=means, room=room)]
 
     def _store(self, traces: Sequence[Trace], *, step: int) -> None:
@@ -386,23 +326,20 @@ class RolloutReplay(OnPolicyGroup):
         are worth.
         """
         retained = self._eligible(room=self.settings.buffer_size - len(traces))
-        fresh = [
-            group for group in (StoredGroup.from_trace(trace, step=step) for trace in traces) if group.leaves
-        ]
+        copies = [stored_copy(trace) for trace in traces]
+        fresh = [StoredGroup(step=step, trace=copy) for copy in copies if copy.leaves]
         self.stored = (retained + fresh)[-self.settings.buffer_size :]
         rate = self.settings.estimate_rate
         for group in fresh:
-            before = self.estimates.get(group.task_key, self.settings.target)
-            self.estimates[group.task_key] = (1.0 - rate) * before + rate * self._mean_reward(group)
-
-    def _has_signal(self, group: StoredGroup) -> bool:
-        return group_advantages(
-            [leaf.episode_return for leaf in group.leaves], self.objective.advantage
-        ).has_signal
+            key = group.trace.task.key
+            before = self.estimates.get(key, self.settings.target)
+            self.estimates[key] = (1.0 - rate) * before + rate * self._mean_reward(group)
 
     def _mean_reward(self, group: StoredGroup) -> float:
-        uses_success = self.settings.reward == "success"
-        return fmean(float(leaf.success) if uses_success else leaf.episode_return for leaf in group.leaves)
+        leaves = group.trace.leaves.values()
+        if self.settings.reward == "success":
+            return fmean(float(leaf.success) for leaf in leaves)
+        return fmean(leaf.episode_return or 0.0 for leaf in leaves)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Stored groups and estimates, as plain data and arrays, for a checkpoint."""

@@ -38,6 +38,8 @@ class TreeGrpoSettings(ObjectiveSettings):
     ``group_size`` follows: M (1 + N L) rollouts are played.
     """
 
+    presets = PRESETS
+
     type: Literal["tree_grpo"] = "tree_grpo"
     preset: Literal["tree-grpo", "tree-grpo-official"] = "tree-grpo"
     group_size: int = Field(6, ge=2)
@@ -49,7 +51,7 @@ class TreeGrpoSettings(ObjectiveSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, data: Any) -> Any:
+    def _group_size(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         merged = with_preset(PRESETS, data, default="tree-grpo")
@@ -94,16 +96,16 @@ class TreeGrpo(OnPolicyGroup):
     """Two z-scores per leaf; a token that several leaves share is trained with the sum of theirs."""
 
     Settings = TreeGrpoSettings
+    settings: TreeGrpoSettings
 
     def __init__(self, settings: TreeGrpoSettings) -> None:
-        self.settings = settings
         self.expansion = Expansion(
             num_trees=settings.num_trees,
             num_expansions=settings.num_expansions,
             num_rounds=settings.num_rounds,
             num_trained_leaves=settings.num_kept or settings.tree_size,
         )
-        super().__init__(settings, num_rollouts=settings.group_size, hooks=(self.expansion,))
+        super().__init__(settings, hooks=(self.expansion,))
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """The leaf's advantage on every token of its path, counted once per leaf. Pruned leaves are in no

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.commands.arguments import Commands
 from outrider.commands.train import add_smoke, resolve_trajectories, smoke
 from outrider.config import require_paths
 from outrider.errors import ConfigError
@@ -16,11 +15,9 @@ if TYPE_CHECKING:
     from outrider.training.settings import RunSettings
 
 
-def add(commands: Commands) -> None:
-    """The command ``buffer`` with its actions."""
-    buffer = commands.add_parser("buffer", help="step-trace buffers").add_subparsers(
-        required=True, metavar="ACTION"
-    )
+def add_buffer(parser: argparse.ArgumentParser) -> None:
+    """The actions and their arguments."""
+    buffer = parser.add_subparsers(required=True, metavar="ACTION")
     building = buffer.add_parser(
         "build", help="fill a buffer with expert or endpoint trajectories of a recipe's training tasks"
     )

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from outrider.commands.arguments import Commands
 from outrider.commands.train import add_smoke, resolve_trajectories
 from outrider.config import load_settings
 from outrider.errors import ConfigError
@@ -12,9 +11,8 @@ from outrider.errors import ConfigError
 _SMOKE: Final = ("embedder=hash", "num_updates=4", "batch_size=4")
 
 
-def add(commands: Commands) -> None:
-    """The command ``critic``."""
-    parser = commands.add_parser("critic", help="train a critic on recorded trajectories (Retrospex)")
+def add_critic(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
     parser.add_argument("overrides", nargs="*", help="key=value (docs/algorithms/retrospex.md)")
     parser.add_argument(
         "--from",

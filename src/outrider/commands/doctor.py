@@ -3,31 +3,38 @@
 import argparse
 from pathlib import Path
 
-from outrider.commands.arguments import Commands
 from outrider.plugins.registry import KINDS
 
 
-def add(commands: Commands) -> None:
-    """The commands ``doctor``, ``list``, ``new`` and ``init``."""
-    doctor = commands.add_parser("doctor", help="what works on this machine")
-    doctor.add_argument("--model", help="load this model: which path computes it, and why")
-    doctor.add_argument("--cluster", action="store_true", help="what a run on several processes needs")
-    doctor.add_argument("--ray-address", default="local", help="with --cluster: auto, or of a Ray to join")
-    doctor.add_argument(
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``doctor``."""
+    parser.add_argument("--model", help="load this model: which path computes it, and why")
+    parser.add_argument("--cluster", action="store_true", help="what a run on several processes needs")
+    parser.add_argument("--ray-address", default="local", help="with --cluster: auto, or of a Ray to join")
+    parser.add_argument(
         "--folder", type=Path, default=Path("runs"), help="with --cluster: where runs will be (default: runs)"
     )
-    doctor.set_defaults(command=_doctor)
-    listed = commands.add_parser("list", help="every plug-in, where it comes from, and what it is")
-    listed.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
-    listed.set_defaults(command=_list)
-    new = commands.add_parser("new", help="a small package with a plug-in of your own, its test and a recipe")
-    new.add_argument("kind", choices=("environment", "gym", "agent", "tool", "functions", "algorithm"))
-    new.add_argument("name", help="of the plug-in and, with _ for -, of its package")
-    new.add_argument("--folder", type=Path, help="where (default: NAME in the current folder)")
-    new.set_defaults(command=_new)
-    init = commands.add_parser("init", help="write a commented recipe to start from")
-    init.add_argument("file", type=Path)
-    init.set_defaults(command=_init)
+    parser.set_defaults(command=_doctor)
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``list``."""
+    parser.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
+    parser.set_defaults(command=_list)
+
+
+def add_new(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``new``."""
+    parser.add_argument("kind", choices=("environment", "gym", "agent", "tool", "functions", "algorithm"))
+    parser.add_argument("name", help="of the plug-in and, with _ for -, of its package")
+    parser.add_argument("--folder", type=Path, help="where (default: NAME in the current folder)")
+    parser.set_defaults(command=_new)
+
+
+def add_init(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``init``."""
+    parser.add_argument("file", type=Path)
+    parser.set_defaults(command=_init)
 
 
 def _doctor(parsed: argparse.Namespace) -> int:

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from outrider.commands.arguments import Commands, overrides, positive
-from outrider.commands.train import add_smoke, print_settings, smoke
+from outrider.commands import positive
+from outrider.commands.train import add_smoke, print_settings, recipe_changes, smoke
 from outrider.config import load_settings
 from outrider.errors import ConfigError
 
@@ -19,9 +19,8 @@ _TASK_FLAGS: Final = {  # of `eval`: what each is short for
 _ONLY_WITH_TASKS: Final = tuple(name for name in _TASK_FLAGS if name not in ("tasks", "model", "checkpoint"))
 
 
-def add(commands: Commands) -> None:
-    """The command ``eval``."""
-    parser = commands.add_parser("eval", help="evaluate on a recipe's held-out panel, or on named task sets")
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
     parser.add_argument("recipe", nargs="?", help="TOML file; none with --tasks")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--run", type=Path, help="new run directory; with --tasks also one to continue")
@@ -125,7 +124,7 @@ def _evaluate_recipe(parsed: argparse.Namespace) -> int:
 
     if parsed.method != "tips" and parsed.adapt is None:
         raise ConfigError("--method goes with --adapt K")
-    recipe_overrides = overrides(parsed)
+    recipe_overrides = recipe_changes(parsed)
     options = {"checkpoint": parsed.checkpoint, "num_trials": parsed.adapt, "method": parsed.method}
     with smoke(
         lambda values: api.evaluation_settings(parsed.recipe, overrides=values, **options),

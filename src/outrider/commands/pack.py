@@ -4,42 +4,41 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from outrider.commands.arguments import Commands
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 
-def add(commands: Commands) -> None:
-    """The commands ``pack`` and ``verify``."""
-    pack = commands.add_parser("pack", help="runs as a folder that anybody can verify (docs/packs.md)")
-    pack.add_argument(
+def add_pack(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``pack``."""
+    parser.add_argument(
         "runs",
         nargs="+",
         type=Path,
         metavar="RUN",
         help="run directories, or files or folders of exact results",
     )
-    pack.add_argument("--out", type=Path, required=True, metavar="PACK", help="new folder")
-    pack.add_argument(
+    parser.add_argument("--out", type=Path, required=True, metavar="PACK", help="new folder")
+    parser.add_argument(
         "--command", action="append", default=[], dest="commands", metavar="TEXT", help="what made the runs"
     )
-    pack.add_argument("--weights", action="store_true", help="with the weights at the end of each training")
-    pack.set_defaults(command=_pack)
-    verify = commands.add_parser(
-        "verify", help="check a pack: its files, its tables, its panels, and one row played again"
-    )
-    verify.add_argument("pack", type=Path)
-    verify.add_argument(
+    parser.add_argument("--weights", action="store_true", help="with the weights at the end of each training")
+    parser.set_defaults(command=_pack)
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``verify``."""
+    parser.add_argument("pack", type=Path)
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=PATH", help="files that its recipes name and it does not hold"
     )
-    replay_group = verify.add_mutually_exclusive_group()
+    replay_group = parser.add_mutually_exclusive_group()
     replay_group.add_argument("--replay", metavar="ROW", help="the row to play again (default: the cheapest)")
     replay_group.add_argument(
         "--no-replay", action="store_true", help="play nothing again; needs neither torch nor a model"
     )
-    verify.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder that keeps what is played")
-    verify.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
-    verify.set_defaults(command=_verify)
+    parser.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder that keeps what is played")
+    parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    parser.set_defaults(command=_verify)
 
 
 def _pack(parsed: argparse.Namespace) -> int:
@@ -57,7 +56,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
         raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
     local_paths = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
-    verified = verify(parsed.pack, local_paths=local_paths)
+    verified = verify(parsed.pack)
     print_checks(parsed.pack, verified, Terminal())
     if parsed.no_replay:
         return 0

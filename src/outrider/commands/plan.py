@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.commands.arguments import Commands, overrides, positive
+from outrider.commands import positive
+from outrider.commands.train import recipe_changes
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
@@ -17,11 +18,8 @@ if TYPE_CHECKING:
 _DEVICES = ("cpu", "A100", "H100", "H200")
 
 
-def add(commands: Commands) -> None:
-    """The command ``plan``."""
-    parser = commands.add_parser(
-        "plan", help="memory, tokens and seconds that a recipe needs, and whether it fits"
-    )
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
     parser.add_argument("recipe", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--model", help="short for model.name=...")
@@ -56,7 +54,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     from outrider import api
     from outrider.planning.plan import as_json, lines, make_plan
 
-    recipe_overrides = overrides(parsed)
+    recipe_overrides = recipe_changes(parsed)
     settings = api.run_settings(parsed.recipe, overrides=recipe_overrides)
     plan = make_plan(settings, plan_options(parsed, recipe_device=settings.model.device))
     refusal = None if plan.options.device.is_cpu else _layout_error(parsed.recipe, recipe_overrides, plan)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.commands.arguments import Commands, overrides
+from outrider.commands.train import recipe_changes
 from outrider.errors import ConfigError, OutriderError
 from outrider.printing import print_lines
 from outrider.suggestions import did_you_mean
@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from outrider.types import Task
 
 
-def add(commands: Commands) -> None:
-    """The command ``prompt``."""
-    parser = commands.add_parser(
-        "prompt",
-        help="print the first prompt of a task: messages, text as the chat template renders it, ids",
-        description="Print the first prompt of a task as the policy sees it, without retrieved steps and "
-        "tips. Example: outrider prompt recipe.toml --split train --task 3",
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
+    parser.description = (
+        "Print the first prompt of a task as the policy sees it, without retrieved steps and "
+        "tips. Example: outrider prompt recipe.toml --split train --task 3"
     )
     parser.add_argument("recipe", type=Path, help="TOML file, or a run directory")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -56,7 +54,7 @@ def _print_prompt(parsed: argparse.Namespace) -> int:
     from outrider.environments.task_sets import make_task_set, split_tasks
     from outrider.plugins.imports import search_folders
 
-    settings = _settings(parsed.recipe, overrides(parsed))
+    settings = _settings(parsed.recipe, recipe_changes(parsed))
     for name in ("environment", "engine"):
         require_paths(getattr(settings, name), search_folders(), prefix=f"{name}.")
     require_known_model(settings.model.name)

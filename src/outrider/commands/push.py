@@ -3,33 +3,36 @@
 import argparse
 from pathlib import Path
 
-from outrider.commands.arguments import Commands
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 
-def add(commands: Commands) -> None:
-    """The commands ``export`` and ``push``."""
-    export = commands.add_parser("export", help="a run's weights as a Hugging Face folder")
-    export.add_argument("run", type=Path)
-    export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
-    export.set_defaults(command=_export)
-    push = commands.add_parser(
-        "push", help="a run's weights, or a data set, with a card to the Hugging Face hub"
-    )
-    push.add_argument("run", type=Path, nargs="?")
-    push.add_argument(
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``export``."""
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
+    _add_checkpoint(parser)
+    parser.set_defaults(command=_export)
+
+
+def add_push(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``push``."""
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument(
         "--dataset", type=Path, metavar="PATH",
         help="in place of a run: a buffer, chat trajectories (.jsonl, .parquet), or a run's folder traces",
     )  # fmt: skip
-    push.add_argument("--repo", required=True, metavar="OWNER/NAME", help="made where it is not there")
-    push.add_argument("--private", action="store_true", help="a new repository is private")
-    push.add_argument("--dry-run", action="store_true", help="print the card and the files, send nothing")
-    push.set_defaults(command=_push)
-    for parser in (export, push):
-        parser.add_argument(
-            "--checkpoint", type=int, metavar="STEP", help="the weights of this step (default: the newest)"
-        )
+    parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="made where it is not there")
+    parser.add_argument("--private", action="store_true", help="a new repository is private")
+    parser.add_argument("--dry-run", action="store_true", help="print the card and the files, send nothing")
+    parser.set_defaults(command=_push)
+    _add_checkpoint(parser)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", type=int, metavar="STEP", help="the weights of this step (default: the newest)"
+    )
 
 
 def _export(parsed: argparse.Namespace) -> int:

@@ -3,56 +3,57 @@
 import argparse
 from pathlib import Path
 
-from outrider.commands.arguments import Commands, positive
+from outrider.commands import positive
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 
-def add(commands: Commands) -> None:
-    """The commands ``replay``, ``compare`` and ``inspect-log``."""
-    replay = commands.add_parser(
-        "replay", help="play a recorded training step's rollouts again, without a model"
-    )
-    replay.add_argument("run", type=Path)
-    replay.add_argument("--step", type=int, required=True)
-    replay.set_defaults(command=_replay)
-    log = commands.add_parser("inspect-log", help="an evaluation as a log file of inspect-ai")
-    log.add_argument("run", type=Path, help="run directory, or one of eval --tasks")
-    log.add_argument("--out", type=Path, required=True, metavar="FILE.eval", help="new file")
-    log.add_argument(
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``replay``."""
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--step", type=int, required=True)
+    parser.set_defaults(command=_replay)
+
+
+def add_inspect_log(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``inspect-log``."""
+    parser.add_argument("run", type=Path, help="run directory, or one of eval --tasks")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.eval", help="new file")
+    parser.add_argument(
         "--evaluation",
         type=int,
         metavar="N",
         help="line of evaluations.jsonl, from 0 (default: the last one)",
     )
-    log.set_defaults(command=_inspect_log)
-    compare = commands.add_parser(
-        "compare", help="compare runs over seeds: scores with intervals, tests, curves at equal cost"
-    )
-    compare.add_argument(
+    parser.set_defaults(command=_inspect_log)
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``compare``."""
+    parser.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
         help="run directories, the seeds of two configurations or more; with --by-task also NAME=RUN",
     )
-    compare.add_argument(
+    parser.add_argument(
         "--by-task",
         action="store_true",
         help="a row a task and a column a method, whose runs may be one model a task; curves over trials",
     )
-    compare.add_argument(
+    parser.add_argument(
         "--depth",
         type=positive,
         metavar="N",
         help="with --by-task: N parts of a task's key name its row (default: all but the last)",
     )
-    compare.add_argument(
+    parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too"
     )
-    compare.add_argument(
+    parser.add_argument(
         "--html", type=Path, metavar="FILE", help="the same as one page, with the figures of the curves"
     )
-    compare.set_defaults(command=_compare)
+    parser.set_defaults(command=_compare)
 
 
 def _replay(parsed: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
-from outrider.commands.arguments import Commands, overrides
 from outrider.config import Settings
 from outrider.errors import ConfigError
 from outrider.plugins.listing import validate_references
@@ -18,6 +17,11 @@ from outrider.signals import stop_on_first_signal
 
 if TYPE_CHECKING:
     from outrider.training.settings import RunSettings
+
+
+def recipe_changes(parsed: argparse.Namespace) -> list[str]:
+    """The overrides of a command with the one that ``--model`` stands for."""
+    return [*parsed.overrides, *([f"model.name={parsed.model}"] if parsed.model else [])]
 
 
 # Output of ``--dry-run``.
@@ -101,9 +105,8 @@ def resolve_trajectories(file: Path) -> Path:
     return file if file.exists() else names.trajectories
 
 
-def add(commands: Commands) -> None:
-    """The command ``train``."""
-    parser = commands.add_parser("train", help="train from a recipe, or continue a run")
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
     parser.add_argument("recipe", nargs="?", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value; with --resume those that may grow")
     parser.add_argument("--run", type=Path, help="new run directory")
@@ -139,7 +142,7 @@ def _train(parsed: argparse.Namespace) -> int:
         return print_settings(resumed_settings, None, parsed.overrides, others="run")
     if parsed.smoke and parsed.resume is not None:
         raise ConfigError("--smoke goes with a recipe; a smoke run goes on without it")
-    recipe_overrides = overrides(parsed)
+    recipe_overrides = recipe_changes(parsed)
     if parsed.ray_address is not None:
         recipe_overrides.append(f"cluster.ray_address={parsed.ray_address}")
     is_dry_run = parsed.dry_run and parsed.recipe is not None and parsed.resume is None

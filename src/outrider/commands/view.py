@@ -1,38 +1,42 @@
-"""``outrider view``, ``watch`` and ``report``: runs in the browser, in a terminal, and as a page that travels
-by mail.
+"""``outrider view``, ``watch`` and ``report``: runs in the browser, in a terminal, and as a self-contained
+page that you can send to others.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.commands.arguments import Commands
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 
-def add(commands: Commands) -> None:
-    """The commands ``view``, ``watch`` and ``report``."""
-    view = commands.add_parser("view", help="look at runs in the browser (extra: view)")
-    view.add_argument(
+def add_view(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``view``."""
+    parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders that hold them"
     )
-    view.add_argument("--port", type=int, default=0, help="default: any that is free")
-    view.add_argument(
+    parser.add_argument("--port", type=int, default=0, help="default: any that is free")
+    parser.add_argument(
         "--host", default="127.0.0.1", help="another address than loopback asks for the token that is printed"
     )
-    view.add_argument("--open", action="store_true", help="open the browser too")
-    view.add_argument(
+    parser.add_argument("--open", action="store_true", help="open the browser too")
+    parser.add_argument(
         "--bundle", type=Path, metavar="FOLDER", help="write the page into a new folder for a file server"
     )
-    view.set_defaults(command=_view)
-    watch = commands.add_parser("watch", help="follow a run from another terminal (Ctrl-C ends only that)")
-    watch.add_argument("run", type=Path)
-    watch.add_argument("--once", action="store_true", help="print where it is now, and exit")
-    watch.set_defaults(command=_watch)
-    report = commands.add_parser("report", help="write report.html of a run: one page, no script, no server")
-    report.add_argument("run", type=Path)
-    report.set_defaults(command=_report)
+    parser.set_defaults(command=_view)
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``watch``."""
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--once", action="store_true", help="print where it is now, and exit")
+    parser.set_defaults(command=_watch)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``report``."""
+    parser.add_argument("run", type=Path)
+    parser.set_defaults(command=_report)
 
 
 def _view(parsed: argparse.Namespace) -> int:

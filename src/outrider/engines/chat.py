@@ -1,9 +1,10 @@
-"""Requests with one deadline for the whole answer: connection, headers and body. By httpx2, whose own limits
-are those of one read.
+"""Client of OpenAI-compatible chat servers: off-policy trajectories and evaluation, never training.
 
-The requests run on an event loop in a thread of their own, where a deadline can end them wherever they wait:
-a server that sends a byte now and then stalls too. Redirects are not followed, since they would carry a key
-to another host.
+Chat servers take and return text, without ids and log-probs, so this is no
+:class:`~outrider.engines.base.Engine`. The tag protocol continues one assistant message after a result, which
+plain chat servers cannot do. With ``continues_messages`` (vLLM's ``continue_final_message``) the open message
+is sent to be continued, exactly as in training; without it every result is sent as a user message after the
+turn that it answers.
 """
 
 import asyncio
@@ -38,16 +39,28 @@ from outrider.types import Message, ToolCall, ToolSchema
 
 _MAX_BYTES = 16 << 20
 _MAX_ERROR_BYTES = 1 << 14
-# shorter than servers keep an idle connection (uvicorn: 5 s), so that none is found closed
+# Shorter than the time after which servers close an idle connection (uvicorn: 5 s).
 _KEEPALIVE_S = 2.0
+_MAX_LINE = 300
+_REASONING: Final = ("reasoning", "reasoning_content")  # a turn's thinking: newer vLLMs, other servers
+_TOO_LONG = re.compile(
+    r"context[ _](?:length|window|size)|maximum context|too many tokens"
+    r"|(?:prompt|input)\w* (?:is|are) too long",
+    re.IGNORECASE,
+)
+_TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
+_HOPELESS_STATUS = frozenset({401, 403, 404})
 
 ResultT = TypeVar("ResultT")
 
 
+# --- HTTP with one deadline for the whole response ---
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAnswer:
-    """``reason`` is the server's own word for its status. ``content`` is raw: no encoding was asked for. Of
-    an error it is what came in time, at most 16 KiB.
+    """A response. ``reason`` is the server's text for its status. ``content`` is raw; for an error it is what
+    arrived in time, at most 16 KiB.
     """
 
     status: int
@@ -57,25 +70,30 @@ class HttpAnswer:
 
     @property
     def is_error(self) -> bool:
-        """Anything but success; a redirect too."""
+        """Whether this is no success; a redirect is an error too."""
         return not 200 <= self.status < 300
 
 
 class AnswerTooLarge(httpx2.RemoteProtocolError):
-    """A successful answer of more bytes than were asked for."""
+    """A successful response is longer than ``max_bytes``."""
 
 
 class HttpClient:
-    """Safe to use from several threads, and in a forked child. ``transport`` takes the place of the network
-    in tests. ``is_bare``: no answer changes what a later request says (cookies), and no variable of the
-    environment where it goes (proxies).
+    """Sends requests with one deadline for connection, headers and body; thread-safe, also in a forked child.
+
+    The time limits of httpx2 are those of one read, so that a server that sends a byte now and then would
+    never time out. Requests therefore run on an event loop in a thread, where a deadline can cancel them at
+    any point. Redirects are not followed, because they would send the key to another host.
+
+    Tests replace the network by ``transport``. With ``is_bare``, cookies and the environment's proxies are
+    ignored.
     """
 
     def __init__(self, transport: httpx2.AsyncBaseTransport | None = None, *, is_bare: bool = False) -> None:
         self._transport = transport
         self._is_bare = is_bare
         self._lock = threading.Lock()
-        self._loops: dict[int, _Loop] = {}  # by process: threads do not outlive a fork
+        self._loops: dict[int, _Loop] = {}  # by process id: threads do not survive a fork
 
     def request(
         self,
@@ -87,11 +105,11 @@ class HttpClient:
         max_bytes: int = _MAX_BYTES,
         server_name: str | None = None,
     ) -> HttpAnswer:
-        """POST with a body, GET without one. ``server_name``: whose certificate is asked for where the url
-        holds a number in place of the name.
+        """POST with a body, GET without one.
 
-        Raises TimeoutError at the deadline, httpx2.HTTPError for a broken connection or an answer that is no
-        HTTP, and httpx2.InvalidURL or ValueError for an address that cannot be.
+        ``server_name`` is the host of the TLS certificate if the url contains an address instead. Raises
+        TimeoutError at the deadline, httpx2.HTTPError for a broken connection or an invalid response, and
+        httpx2.InvalidURL or ValueError for an invalid url.
         """
         with self._lock:
             loop = self._loops.get(os.getpid())
@@ -99,8 +117,7 @@ class HttpClient:
                 loop = self._loops[os.getpid()] = _Loop(self._transport, self._is_bare)
                 weakref.finalize(self, loop.stop)
         extensions = {} if server_name is None else {"sni_hostname": server_name}
-        work = _exchange(loop.client, url, body, headers, timeout_s, max_bytes, extensions)
-        return loop.run(work)
+        return loop.run(loop.exchange(url, body, headers, timeout_s, max_bytes, extensions))
 
 
 class _Loop:
@@ -108,12 +125,11 @@ class _Loop:
 
     def __init__(self, transport: httpx2.AsyncBaseTransport | None, is_bare: bool = False) -> None:
         policy = DefaultCookiePolicy(allowed_domains=() if is_bare else None)
-        limits = httpx2.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
         self.client = httpx2.AsyncClient(
             transport=transport,
             verify=ssl.create_default_context(),
             timeout=None,
-            limits=limits,
+            limits=httpx2.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
             follow_redirects=False,
             cookies=CookieJar(policy),
             trust_env=not is_bare,
@@ -122,7 +138,7 @@ class _Loop:
         threading.Thread(target=self._serve, name="outrider-http", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run on the loop and wait. An interrupted wait ends the work."""
+        """Run a coroutine on the loop and wait for it. An interrupted wait cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -131,78 +147,67 @@ class _Loop:
             raise
 
     def stop(self) -> None:
-        """End the thread; not waited for."""
+        """End the thread, without waiting for it."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _serve(self) -> None:
         try:
-            # httpx2 imports its network (those above, and what anyio needs of asyncio) at its first request,
-            # within its deadline.
+            # httpx2 imports its network stack (the unused imports above, and anyio's part for asyncio) at its
+            # first request, which would count towards the deadline of that request.
             self._loop.run_until_complete(anyio.sleep(0))
             self._loop.run_forever()
             self._loop.run_until_complete(self.client.aclose())
         finally:
             self._loop.close()
 
-
-async def _exchange(
-    client: httpx2.AsyncClient,
-    url: str,
-    body: bytes | None,
-    headers: Mapping[str, str],
-    timeout_s: float,
-    max_bytes: int = _MAX_BYTES,
-    extensions: Mapping[str, Any] | None = None,
-) -> HttpAnswer:
-    content = bytearray()
-    response: httpx2.Response | None = None
-    method = "GET" if body is None else "POST"
-    request_headers = {**headers, "Accept-Encoding": "identity"}  # a few bytes could unpack to gigabytes
-    try:
-        async with (
-            asyncio.timeout(timeout_s) as deadline,
-            client.stream(
-                method, url, content=body, headers=request_headers, extensions=dict(extensions or {})
-            ) as response,
-        ):
-            async for chunk in response.aiter_raw():
-                content += chunk
-                if _is_past(deadline):  # chunks that have come already are read without waiting
-                    raise TimeoutError
-                if not response.is_success and len(content) > _MAX_ERROR_BYTES:
-                    break
-                if len(content) > max_bytes:
-                    raise AnswerTooLarge(f"an answer of more than {max_bytes} bytes")
-    except (TimeoutError, httpx2.HTTPError):
-        if response is None or response.is_success:
-            raise
-    assert response is not None
-    return HttpAnswer(
-        status=response.status_code,
-        reason=response.reason_phrase,
-        headers=response.headers,
-        content=bytes(content[: max_bytes if response.is_success else _MAX_ERROR_BYTES]),
-    )
-
-
-def _is_past(deadline: asyncio.Timeout) -> bool:
-    when = deadline.when()
-    return when is not None and asyncio.get_running_loop().time() >= when
+    async def exchange(
+        self,
+        url: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        max_bytes: int = _MAX_BYTES,
+        extensions: Mapping[str, Any] | None = None,
+    ) -> HttpAnswer:
+        content = bytearray()
+        response: httpx2.Response | None = None
+        method = "GET" if body is None else "POST"
+        sent = {**headers, "Accept-Encoding": "identity"}  # a few compressed bytes could unpack to gigabytes
+        ends = asyncio.get_running_loop().time() + timeout_s
+        try:
+            async with (
+                asyncio.timeout_at(ends),
+                self.client.stream(
+                    method, url, content=body, headers=sent, extensions=dict(extensions or {})
+                ) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    # available chunks are read without waiting, so that the timeout alone would never fire
+                    if asyncio.get_running_loop().time() >= ends:
+                        raise TimeoutError
+                    if not response.is_success and len(content) > _MAX_ERROR_BYTES:
+                        break
+                    if len(content) > max_bytes:
+                        raise AnswerTooLarge(f"an answer of more than {max_bytes} bytes")
+        except (TimeoutError, httpx2.HTTPError):
+            if response is None or response.is_success:
+                raise
+        assert response is not None
+        return HttpAnswer(
+            status=response.status_code,
+            reason=response.reason_phrase,
+            headers=response.headers,
+            content=bytes(content[: max_bytes if response.is_success else _MAX_ERROR_BYTES]),
+        )
 
 
-# Requests to a chat server, and the meaning of its answers.
-
-
-_MAX_LINE = 300
-REASONING: Final = ("reasoning", "reasoning_content")
-"""What servers call a turn's thinking: newer vLLMs, and the others."""
+# --- The format of requests and responses ---
 
 
 class Transient(Exception):
-    """A failure worth another try. ``kind`` is counted; ``wait_s`` is what the server asks for, in
-    seconds.
-    """
+    """A failure that is retried. ``kind`` is counted; ``wait_s`` is the wait that the server requested."""
 
     def __init__(self, kind: str, text: str, *, wait_s: float = 0.0) -> None:
         super().__init__(text)
@@ -210,17 +215,8 @@ class Transient(Exception):
         self.wait_s = wait_s
 
 
-_TOO_LONG = re.compile(
-    (
-        r"context[ _](?:length|window|size)|maximum context|too many tokens"
-        r"|(?:prompt|input)\w* (?:is|are) too long"
-    ),
-    re.IGNORECASE,
-)
-
-
 class Refusal(Exception):
-    """A status that the same request will get again."""
+    """An error status that does not change if the request is repeated."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -228,18 +224,52 @@ class Refusal(Exception):
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the conversation does not fit the server's context: the agent's end, and no fault of the
-        server.
-        """
+        """Whether the conversation exceeds the server's context length, which is no fault of the server."""
         return self.status in (400, 413, 422) and _TOO_LONG.search(str(self)) is not None
 
 
-def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list[dict[str, Any]], bool]:
-    """Messages in the server's form, and whether the last one is an open assistant message to be continued.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedCalls:
+    """Tool calls that the server parsed out of a turn.
 
-    With ``continues``, inline text joins the assistant message that it continues; without, it becomes a user
-    message. So does a tool's message that answers no call of the turn before it. Thinking that stands apart
-    has both names that servers know.
+    ``calls`` are valid. ``problems`` and ``unread`` are the errors and the texts of the others. ``forwarded``
+    are all calls, as a program that uses the server directly would receive them.
+    """
+
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    forwarded: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatReply:
+    """One completion.
+
+    ``text`` includes the stop string that ended it. ``finish`` is the server's finish reason, or None.
+    ``num_tokens`` and ``num_context_tokens`` are the server's counts, or 0. ``reasoning`` and ``served`` are
+    what the server parsed out of the text; calls are only parsed for a request with tools.
+    """
+
+    text: str
+    finish: str | None = None
+    num_tokens: int = 0
+    num_context_tokens: int = 0
+    reasoning: str = ""
+    served: ServedCalls = ServedCalls()
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the token limit ended it."""
+        return self.finish == "length"
+
+
+def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list[dict[str, Any]], bool]:
+    """Convert messages to the server's format; also returns whether the last one is to be continued.
+
+    With ``continues``, inline text is appended to the open assistant message; without, it becomes a user
+    message. A tool message that answers no call of the previous turn becomes a user message too. Separate
+    thinking is sent under both names that servers know.
     """
     wire: list[dict[str, Any]] = []
     called: set[str] = set()
@@ -248,7 +278,11 @@ def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list
         if joins and wire and wire[-1]["role"] == "assistant":
             wire[-1]["content"] += message.content
         elif message.role == "assistant" or joins:
-            wire.append(_assistant(message))
+            assistant: dict[str, Any] = {"role": "assistant", "content": message.content}
+            if message.tool_calls:
+                shape = CallShape(arguments_are_text=True)
+                assistant = shape.message(message.tool_calls, message.content)
+            wire.append(assistant | {key: message.reasoning for key in _REASONING if message.reasoning})
             called = {call.call_id for call in message.tool_calls}
         elif message.role == "tool" and message.tool_call_id in called:
             wire.append({"role": "tool", "tool_call_id": message.tool_call_id, "content": message.content})
@@ -258,39 +292,29 @@ def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list
     return wire, continues and bool(messages) and messages[-1].role == "inline"
 
 
-def _assistant(message: Message) -> dict[str, Any]:
-    thinking = {key: message.reasoning for key in REASONING if message.reasoning}
-    if not message.tool_calls:
-        return {"role": "assistant", "content": message.content} | thinking
-    return CallShape(arguments_are_text=True).message(message.tool_calls, message.content) | thinking
+def _without_thinking(messages: Sequence[Message]) -> list[Message]:
+    """Strip the thinking from the text of every completed turn.
 
-
-def without_thinking(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the thinking cut from the text of every turn that is over; an open turn keeps its
-    own.
-
-    Of a turn that calls tools it stands apart then: as in training, the template says how much of it a chain
-    of calls shows.
+    If the turn calls tools, its thinking becomes separate ``reasoning``: as in training, the chat template
+    decides how much of it a chain of calls contains.
     """
+    stripped = []
     next_roles = [*(message.role for message in messages[1:]), None]
-    return [
-        _cut(message) if message.role == "assistant" and role not in ("inline", None) else message
-        for message, role in zip(messages, next_roles, strict=True)
-    ]
-
-
-def _cut(message: Message) -> Message:
-    thinking, words, _ = split_thinking(message.content)
-    apart = thinking if message.tool_calls and thinking else message.reasoning
-    return replace(message, content=words, reasoning=apart)
+    for message, next_role in zip(messages, next_roles, strict=True):
+        if message.role == "assistant" and next_role not in ("inline", None):
+            thinking, words, _ = split_thinking(message.content)
+            reasoning = thinking if message.tool_calls and thinking else message.reasoning
+            message = replace(message, content=words, reasoning=reasoning)
+        stripped.append(message)
+    return stripped
 
 
 def reply_text(text: str, stop: Sequence[str], choice: Mapping[str, object]) -> str:
-    """A turn's text up to and with the first stop string, as local engines keep it.
+    """Return a turn's text up to and including the first stop string, as local engines do.
 
-    Servers leave the stop string out. vLLM names it in ``stop_reason``. For others, where ``</name>`` is a
-    stop string and ``<name>`` was opened last, the turn is taken to have ended there (an end-of-turn inside
-    an open tag looks the same).
+    Servers omit the stop string. vLLM reports it as ``stop_reason``. For other servers, if ``</name>`` is a
+    stop string and ``<name>`` was opened last, we assume that it ended the turn (an end of turn inside an
+    open tag looks the same).
     """
     ends = [text.index(end) + len(end) for end in stop if end in text]
     if ends:
@@ -305,59 +329,10 @@ def reply_text(text: str, stop: Sequence[str], choice: Mapping[str, object]) -> 
     return text + last if position >= 0 else text
 
 
-def refusal_line(answer: HttpAnswer) -> str:
-    """Status and the server's own words. They may be long, and hold anything."""
-    raw = answer.content.decode("utf-8", "replace")
-    try:
-        parsed = json.loads(raw)
-    except (ValueError, RecursionError):
-        parsed = None
-    match parsed:
-        case {"error": {"message": str(text)}} | {"error": str(text)} | {"message": str(text)}:
-            raw = text
-    words = " ".join(raw.split())
-    return f"status {answer.status} {answer.reason}" + (f": {words}" if words else "")
-
-
-def shown(text: str, key: str) -> str:
-    """Words of a server, or about it, as one line for people: without the key, without control characters,
-    not too long.
-    """
-    if key:
-        # as a library quotes it
-        for secret in (key, repr(key)[1:-1], key.replace("\\", r"\\").replace("'", r"\'")):
-            text = text.replace(secret, "***")
-    return " ".join(one_line(text).split())[:_MAX_LINE]
-
-
-# Tools and native calls in a chat server's form.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedCalls:
-    """The calls that a server has read out of a turn: those that the tools take, what was wrong with the
-    others, and those as they were written. ``forwarded`` are all of them, as a program that asked the server
-    itself would get them.
-    """
-
-    calls: tuple[ToolCall, ...] = ()
-    problems: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    forwarded: tuple[ToolCall, ...] = ()
-
-
-NO_CALLS: Final = ServedCalls()
-
-
-def wire_tools(tools: Sequence[ToolSchema]) -> list[dict[str, Any]]:
-    """What a request tells of the tools."""
-    return [{"type": "function", "function": dict(tool)} for tool in tools]
-
-
 def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> ServedCalls:
-    """The calls of an answer's message, with the server's ids where it gives each its own.
+    """Read the calls of a response, with the server's ids if they are unique.
 
-    What the model wrote is a problem in words; raises Transient for what only a server writes.
+    Errors of the model are listed as problems; raises Transient for errors of the server.
     """
     entries = message.get("tool_calls") or []
     calls: dict[str, ToolCall] = {}
@@ -389,56 +364,78 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
     )
 
 
-def served_reasoning(message: Mapping[str, Any]) -> str:
-    """Thinking that the server took out of a turn, under either of the names that servers give it."""
-    return next((text for key in REASONING if isinstance(text := message.get(key), str) and text), "")
+def _read_reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -> ChatReply:
+    """Read the completion of a response; raises Transient if there is none."""
+    match answer:
+        case {"choices": [{"finish_reason": "abort" | "error" | "content_filter" as reason}, *_]}:
+            # sent with status 200
+            raise Transient("aborted", f"the server ended the answer: {reason}")
+        case {"choices": [{"message": dict(message)} as choice, *_]}:
+            finish, content = choice.get("finish_reason"), message.get("content")
+            if content is None and finish in ("stop", "length", "tool_calls"):
+                content = ""  # an empty turn, or only thinking or calls
+            if isinstance(content, str):
+                usage = answer.get("usage")
+                counts = usage if isinstance(usage, dict) else {}
+                num_tokens, num_context_tokens = (
+                    count if isinstance(count := counts.get(name), int) and count > 0 else 0
+                    for name in ("completion_tokens", "prompt_tokens")
+                )
+                reasoning = (text for key in _REASONING if isinstance(text := message.get(key), str) and text)
+                return ChatReply(
+                    text=reply_text(content, stop, choice),
+                    finish=finish if isinstance(finish, str) else None,
+                    num_tokens=num_tokens,
+                    num_context_tokens=num_context_tokens,
+                    reasoning=next(reasoning, ""),
+                    served=served_calls(message, tools) if tools else ServedCalls(),
+                )
+    raise Transient("garbage", "the answer holds no completion")
 
 
-# Client for any OpenAI-compatible chat server: off-policy trajectories and evaluation, never training.
-#
-# Chat servers take text and return text, so this is no :class:`~outrider.engines.base.Engine`: no ids, no
-# log-probs.
-#
-# The tag protocol continues one assistant message after a result, which plain chat servers cannot do. With
-# ``continues_messages`` (vLLM's ``continue_final_message``) the open message is sent to be continued, exactly
-# as in training; without it every result goes as a user message behind the turn it answers.
+def _read_models(answer: Any) -> dict[str, str]:
+    """Served models and their owners, in the server's order; empty for a response of another form."""
+    match answer:
+        case {"data": list(entries)}:
+            return {
+                entry["id"]: str(entry.get("owned_by"))
+                for entry in entries
+                # names are printed
+                if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"].isprintable()
+            }
+    return {}
 
 
-_TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-_HOPELESS_STATUS = frozenset({401, 403, 404})
-
-ReadT = TypeVar("ReadT")
+# --- The endpoint ---
 
 
 class EndpointSettings(Settings):
-    """Where the server is and how long to be patient with it. Seconds."""
+    """Address of a chat server, and how long to wait for it. Times are in seconds."""
 
     base_url: str
-    """Up to and with the version, such as ``http://127.0.0.1:8000/v1``."""
+    """Address including the version, for example ``http://127.0.0.1:8000/v1``."""
     model: str = "default"
-    """Name on the server; ``default`` takes the first that it serves (:meth:`ChatEndpoint.discovered`)."""
+    """Name on the server; ``default`` is the first model that it serves (:meth:`ChatEndpoint.discovered`)."""
     api_key_variable: str = "OUTRIDER_API_KEY"
-    """Environment variable that holds the key; unset or empty sends none."""
+    """Environment variable with the key; no key is sent if it is unset or empty."""
     timeout_s: float = Field(120.0, gt=0)
-    """For each answer as a whole, so a server that sends a byte now and then stalls too."""
+    """Time limit of a whole response."""
     max_retries: int = Field(5, ge=0)
     backoff_s: float = Field(1.0, ge=0)
-    """First wait before a retry; it doubles every time, and half of it is drawn from a named random
-    stream.
-    """
+    """Wait before the first retry. It doubles with each retry, and half of it is random (a named stream)."""
     max_backoff_s: float = Field(30.0, ge=0)
     continues_messages: bool = False
-    """The server takes ``continue_final_message`` (vLLM)."""
+    """The server accepts ``continue_final_message`` (vLLM)."""
     seed: int = 0
-    """Of the stream that spreads retries."""
+    """Seed of the random part of the waits."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the server's chat template, sent as ``chat_template_kwargs`` (vLLM, SGLang), such as
-    ``{enable_thinking = false}``, with ``history_thinking`` beside them.
+    """Variables of the server's chat template, sent as ``chat_template_kwargs`` (vLLM, SGLang) together with
+    ``history_thinking``. For example ``{enable_thinking = false}``.
     """
     history_thinking: Literal["keep", "strip"] = "keep"
-    """Whether earlier turns are sent with the thinking that stands in their text; as the model was trained
-    (``model.history_thinking`` of its run). Thinking that the server gave apart goes back apart: its template
-    decides.
+    """Whether earlier turns are sent with the thinking in their text; use the setting with which the model
+    was trained (``model.history_thinking`` of its run). Thinking that the server returned separately is sent
+    separately, and its template decides.
     """
 
     @field_validator("base_url")
@@ -452,35 +449,13 @@ class EndpointSettings(Settings):
         return base_url.rstrip("/")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatReply:
-    """One answer. ``text`` keeps the stop string that ended it; ``finish`` is the server's word for why it
-    ended, None where it gives none.
-
-    ``num_tokens`` and ``num_context_tokens`` are the server's own counts; 0 where it gives none.
-    ``reasoning`` and ``served`` are what a server took out of the text, where it did; only a request with
-    tools asks for calls.
-    """
-
-    text: str
-    finish: str | None = None
-    num_tokens: int = 0
-    num_context_tokens: int = 0
-    reasoning: str = ""
-    served: ServedCalls = NO_CALLS
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the token limit ended it."""
-        return self.finish == "length"
-
-
 class ChatEndpoint:
-    """Asks one model of one server; safe to use from several threads.
+    """Client of one model of one server; thread-safe.
 
-    429, 5xx, refused and lost connections, stalls and answers that are no completion are retried. After the
-    last try :class:`EngineFault` is raised; a request that the server refuses for good raises it at once.
-    401, 403 and 404 mean that no request will ever work: :class:`ModelError`. No error message holds the key.
+    429, 5xx, refused and lost connections, timeouts and invalid responses are retried; after the last attempt
+    :class:`EngineFault` is raised. Another error status raises EngineFault at once. 401, 403 and 404 mean
+    that no request will ever succeed: :class:`ModelError`. No error message contains the key. ``retries``
+    counts retries by reason.
     """
 
     def __init__(
@@ -501,11 +476,6 @@ class ChatEndpoint:
                 f"the key in ${settings.api_key_variable} holds characters that a header cannot have"
             )
 
-    @property
-    def num_retries(self) -> int:
-        """Requests that were sent again; ``retries`` tells why."""
-        return self.retries.total()
-
     def complete(
         self,
         messages: Sequence[Message],
@@ -516,16 +486,17 @@ class ChatEndpoint:
         seed: int = 0,
         tools: Sequence[ToolSchema] = (),
     ) -> ChatReply:
-        """The assistant's next turn, or the next piece of its open message after an ``inline`` result.
+        """Request the assistant's next turn, or the next piece of its open message after an ``inline``
+        result.
 
-        A server that leaves out the stop string it met gets it appended (see ``wire.reply_text``). ``tools``
-        may be called natively: a server that reads calls gives them apart.
+        The model may call ``tools`` natively; a server that parses calls returns them separately.
         """
-        if self.settings.history_thinking == "strip":
-            messages = without_thinking(messages)
-        wire, is_continued = wire_messages(messages, continues=self.settings.continues_messages)
+        settings = self.settings
+        if settings.history_thinking == "strip":
+            messages = _without_thinking(messages)
+        wire, is_continued = wire_messages(messages, continues=settings.continues_messages)
         body: dict[str, Any] = {
-            "model": self.settings.model,
+            "model": settings.model,
             "messages": wire,
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -536,29 +507,22 @@ class ChatEndpoint:
         if is_continued:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         if tools:
-            body["tools"] = wire_tools(tools)
-        if variables := self._variables():
-            body["chat_template_kwargs"] = variables
-        return self._patiently("chat/completions", body, lambda answer: _reply(answer, stop, tools), seed)
-
-    def _variables(self) -> dict[str, Any]:
-        """Of the chat template. ``history_thinking`` is a variable as well, which a template may know; where
-        nothing is asked of it nothing is sent, since not every server takes the field.
-        """
-        chosen = self.settings.history_thinking
-        if not self.settings.template_kwargs and chosen == "keep":
-            return {}
-        return {"history_thinking": chosen} | self.settings.template_kwargs
+            body["tools"] = [{"type": "function", "function": dict(tool)} for tool in tools]
+        # not every server accepts the field, so it is only sent if it differs from the default
+        if settings.template_kwargs or settings.history_thinking != "keep":
+            history = {"history_thinking": settings.history_thinking}
+            body["chat_template_kwargs"] = history | settings.template_kwargs
+        return self._request("chat/completions", body, lambda answer: _read_reply(answer, stop, tools), seed)
 
     def discovered(self) -> EndpointSettings:
-        """The settings with what the server's list of models tells: the name behind ``default``, and whether
-        it is vLLM.
+        """Complete the settings by the server's list of models: the name for ``default``, and
+        ``continues_messages`` for vLLM.
 
-        A server without such a list leaves them as they are. Raises EngineFault when nothing answers, and
-        ModelError when the list lacks the model.
+        If the server has no such list, the settings are unchanged. Raises EngineFault if it does not respond,
+        and ModelError if the list lacks the model.
         """
         try:
-            served = self._patiently("models", None, _models, 0)
+            served = self._request("models", None, _read_models, 0)
         except ModelError as error:
             if isinstance(error.__cause__, Refusal) and error.__cause__.status == 404:
                 return self.settings
@@ -566,19 +530,21 @@ class ChatEndpoint:
         name = next(iter(served), "default") if self.settings.model == "default" else self.settings.model
         if served and name not in served:
             raise ModelError(
-                f"{self.settings.base_url} serves {shown(', '.join(served), self._key)}, not {name}"
+                f"{self.settings.base_url} serves {self._to_line(', '.join(served))}, not {name}"
             )
         continues = self.settings.continues_messages or served.get(name) == "vllm"
         return self.settings.model_copy(update={"model": name, "continues_messages": continues})
 
-    def _patiently(
-        self, path: str, body: Mapping[str, Any] | None, read: Callable[[Any], ReadT], key: int
-    ) -> ReadT:
-        """Ask until there is an answer that ``read`` accepts, or until the tries are spent."""
+    def _request(
+        self, path: str, body: Mapping[str, Any] | None, read: Callable[[Any], ResultT], key: int
+    ) -> ResultT:
+        """Send a request until ``read`` accepts the response. ``key`` selects the random stream of the
+        waits.
+        """
         url = f"{self.settings.base_url}/{path}"
         for attempt in range(self.settings.max_retries + 1):
             try:
-                return read(self._send_request(url, body))
+                return read(self._send(url, body))
             except Refusal as refusal:
                 if refusal.status not in _HOPELESS_STATUS:
                     raise EngineFault(f"{url}: {refusal}") from refusal
@@ -595,20 +561,14 @@ class ChatEndpoint:
                     ) from problem
                 with self._lock:
                     self.retries[problem.kind] += 1
-                self._sleep(self._wait_s(attempt, key, problem.wait_s))
+                # exponential back-off, half of it random; at least the wait that the server requested
+                draw = float(stream(self.settings.seed, "endpoint back-off", key, attempt).random())
+                backoff_s = self.settings.backoff_s * 2.0**attempt * (0.5 + 0.5 * draw)
+                self._sleep(min(self.settings.max_backoff_s, max(backoff_s, problem.wait_s)))
         raise AssertionError("unreachable: the last attempt raises")
 
-    def _wait_s(self, attempt: int, key: int, server_wait_s: float) -> float:
-        """Exponential back-off, half of it jitter; at least what the server asks for, never more than the
-        maximum.
-        """
-        full = self.settings.backoff_s * 2.0**attempt
-        jittered = full * (
-            0.5 + 0.5 * float(stream(self.settings.seed, "endpoint back-off", key, attempt).random())
-        )
-        return min(self.settings.max_backoff_s, max(jittered, server_wait_s))
-
-    def _send_request(self, url: str, body: Mapping[str, Any] | None) -> Any:
+    def _send(self, url: str, body: Mapping[str, Any] | None) -> Any:
+        """Send one request and parse the response as JSON. Raises Transient or Refusal."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -618,71 +578,34 @@ class ChatEndpoint:
         except TimeoutError as error:
             raise Transient("timeout", f"no answer within {self.settings.timeout_s:g} s") from error
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
-            # what was no HTTP may be anything
+            # the message of h11 may quote the whole response
             reason = str(error).partition(": bytearray(")[0] or type(error).__name__
-            raise Transient("connection", f"no connection: {shown(reason, self._key)}") from error
-        if answer.is_error:
-            raise self._to_error(answer)
+            raise Transient("connection", f"no connection: {self._to_line(reason)}") from error
+        content = answer.content.decode("utf-8", "replace") if answer.is_error else answer.content
         try:
-            return json.loads(answer.content)
+            parsed = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise Transient("garbage", "the answer is no JSON") from error
-
-    def _to_error(self, answer: HttpAnswer) -> Exception:
-        line = shown(refusal_line(answer), self._key)
+            if not answer.is_error:
+                raise Transient("garbage", "the answer is no JSON") from error
+            parsed = None
+        if not answer.is_error:
+            return parsed
+        words = answer.content.decode("utf-8", "replace")
+        match parsed:
+            case {"error": {"message": str(text)}} | {"error": str(text)} | {"message": str(text)}:
+                words = text
+        words = " ".join(words.split())
+        line = self._to_line(f"status {answer.status} {answer.reason}" + (f": {words}" if words else ""))
         if answer.status not in _TRANSIENT_STATUS and answer.status < 500:
-            return Refusal(answer.status, line)
+            raise Refusal(answer.status, line)
         retry_after = answer.headers.get("Retry-After", "")
         wait_s = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
-        return Transient(f"status {answer.status}", line, wait_s=wait_s)
+        raise Transient(f"status {answer.status}", line, wait_s=wait_s)
 
-
-def _reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -> ChatReply:
-    """The completion in an answer; raises Transient when there is none."""
-    match answer:
-        case {
-            "choices": [{"finish_reason": "abort" | "error" | "content_filter" as reason}, *_]
-        }:  # the server's doing, status 200
-            raise Transient("aborted", f"the server ended the answer: {reason}")
-        case {"choices": [{"message": dict(message)} as choice, *_]} if isinstance(
-            content := _content(message, choice), str
-        ):
-            finish = choice.get("finish_reason")
-            return ChatReply(
-                text=reply_text(content, stop, choice),
-                finish=finish if isinstance(finish, str) else None,
-                num_tokens=_counted(answer, "completion_tokens"),
-                num_context_tokens=_counted(answer, "prompt_tokens"),
-                reasoning=served_reasoning(message),
-                served=served_calls(message, tools) if tools else NO_CALLS,
-            )
-    raise Transient("garbage", "the answer holds no completion")
-
-
-def _counted(answer: Mapping[str, Any], name: str) -> int:
-    usage = answer.get("usage")
-    count = usage.get(name) if isinstance(usage, dict) else None
-    return count if isinstance(count, int) and count > 0 else 0
-
-
-def _content(message: Mapping[str, Any], choice: Mapping[str, Any]) -> object:
-    """Nothing said is a turn where the model ended it itself, or wrote elsewhere (reasoning, a native tool
-    call).
-    """
-    content = message.get("content")
-    return (
-        "" if content is None and choice.get("finish_reason") in ("stop", "length", "tool_calls") else content
-    )
-
-
-def _models(answer: Any) -> dict[str, str]:
-    """Served models and who owns them, in the server's order; empty for an answer of another form."""
-    match answer:
-        case {"data": list(entries)}:
-            return {
-                entry["id"]: str(entry.get("owned_by"))
-                for entry in entries
-                # it is shown to people
-                if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"].isprintable()
-            }
-    return {}
+    def _to_line(self, text: str) -> str:
+        """Format a server's text as one short line, without the key and control characters."""
+        if key := self._key:
+            # also as repr() would quote it
+            for secret in (key, repr(key)[1:-1], key.replace("\\", r"\\").replace("'", r"\'")):
+                text = text.replace(secret, "***")
+        return " ".join(one_line(text).split())[:_MAX_LINE]

@@ -1,6 +1,7 @@
-"""Runs a command in this process's group until the command ends or standard input does, and then kills the
-group. Whoever starts it holds the other end of its input, so that the command, and what it has started, ends
-with that process, however it ends. It runs as a script, with the standard library only.
+"""Runs a command in this process's group until the command or standard input ends, then kills the group.
+
+The process that starts it keeps the other end of standard input open, so that the command and its children
+end with that process, however it dies. This file runs as a script and uses only the standard library.
 """
 
 import os
@@ -18,47 +19,44 @@ _PATIENCE_S = 2.0
 def supervised_command(
     command: Sequence[str], *, stdin_fd: int | None = None, status_fd: int = 2
 ) -> list[str]:
-    """A command as its keeper's arguments; to be started in a session of its own. ``stdin_fd`` is the
-    descriptor of the command's standard input (None: it has none), ``status_fd`` the one that gets a line on
-    what became of it: ``ENDED`` and its status (negative: a signal), or why it cannot be started.
+    """The command line that runs ``command`` under the supervisor; start it in a session of its own.
+
+    Args:
+        command: the command and its arguments.
+        stdin_fd: file descriptor for the command's standard input; None for none.
+        status_fd: file descriptor for one line about the end: the command, :data:`STATUS_PREFIX` and its
+            status (negative for a signal), or why it cannot be started.
     """
-    return [
-        sys.executable,
-        "-I",
-        "-S",
-        __file__,
-        str(-1 if stdin_fd is None else stdin_fd),
-        str(status_fd),
-        *command,
-    ]
+    stdin = str(-1 if stdin_fd is None else stdin_fd)
+    return [sys.executable, "-I", "-S", __file__, stdin, str(status_fd), *command]
 
 
 def _supervise(stdin_fd: int, status_fd: int, command: list[str]) -> None:
-    """Never returns: the group's end is this process's."""
+    """Never returns, because this process is part of the group that it kills."""
+
+    def restore_sigterm() -> None:  # a child inherits ignored signals
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers and their children block SIGINT
     stdin = subprocess.DEVNULL if stdin_fd < 0 else stdin_fd
     try:
-        child = subprocess.Popen(command, stdin=stdin, preexec_fn=_restore_sigterm)
+        child = subprocess.Popen(command, stdin=stdin, preexec_fn=restore_sigterm)
         threading.Thread(target=_end_with_input, daemon=True).start()
         line = f"{STATUS_PREFIX}{child.wait()}"
     except OSError as error:
         line = f"cannot be started: {error}"
     try:
         os.write(status_fd, f"{command[0]} {line}\n".encode())
-    finally:  # nobody may be left to read it
+    finally:  # the reader may be gone
         os.killpg(0, signal.SIGKILL)
-
-
-def _restore_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what is ignored here would be ignored there
 
 
 def _end_with_input() -> None:
     while os.read(0, 4096):
         pass
     os.killpg(0, signal.SIGTERM)
-    time.sleep(_PATIENCE_S)  # the command's end is that of all
+    time.sleep(_PATIENCE_S)  # if the command ends in this time, the group is killed at once
     os.killpg(0, signal.SIGKILL)
 
 

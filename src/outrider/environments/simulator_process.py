@@ -1,4 +1,4 @@
-"""The output of a simulator's process: read to its end, so that the process never blocks on a full pipe."""
+"""Output and working folders of simulator processes."""
 
 import contextlib
 import os
@@ -11,9 +11,14 @@ from typing import IO, Final
 
 from outrider.files import FileLock
 
+_PREFIX: Final = "scienceworld-"
+_LOCK: Final = ".owner"
+
 
 def drain_output(stream: IO[bytes] | None, lines: deque[bytes]) -> threading.Thread:
-    """Read a pipe to its end in the background; the bound of ``lines`` is how many lines are held."""
+    """Read a pipe to its end in the background, so that the process never blocks on a full pipe. The last
+    lines, up to the maximum length of ``lines``, are stored there.
+    """
 
     def read() -> None:
         if stream is not None:
@@ -25,19 +30,12 @@ def drain_output(stream: IO[bytes] | None, lines: deque[bytes]) -> threading.Thr
     return thread
 
 
-# Working folders of simulator processes: they go with their process, or with the next start where that was
-# killed.
-#
-# SIGKILL runs no clean-up. Each folder holds a file that its owner keeps locked; the kernel frees the lock
-# however the owner dies, so that a later one can tell a folder in use from one that nobody will come back to.
-
-
-_PREFIX: Final = "scienceworld-"
-_LOCK: Final = ".owner"
-
-
 class SimulatorFolder:
-    """A new folder below the temporary directory; those of dead owners are removed first."""
+    """A new temporary folder; those of dead owners are removed first.
+
+    SIGKILL runs no clean-up. The owner keeps a file in the folder locked, and the kernel releases the lock
+    however the owner dies, so that a later process can tell whether a folder is still in use.
+    """
 
     def __init__(self) -> None:
         remove_abandoned(Path(tempfile.gettempdir()))
@@ -45,7 +43,7 @@ class SimulatorFolder:
         self._lock: FileLock | None = FileLock(Path(self.name, _LOCK), mode=0o600, waits=True)
 
     def cleanup(self) -> None:
-        """Remove it; may be called twice."""
+        """Remove the folder; may be called twice."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             shutil.rmtree(self.name, ignore_errors=True)
@@ -53,12 +51,12 @@ class SimulatorFolder:
 
 
 def remove_abandoned(parent: Path) -> int:
-    """Remove this user's folders whose owners have died; how many. One without its lock file is left: it may
-    just be made.
+    """Remove this user's folders whose owners are dead, and return their number. A folder without a lock file
+    is skipped, because its owner may be about to create it.
     """
     num = 0
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
-        with contextlib.suppress(OSError):  # somebody else's, in use, or gone in this moment
+        with contextlib.suppress(OSError):  # of another user, in use, or removed at this moment
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             with FileLock(folder / _LOCK, flags=os.O_RDWR):

@@ -1,24 +1,48 @@
-"""Which settings make which task family; nothing here needs a model."""
+"""Task sets from their settings, and the splits of tasks. Nothing here needs a model."""
 
-from typing import Annotated, TypeAlias, cast
+from typing import Annotated, Any, Final, Literal, TypeAlias, cast, get_args
 
 from outrider.environments.base import EnvironmentSettings, TaskSet
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 from outrider.plugins.registry import Section, build, resolve
 from outrider.types import Role, Task
 
 EnvironmentConfig: TypeAlias = Annotated[EnvironmentSettings, Section("environments")]
-"""The section ``environment``: that of the family which its ``type`` names."""
+"""The section ``environment``: settings of the environment that ``type`` names."""
+Split: TypeAlias = Literal["train", "valid", "test"]
+SPLITS: Final[tuple[Split, ...]] = get_args(Split)
+
+
+def known_split(split: str, environment: str) -> Split:
+    """``split`` if it is one of :data:`SPLITS`. Raises ConfigError otherwise."""
+    for known in SPLITS:
+        if known == split:
+            return known
+    raise ConfigError(f"unknown split {split!r}; {environment} has {', '.join(SPLITS)}")
+
+
+def split_size(config: Any, split: Split) -> int | None:
+    """``config.num_train``, ``num_valid`` or ``num_test``."""
+    size: int | None = getattr(config, f"num_{split}")
+    return size
+
+
+def require_tasks(config: Any) -> None:
+    """Raises ValueError if no split of the settings has a task."""
+    if not any(split_size(config, split) != 0 for split in SPLITS):
+        raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
 
 
 def make_task_set(config: EnvironmentSettings) -> TaskSet:
-    """The task family of an environment's settings."""
+    """Build the task set that ``config.type`` names."""
     return cast(TaskSet, build("environments", config, None))
 
 
 def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
-    """The tasks of a split. Raises DataError for a value that is no task, and for two tasks with one key:
-    their groups would draw the same random numbers, and only one of them would be played.
+    """The tasks of a split.
+
+    Raises DataError for a value that is no task and for two tasks with the same key: their groups would draw
+    the same random numbers, and only one of them would be played.
     """
     tasks = list(task_set.tasks(split))
     source = f"the split {split!r} of the environment {task_set.name}"
@@ -40,14 +64,12 @@ def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
 
 
 def is_stateful(config: EnvironmentSettings) -> bool:
-    """Whether an action of this family changes hidden state."""
+    """Whether an action changes hidden state."""
     return bool(getattr(resolve("environments", config.type), "stateful", True))
 
 
 def is_inline(config: EnvironmentSettings) -> bool:
-    """Whether an observation continues the open assistant message (``protocol``), and is no message of its
-    own.
-    """
+    """Whether an observation continues the open assistant message instead of being a message of its own."""
     if config.call_format is not None:
         return False
     return getattr(resolve("environments", config.type), "protocol", "chat") == "inline"

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -19,7 +18,6 @@ from outrider.evaluation.compare import (
     Incomparable,
     Pair,
     Run,
-    ScoredStep,
     is_trained,
     load_run,
     method_name,
@@ -209,7 +207,7 @@ def _cost_table(comparison: Comparison) -> TextTable:
         (
             curve.quantity,
             f"{number(float(curve.x[-1]))} {curve.axis}",
-            *(_last(curve, group.label) for group in comparison.groups),
+            *(_end_of_curve(curve, group.label) for group in comparison.groups),
         )
         for curve in comparison.curves
     )
@@ -287,7 +285,7 @@ def _range(estimate: Estimate, form: str) -> str:
     return f"{value} [{low}, {high}]" if estimate.has_interval else f"{value}{_one_seed_mark(estimate)}"
 
 
-def _last(curves: Curves, label: str) -> str:
+def _end_of_curve(curves: Curves, label: str) -> str:
     band = curves.bands[label]
     estimate = Estimate(value=float(band.value[-1]), low=float(band.low[-1]), high=float(band.high[-1]))
     if not math.isfinite(estimate.value):
@@ -295,88 +293,29 @@ def _last(curves: Curves, label: str) -> str:
     return _percent(estimate) if curves.quantity == SCORE else _range(estimate, "{:.4g}")
 
 
-# What a reader of a table by task must know of its runs, beside the numbers.
-
-
-def run_notes(run: Run) -> list[str]:
-    """What could not be read of it, what is missing, and what was lost to faults."""
-    notes = [f"{run.name}: {note}" for note in run.notes if not _is_known(run, note)]
-    if not run.evaluations:
-        return [*notes, f"{run.name} has no evaluation"]
-    last = run.evaluations[-1]
-    notes += [*unfinished(run), *_missing_trials(run)]
-    if not last.task_returns:  # earlier versions wrote none
-        notes.append(f"{run.name} is in no row: its last evaluation has no returns of single tasks")
-    if last.num_faults:
-        notes.append(
-            f"{run.name}: {last.num_faults} rollout(s) of the last evaluation ended in a fault "
-            "and are in no score"
-        )
-    return notes
-
-
-def cell_notes(methods: Sequence[str], cells: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
-    """Which cells, by (task, method), have fewer runs than others of their column, and conditions of the test
-    that are not the same in a row.
-    """
-    notes = []
-    for method in methods:
-        sizes = {row: len(runs) for (row, cell_method), runs in cells.items() if cell_method == method}
-        most = max(sizes.values(), default=0)
-        if fewer := [f"{num} on {row}" for row, num in sizes.items() if num < most]:
-            notes.append(f"{method} has {most} runs on a task, but {', '.join(fewer)}")
-    if differ := _other_conditions(cells):
-        notes.append(
-            f"methods of one row were tested under different conditions ({', '.join(differ)}): "
-            "their scores are not of one test"
-        )
-    return notes
-
-
-def has_solved_all(run: Run) -> bool:
-    """Whether a run that adapts has ended because nothing was left to solve; one with tips plays on."""
-    return run.config.get("evaluation.memory") == "reflexion" and run.trials[-1].score >= 1.0
-
-
-def _is_known(run: Run, note: str) -> bool:
-    """A run that adapts takes no step, and has no metrics of any."""
-    return bool(run.trials) and note == "metrics.jsonl is missing"
-
-
-def _missing_trials(run: Run) -> list[str]:
-    """That trials are missing."""
-    expected = run.config.get("evaluation.num_trials", "0")
-    num_trials = len(run.trials)
-    if not num_trials or not expected.isdecimal() or num_trials >= int(expected) or has_solved_all(run):
-        return []
-    return [f"{run.name} was cut: {num_trials} of {expected} trials"]
-
-
-def _other_conditions(cells: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
-    first: dict[str, dict[str, str]] = {}
-    differing: set[str] = set()
-    for (row, _), runs in cells.items():
-        own = {key: value for key, value in runs[0].config.items() if key.startswith(CONDITIONS)}
-        others = first.setdefault(row, own)
-        differing |= {key for key in own.keys() | others if own.get(key) != others.get(key)}
-    return sorted(differing)
-
-
-# Runs by task and method: one row a task, one column a method, as in EMPO²'s Table 1, where every task may
-# have a model of its own; and curves over the trials of an adaptation (its Fig. 8).
+# Runs by task and method (``outrider compare --by-task``): one row per task, one column per method, as in
+# Table 1 of EMPO² (arXiv 2602.23008), where each task may have a model of its own; and curves over the trials
+# of an adaptation (its Fig. 8).
 #
-# A task here is what the keys of its variations begin with: of ``scienceworld/find-animal/3`` it is
-# ``scienceworld/find-animal``. A run counts in the row of every task that its panel has.
+# The task of the variation ``scienceworld/find-animal/3`` is ``scienceworld/find-animal``. A run counts in
+# the row of every task of its evaluation.
 
 
 _SHARES: Final = (0.0, 1.0)
+_AVERAGE: Final = "mean over tasks"
+_NOTHING: Final = "not measured"
+_ONE_RUN_MARK: Final = " (1)"  # after a value of a single run
+_MIDDLE: Final = (
+    "Interquartile mean over seeds of each run's last evaluation [95 % bootstrap interval over seeds and "
+    "variations]; the mean over tasks over the seeds that every task has [over seeds]."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What the runs of one method reached on one task (or on the mean over tasks), by their last evaluations:
-    mean return and share of solved variations, interquartile means over runs. Of one run the interval is over
-    its variations alone.
+    """Results of one method on one task, or on the mean over tasks, by the last evaluations: mean return and
+    share of solved variations, interquartile means over runs. The interval of a single run is over its
+    variations.
     """
 
     returns: Estimate
@@ -395,8 +334,10 @@ class TrialCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskComparison:
-    """Everything that is shown. ``cells`` by (task, method); a pair without runs is not in it. ``averages``
-    are means over all tasks, of methods that have every one of them.
+    """Results by task and method.
+
+    ``tasks`` are the numbers of variations. ``cells`` are by (task, method), without pairs that have no run.
+    ``averages`` are means over all tasks of the methods that have every task.
     """
 
     tasks: Mapping[str, int]
@@ -407,87 +348,132 @@ class TaskComparison:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MethodRun:
-    method: str
-    run: Run
-
-
 def compare_by_task(run_args: Sequence[str], *, depth: int | None = None, seed: int = 0) -> TaskComparison:
-    """``run_args``: run directories, each also as ``NAME=DIRECTORY`` where the column is to be called that;
-    columns come in their order. ``depth``: how many parts of a key name a task (None: all but the last).
+    """Compare runs by task.
+
+    Args:
+        run_args: Run directories, or ``NAME=DIRECTORY`` to name the column. Columns have this order.
+        depth: How many parts of a task key name the row (None: all but the last).
+        seed: The seed of the bootstrap draws.
 
     Raises ConfigError without runs, DataError for a folder that is no run, and :class:`Incomparable` for runs
     that are no seeds of one method, or were evaluated in different ways.
     """
     if not run_args:
         raise ConfigError("compare --by-task needs run directories")
+
+    def to_row(key: str) -> str:
+        parts = key.split("/")
+        return "/".join(parts[:-1] if depth is None else parts[:depth]) or "all tasks"
+
     method_runs = _load(run_args)
-    scored = [entry for entry in method_runs if entry.run.evaluations]
-    to_row = partial(_row, depth=depth)
-    rows = _rows(scored, to_row)
-    notes = [note for entry in method_runs for note in run_notes(entry.run)]
+    methods = tuple(dict.fromkeys(method for method, _ in method_runs))
+    notes = [note for _, run in method_runs for note in _run_notes(run)]
+    grouped: dict[tuple[str, str], list[Run]] = {}
+    for method, run in method_runs:
+        for row in {to_row(key) for key in (run.evaluations[-1].task_returns if run.evaluations else ())}:
+            grouped.setdefault((row, method), []).append(run)
+    if not grouped:
+        raise ConfigError("none of these runs has an evaluation with scores of single tasks")
+    grouped = dict(sorted(grouped.items(), key=lambda item: (item[0][0], methods.index(item[0][1]))))
     tasks = {
-        row: _common(row, [entry.run for entry in members], notes, to_row) for row, members in rows.items()
-    }
-    methods = tuple(dict.fromkeys(entry.method for entry in method_runs))
-    grouped = {
-        (row, method): cell_runs
-        for row, members in rows.items()
-        for method in methods
-        if (cell_runs := [entry.run for entry in members if entry.method == method])
+        row: _common_keys(
+            row, [run for key, runs in grouped.items() if key[0] == row for run in runs], notes, to_row
+        )
+        for row in dict.fromkeys(row for row, _ in grouped)
     }
     for (row, method), runs in grouped.items():
         _require_seeds(row, method, runs, notes)
-    notes += cell_notes(methods, grouped)
-    averages = _averages(methods, grouped, tasks, notes, seed=seed)
+    notes += _cell_notes(methods, grouped)
     return TaskComparison(
+        averages=_averages(methods, grouped, tasks, notes, seed=seed),
         tasks={row: len(keys) for row, keys in tasks.items()},
         methods=methods,
-        cells={key: _cell(key[1], runs, tasks[key[0]], seed=seed) for key, runs in grouped.items()},
-        averages=averages,
-        curves=tuple(_curves(grouped, tasks, seed=seed)),
+        cells={
+            (row, method): _make_cell(
+                method,
+                *(
+                    [[values[key] for key in tasks[row]] for values in runs_values]
+                    for runs_values in _last(runs)
+                ),
+                seed=seed,
+            )
+            for (row, method), runs in grouped.items()
+        },
+        curves=tuple(_trial_curves(grouped, tasks, seed=seed)),
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def _load(run_args: Sequence[str]) -> list[_MethodRun]:
-    pairs = [_split(entry) for entry in run_args]
-    names = run_names([path for _, path in pairs])
-    runs = [load_run(path, name) for (_, path), name in zip(pairs, names, strict=True)]
+def _load(run_args: Sequence[str]) -> list[tuple[str, Run]]:
+    """(method, run), by column."""
+    named = []
+    for arg in run_args:
+        name, equals, path = arg.partition("=")
+        is_named = equals and name and not Path(arg).exists()  # a folder's own name may have an equals sign
+        named.append((name, Path(path)) if is_named else ("", Path(arg)))
+    names = run_names([path for _, path in named])
+    runs = [load_run(path, name) for (_, path), name in zip(named, names, strict=True)]
     method_runs = [
-        _MethodRun(method=method or method_name(run, path), run=run)
-        for (method, path), run in zip(pairs, runs, strict=True)
+        (method or method_name(run, path), run) for (method, path), run in zip(named, runs, strict=True)
     ]
-    columns = list(dict.fromkeys(entry.method for entry in method_runs))
-    return sorted(method_runs, key=lambda entry: (columns.index(entry.method), entry.run.name))
+    columns = list(dict.fromkeys(method for method, _ in method_runs))
+    return sorted(method_runs, key=lambda entry: (columns.index(entry[0]), entry[1].name))
 
 
-def _split(arg: str) -> tuple[str | None, Path]:
-    """A folder whose own name has an equals sign is a folder."""
-    name, equals, path = arg.partition("=")
-    return (name, Path(path)) if equals and name and not Path(arg).exists() else (None, Path(arg))
+def _run_notes(run: Run) -> list[str]:
+    """What could not be read of a run, is missing, or was lost to faults."""
+    # A run that adapts takes no step, and has no metrics of any.
+    notes = [
+        f"{run.name}: {note}" for note in run.notes if not (run.trials and note == "metrics.jsonl is missing")
+    ]
+    if not run.evaluations:
+        return [*notes, f"{run.name} has no evaluation"]
+    last = run.evaluations[-1]
+    notes += unfinished(run)
+    expected, num_trials = run.config.get("evaluation.num_trials", "0"), len(run.trials)
+    if num_trials and expected.isdecimal() and num_trials < int(expected) and not _has_solved_all(run):
+        notes.append(f"{run.name} was cut: {num_trials} of {expected} trials")
+    if not last.task_returns:  # earlier versions wrote none
+        notes.append(f"{run.name} is in no row: its last evaluation has no returns of single tasks")
+    if last.num_faults:
+        notes.append(
+            f"{run.name}: {last.num_faults} rollout(s) of the last evaluation ended in a fault "
+            "and are in no score"
+        )
+    return notes
 
 
-def _rows(method_runs: Sequence[_MethodRun], to_row: Callable[[str], str]) -> dict[str, list[_MethodRun]]:
-    """Runs by task, in the order of names."""
-    rows: dict[str, list[_MethodRun]] = {}
-    for entry in method_runs:
-        for row in {to_row(key) for key in entry.run.evaluations[-1].task_returns}:
-            rows.setdefault(row, []).append(entry)
-    if not rows:
-        raise ConfigError("none of these runs has an evaluation with scores of single tasks")
-    return dict(sorted(rows.items()))
+def _cell_notes(methods: Sequence[str], cells: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
+    """Cells with fewer runs than others of their column, and test conditions that differ within a row."""
+    notes = []
+    for method in methods:
+        sizes = {row: len(runs) for (row, cell_method), runs in cells.items() if cell_method == method}
+        most = max(sizes.values(), default=0)
+        if fewer := [f"{num} on {row}" for row, num in sizes.items() if num < most]:
+            notes.append(f"{method} has {most} runs on a task, but {', '.join(fewer)}")
+    first: dict[str, dict[str, str]] = {}
+    differing: set[str] = set()
+    for (row, _), runs in cells.items():
+        own = {key: value for key, value in runs[0].config.items() if key.startswith(CONDITIONS)}
+        others = first.setdefault(row, own)
+        differing |= {key for key in own.keys() | others if own.get(key) != others.get(key)}
+    if differing:
+        notes.append(
+            f"methods of one row were tested under different conditions ({', '.join(sorted(differing))}): "
+            "their scores are not of one test"
+        )
+    return notes
 
 
-def _row(key: str, *, depth: int | None) -> str:
-    parts = key.split("/")
-    return "/".join(parts[:-1] if depth is None else parts[:depth]) or "all tasks"
+def _has_solved_all(run: Run) -> bool:
+    """Whether a run with Reflexion ended because nothing was left to solve."""
+    return run.config.get("evaluation.memory") == "reflexion" and run.trials[-1].score >= 1.0
 
 
-def _common(row: str, runs: Sequence[Run], notes: list[str], to_row: Callable[[str], str]) -> list[str]:
-    """Keys of the task that every run scored. Raises Incomparable for other splits or temperatures, or none
-    in common.
+def _common_keys(row: str, runs: Sequence[Run], notes: list[str], to_row: Callable[[str], str]) -> list[str]:
+    """Keys of the variations that every run scored. Raises Incomparable for different splits or temperatures,
+    or if there is none in common.
     """
     first = runs[0]
     for run in runs[1:]:
@@ -497,10 +483,9 @@ def _common(row: str, runs: Sequence[Run], notes: list[str], to_row: Callable[[s
                 f"{first.name} and {run.name} were not evaluated alike on {row}: split {ours.split} at "
                 f"temperature {ours.temperature:g}, and {theirs.split} at {theirs.temperature:g}"
             )
-    last = [run.evaluations[-1] for run in runs]
     every = [
-        {key for key in evaluation.task_returns if to_row(key) == row and key in evaluation.task_scores}
-        for evaluation in last
+        {key for key in last.task_returns if to_row(key) == row and key in last.task_scores}
+        for last in (run.evaluations[-1] for run in runs)
     ]
     shared = sorted(set.intersection(*every))
     if not shared:
@@ -511,7 +496,7 @@ def _common(row: str, runs: Sequence[Run], notes: list[str], to_row: Callable[[s
 
 
 def _require_seeds(row: str, method: str, runs: Sequence[Run], notes: list[str]) -> None:
-    """Runs of one cell differ in their seeds alone."""
+    """Raise Incomparable unless the runs of a cell differ in their seeds alone."""
     for run in runs[1:]:
         if differ := same_method(runs[0].settings, run.settings):
             raise Incomparable(
@@ -526,26 +511,17 @@ def _require_seeds(row: str, method: str, runs: Sequence[Run], notes: list[str])
         notes.append(f"{method} on {row}: several runs play the same weights, no training differs in them")
 
 
-def _returns(evaluation: ScoredStep) -> Mapping[str, float]:
-    return evaluation.task_returns
-
-
-def _scores(evaluation: ScoredStep) -> Mapping[str, float]:
-    return evaluation.task_scores
-
-
-def _cell(method: str, runs: Sequence[Run], keys: Sequence[str], *, seed: int) -> Cell:
-    def rows(metric: Callable[[ScoredStep], Mapping[str, float]]) -> list[list[float]]:
-        return [[metric(run.evaluations[-1])[key] for key in keys] for run in runs]
-
-    return _make_cell(method, rows(_returns), rows(_scores), seed=seed)
+def _last(runs: Sequence[Run]) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
+    """Returns and scores by task key of the last evaluations."""
+    last = [run.evaluations[-1] for run in runs]
+    return [evaluation.task_returns for evaluation in last], [evaluation.task_scores for evaluation in last]
 
 
 def _make_cell(
     method: str, returns: Sequence[Sequence[float]], solved: Sequence[Sequence[float]], *, seed: int
 ) -> Cell:
     def estimate(rows: Sequence[Sequence[float]], within: tuple[float, float]) -> Estimate:
-        # of one run, over variations; a bootstrap of equal returns has no width, and is no interval
+        # One run has an interval over variations; a bootstrap of equal returns would have no width.
         if len(rows) == 1 and len(rows[0]) > 1 and (within == _SHARES or len(set(rows[0])) > 1):
             low, high = interval(rows[0], binary=within == _SHARES and set(rows[0]) <= {0.0, 1.0})
             return Estimate(value=fmean(rows[0]), low=low, high=high)
@@ -566,48 +542,44 @@ def _averages(
     averages = {}
     for method in methods:
         cells = [grouped.get((row, method), ()) for row in tasks]
-        paired = _paired(cells)
-        if all(cells) and (num_dropped := max(map(len, cells)) - len(paired)):
+        seeds = [[run.config["seed"] for run in runs] for runs in cells]
+        # Evaluations of checkpoints may have one seed with several weights; then both identify a run.
+        is_twice = any(len(set(entry)) < len(entry) for entry in seeds)
+        by_key = [
+            {
+                (
+                    run.config["seed"],
+                    run.settings.get("model.initial_checkpoint", "none") if is_twice else "",
+                ): run
+                for run in runs
+            }
+            for runs in cells
+        ]
+        keys = sorted(set.intersection(*map(set, by_key)))
+        if all(cells) and (num_dropped := max(map(len, cells)) - len(keys)):
             notes.append(
                 f"the mean over tasks of {method} leaves out {num_dropped} seed(s) that not every task has"
             )
-        last = [{row: run.evaluations[-1] for row, run in zip(tasks, runs, strict=True)} for runs in paired]
-        if last:
-            averages[method] = _make_cell(
-                method,
-                *([[_mean(each, tasks, metric)] for each in last] for metric in (_returns, _scores)),
-                seed=seed,
-            )
+        if keys:
+            means = [
+                [
+                    [
+                        fmean(
+                            fmean(values[task_key] for task_key in task_keys)
+                            for values, task_keys in zip(row_values, tasks.values(), strict=True)
+                        )
+                    ]
+                    for row_values in zip(*values_by_task, strict=True)
+                ]
+                for values_by_task in zip(
+                    *(_last([runs[key] for key in keys]) for runs in by_key), strict=True
+                )
+            ]
+            averages[method] = _make_cell(method, *means, seed=seed)
     return averages
 
 
-def _paired(cells: Sequence[Sequence[Run]]) -> list[list[Run]]:
-    """A run of every cell for each seed that all of them have. Where one seed plays several weights, as in
-    evaluations of checkpoints that name no seed, it is one with its weights.
-    """
-    seeds = [[run.config["seed"] for run in runs] for runs in cells]
-    is_twice = any(len(set(entry)) < len(entry) for entry in seeds)
-
-    def key(run: Run) -> tuple[str, str]:
-        start = run.settings.get("model.initial_checkpoint", "none")
-        return run.config["seed"], start if is_twice else ""
-
-    runs_by_key = [{key(run): run for run in runs} for runs in cells]
-    return [
-        [entry[run_key] for entry in runs_by_key]
-        for run_key in sorted(set.intersection(*map(set, runs_by_key)))
-    ]
-
-
-def _mean(
-    evaluations: Mapping[str, ScoredStep],
-    tasks: Mapping[str, Sequence[str]],
-    metric: Callable[[ScoredStep], Mapping[str, float]],
-) -> float:
-    return fmean(fmean(metric(evaluations[row])[key] for key in keys) for row, keys in tasks.items())
-
-
-def _curves(
+def _trial_curves(
     grouped: Mapping[tuple[str, str], Sequence[Run]], tasks: Mapping[str, Sequence[str]], *, seed: int
 ) -> Iterable[TrialCurves]:
     for row, keys in tasks.items():
@@ -616,54 +588,63 @@ def _curves(
             for (cell_row, method), runs in grouped.items()
             if cell_row == row and all(run.trials for run in runs)
         }
-        if not adapted:
-            continue
-        num = max(len(run.trials) for runs in adapted.values() for run in runs)
-        bands = {
-            method: iqm_band(method, np.asarray([_line(run, keys, num) for run in runs]), seed=seed)
-            for method, runs in adapted.items()
-        }
-        yield TrialCurves(task=row, x=np.arange(1, num + 1, dtype=np.float64), bands=bands)
+        if adapted:
+            num = max(len(run.trials) for runs in adapted.values() for run in runs)
+            bands = {
+                method: iqm_band(
+                    method, np.asarray([_trial_means(run, keys, num) for run in runs]), seed=seed
+                )
+                for method, runs in adapted.items()
+            }
+            yield TrialCurves(task=row, x=np.arange(1, num + 1, dtype=np.float64), bands=bands)
 
 
-def _line(run: Run, keys: Sequence[str], num: int) -> list[float]:
-    """Mean return of each trial, of ``num``; NaN where a fault took one of the variations, and where a run
-    was cut. Reflexion that solved everything has no further trial, and nothing changes any more.
+def _trial_means(run: Run, keys: Sequence[str], num: int) -> list[float]:
+    """Mean return of each of ``num`` trials; NaN if a fault took a variation or the run was cut. Reflexion
+    that solved everything has no further trial, and its result does not change any more.
     """
-    line = [fmean(trial.task_returns.get(key, math.nan) for key in keys) for trial in run.trials]
-    padding = line[-1] if has_solved_all(run) else math.nan
-    return [*line, *[padding] * (num - len(line))]
-
-
-# The tables of tasks and methods, and of trials, as plain text that every output draws in its own way.
-
-
-_AVERAGE: Final = "mean over tasks"
-_NOTHING: Final = "not measured"
-_ONE_RUN_MARK: Final = " (1)"  # behind a value that no seeds are behind
+    means = [fmean(trial.task_returns.get(key, math.nan) for key in keys) for trial in run.trials]
+    padding = means[-1] if _has_solved_all(run) else math.nan
+    return [*means, *[padding] * (num - len(means))]
 
 
 def task_tables(comparison: TaskComparison) -> list[TextTable]:
-    """Mean returns, solved variations, and a table of trials for each task that somebody adapted to."""
+    """Mean returns, solved variations, and a table of trials for each task with an adaptation."""
+
+    def table(title: str, show: Callable[[Cell], str], caption: str) -> TextTable:
+        def cell(entry: Cell | None) -> str:
+            return _NOTHING if entry is None else show(entry) + _ONE_RUN_MARK * (entry.num_runs == 1)
+
+        rows = [
+            (
+                _short(task, comparison.tasks), str(num),
+                *(cell(comparison.cells.get((task, method))) for method in comparison.methods),
+            )
+            for task, num in comparison.tasks.items()
+        ]  # fmt: skip
+        if len(comparison.tasks) > 1:
+            averages = (cell(comparison.averages.get(method)) for method in comparison.methods)
+            rows.append((_AVERAGE, "", *averages))
+        columns = ("task", "variations", *comparison.methods)
+        return TextTable(title=title, columns=columns, rows=tuple(rows), caption=f"{_MIDDLE} {caption}")
+
     return [
-        _table(
-            comparison,
+        table(
             "Mean return by task",
-            lambda cell: _number(cell.returns) + _one_run_mark(cell),
-            _RETURNS,
+            lambda cell: _number(cell.returns),
+            "Returns are the environment's, in its unit: no share.",
         ),
-        _table(
-            comparison,
+        table(
             "Solved variations by task",
-            lambda cell: _share(cell.solved) + _one_run_mark(cell),
-            _SOLVED,
+            lambda cell: score(cell.solved.value, cell.solved.low, cell.solved.high),
+            "Share of variations that were solved.",
         ),
         *map(_trial_table, comparison.curves),
     ]
 
 
 def task_notes(comparison: TaskComparison) -> list[str]:
-    """Notes that a reader must know beside the numbers."""
+    """Notes on the reliability and completeness of the numbers."""
     notes = list(comparison.notes)
     means = comparison.averages.values() if len(comparison.tasks) > 1 else ()
     sizes = sorted({cell.num_runs for cell in (*comparison.cells.values(), *means)})
@@ -672,48 +653,15 @@ def task_notes(comparison: TaskComparison) -> list[str]:
         notes.append(f"an interval over so few seeds is too narrow: {shares} hold the true value, not 95 %")
     if 1 in sizes:
         notes.append(f"{_ONE_RUN_MARK.strip()} one run: the interval, if any, is over its variations alone")
-    if missing := sum(
-        (task, method) not in comparison.cells for task in comparison.tasks for method in comparison.methods
-    ):
+    if missing := len(comparison.tasks) * len(comparison.methods) - len(comparison.cells):
         notes.append(f"{missing} cells have no run; a mean over tasks is of methods that have every task")
     if (most := max((len(curves.bands) for curves in comparison.curves), default=0)) > MAX_SERIES:
         notes.append(f"a figure shows the first {MAX_SERIES} of up to {most} methods; the tables have all")
     return notes
 
 
-_MIDDLE: Final = (
-    "Interquartile mean over seeds of each run's last evaluation [95 % bootstrap interval over seeds and "
-    "variations]; the mean over tasks over the seeds that every task has [over seeds]."
-)
-_RETURNS: Final = f"{_MIDDLE} Returns are the environment's, in its unit: no share."
-_SOLVED: Final = f"{_MIDDLE} Share of variations that were solved."
-
-
-def _table(comparison: TaskComparison, title: str, cell: Callable[[Cell], str], caption: str) -> TextTable:
-    rows = [
-        (_short(task, comparison.tasks), str(num), *_cells(comparison, task, cell))
-        for task, num in comparison.tasks.items()
-    ]
-    if len(comparison.tasks) > 1:
-        averages = [
-            cell(comparison.averages[method]) if method in comparison.averages else _NOTHING
-            for method in comparison.methods
-        ]
-        rows.append((_AVERAGE, "", *averages))
-    return TextTable(
-        title=title, columns=("task", "variations", *comparison.methods), rows=tuple(rows), caption=caption
-    )
-
-
-def _cells(comparison: TaskComparison, task: str, cell: Callable[[Cell], str]) -> list[str]:
-    return [
-        cell(comparison.cells[task, method]) if (task, method) in comparison.cells else _NOTHING
-        for method in comparison.methods
-    ]
-
-
 def _short(task: str, tasks: Mapping[str, int]) -> str:
-    """Without the folders that all tasks have in common."""
+    """The task without the folders that all tasks have in common."""
     parts = [name.split("/")[:-1] for name in tasks]
     common = 0
     while all(len(part) > common and part[common] == parts[0][common] for part in parts):
@@ -722,11 +670,18 @@ def _short(task: str, tasks: Mapping[str, int]) -> str:
 
 
 def _trial_table(curves: TrialCurves) -> TextTable:
+    estimates = {
+        method: [
+            Estimate(value=float(value), low=float(low), high=float(high))
+            for value, low, high in zip(band.value, band.low, band.high, strict=True)
+        ]
+        for method, band in curves.bands.items()
+    }
     rows = tuple(
-        (f"{x:.0f}", *(_number(_trial_estimate(curves, method, index)) for method in curves.bands))
+        (f"{x:.0f}", *(_number(values[index]) for values in estimates.values()))
         for index, x in enumerate(curves.x)
     )
-    gains = "; ".join(_trial_gain(curves, method) for method in curves.bands)
+    gains = "; ".join(_trial_gain(method, band.value) for method, band in curves.bands.items())
     return TextTable(
         title=f"Trials on {curves.task}: mean return",
         columns=("trial", *curves.bands),
@@ -737,14 +692,8 @@ def _trial_table(curves: TrialCurves) -> TextTable:
     )
 
 
-def _trial_estimate(curves: TrialCurves, method: str, index: int) -> Estimate:
-    band = curves.bands[method]
-    return Estimate(value=float(band.value[index]), low=float(band.low[index]), high=float(band.high[index]))
-
-
-def _trial_gain(curves: TrialCurves, method: str) -> str:
-    """First, best and last trial; the relative gain where the first one is above 0."""
-    values = curves.bands[method].value
+def _trial_gain(method: str, values: Scores) -> str:
+    """First, best and last trial; the relative gain if the first one is above 0."""
     known = [(float(value), index) for index, value in enumerate(values) if math.isfinite(value)]
     if not known or not math.isfinite(values[0]):
         return f"{method}: {_NOTHING}"
@@ -754,13 +703,5 @@ def _trial_gain(curves: TrialCurves, method: str) -> str:
     return f"{method}: first {first:.4g}, best {best:.4g} at trial {index + 1}{share}, last {values[-1]:.4g}"
 
 
-def _one_run_mark(cell: Cell) -> str:
-    return _ONE_RUN_MARK if cell.num_runs == 1 else ""
-
-
 def _number(estimate: Estimate) -> str:
     return score(estimate.value, estimate.low, estimate.high, is_share=False)
-
-
-def _share(estimate: Estimate) -> str:
-    return score(estimate.value, estimate.low, estimate.high)

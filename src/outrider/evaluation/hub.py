@@ -1,4 +1,4 @@
-"""A folder as a repository of the Hugging Face hub: its name, its privacy, and errors in one line."""
+"""``outrider push``: a run's weights or a data set, with a card, as a repository of the Hugging Face hub."""
 
 import getpass
 import json
@@ -45,11 +45,10 @@ _LONGEST: Final = 300  # characters of the hub's own words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """What lies on the hub, or would: ``url`` is empty for what was only tried."""
+    """The card, the files with their sizes in bytes, and the address (empty after a dry run)."""
 
     card: str
     files: tuple[tuple[str, int], ...]
-    """Names and sizes in bytes."""
     url: str = ""
 
 
@@ -70,30 +69,40 @@ def require_target(repo: str, *, dry_run: bool) -> None:
         raise HubError("no token for the hub: log in with 'hf auth login', or set HF_TOKEN")
 
 
-def list_files(folder: Path) -> tuple[tuple[str, int], ...]:
-    """What a push of the folder sends: names and sizes in bytes."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths)
-
-
 def upload(
-    api: HfApi, folder: Path, repo: str, *, kind: Literal["model", "dataset"], private: bool, message: str
-) -> str:
-    """Send a folder; its address. The repository is made where it is not there, and ``message`` is the
-    commit's message. Raises ConfigError for ``private`` where there is a public one, HubError where the hub
-    fails; the same call then goes on, and sends no file again that has arrived.
+    api: HfApi,
+    folder: Path,
+    repo: str,
+    *,
+    kind: Literal["model", "dataset"],
+    card: str,
+    private: bool,
+    dry_run: bool,
+    message: str,
+) -> Pushed:
+    """Write the card to the folder and upload it with the commit message ``message``; a missing repository is
+    created.
+
+    Raises ConfigError if ``private`` is set and the repository is public, and HubError if the hub fails; the
+    same call then continues, and sends no file again that has arrived.
     """
+    (folder / CARD).write_text(card, encoding="utf-8")
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths)
+    if dry_run:
+        return Pushed(card=card, files=files)
     with _hub_errors(repo):
         api.create_repo(repo, private=private, exist_ok=True, repo_type=kind)
         is_public = private and not api.repo_info(repo, repo_type=kind).private
-    if is_public:  # it was there already, and the hub says nothing of that
+    if is_public:  # create_repo leaves an existing repository as it is
         raise ConfigError(
             f"{repo} is there already and can be read by everybody; nothing was sent: change that in its "
             "settings on the hub, or push without --private"
         )
     with _hub_errors(repo):
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, repo_type=kind)
-    return f"{api.endpoint}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+    url = f"{api.endpoint}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+    return Pushed(card=card, files=files, url=url)
 
 
 @contextmanager
@@ -157,24 +166,20 @@ def public_settings(settings: RunSettings) -> str:
 
 
 def public_variables(variables: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Of ``model.template_kwargs`` what a reader needs: variables that the chat template names. A value that
-    is no switch, number, plain word or date is ``OMITTED``.
+    """The entries of ``model.template_kwargs`` that the chat template names. A value that is no switch,
+    number, plain word or date is ``OMITTED``.
     """
-    private = private_words()
     own = set(re.findall(r"\w+", template))
-    return {
-        name: value if _is_plain_variable(name, value, private) else OMITTED
-        for name, value in variables.items()
-        if name in own and name.isidentifier() and not iskeyword(name)
-    }
-
-
-def _is_plain_variable(name: str, value: Any, private: frozenset[str]) -> bool:
-    if may_be_secret(name):
-        return False
-    if isinstance(value, str):
-        return _is_plain(value, private) or bool(_DATE.fullmatch(value))
-    return value is None or (isinstance(value, bool | int | float) and isfinite(value))
+    shown: dict[str, Any] = {}
+    for name, value in variables.items():
+        if name not in own or not name.isidentifier() or iskeyword(name):
+            continue
+        if isinstance(value, str):
+            is_plain = plain(value) == value or bool(_DATE.fullmatch(value))
+        else:
+            is_plain = value is None or (isinstance(value, bool | int | float) and isfinite(value))
+        shown[name] = value if is_plain and not may_be_secret(name) else OMITTED
+    return shown
 
 
 def private_words() -> frozenset[str]:
@@ -244,75 +249,61 @@ BASES: Final[Mapping[str, tuple[str, str]]] = {
 """What the packaged models are on the hub, and under which licence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
-    """The model that training began with: its name on the hub and its licence, each empty where it is not
-    known.
-    """
-
-    name: str = ""
-    license: str = ""
-
-
-def find_base(name: str) -> Base:
-    """The base of ``model.name``. Of a folder the licence is what its own card says; the name of a folder
-    says nothing to others.
+def find_base(name: str) -> tuple[str, str]:
+    """Name on the hub and licence of ``model.name``, each empty if it is unknown. The licence of a folder is
+    that of its card; the name of a folder is not published.
     """
     if name in BASES:
-        return Base(name=BASES[name][0], license=BASES[name][1])
-    card = Path(name) / "README.md"
-    if card.is_file():
-        return Base(license=_license(card))
-    return Base(name=base_model(name))
-
-
-def add_license(base: Base, license_name: Any) -> Base:
-    """With the licence that the hub tells of it."""
-    return (
-        Base(name=base.name, license=license_name) if isinstance(license_name, str) and license_name else base
-    )
+        return BASES[name]
+    card = Path(name) / CARD
+    if not card.is_file():
+        return base_model(name), ""
+    try:
+        license_name = ModelCard.load(card).data.get("license")
+    except Exception:  # whatever the YAML parser raises for a file that is no card
+        license_name = None
+    return "", license_name if isinstance(license_name, str) else ""
 
 
 def model_card(
-    repo: str, settings: RunSettings, run: RunData, *, step: int, base: Base, template: str
+    repo: str, settings: RunSettings, run: RunData, *, step: int, base: tuple[str, str], template: str
 ) -> str:
-    """Markdown with the hub's fields in front. ``step`` is the checkpoint's: what came later is left out.
-    ``template`` is the chat template.
+    """Markdown with the hub's metadata in front.
+
+    Args:
+        repo: The name of the repository.
+        settings: The settings of the run.
+        run: Its metrics and evaluations, of which those after ``step`` are left out.
+        step: The step of the checkpoint.
+        base: Name and licence of the base model.
+        template: The chat template.
     """
+    name, license_name = base
     method = settings.algorithm.type.rpartition(":")[2]
     data = ModelCardData(
-        license=base.license or None,
-        base_model=base.name or None,
+        license=license_name or None,
+        base_model=name or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["outrider", "reinforcement-learning", method],
     )
     tokens = sum(
-        float(value)
-        for record in run.records
-        if record["kind"] == "train" and _record_step(record) <= step
-        for name in WRITTEN_TOKENS
-        if isinstance(value := record.get(name), int | float)
+        value or 0.0 for metric in WRITTEN_TOKENS for at, value in run.curve("train", metric) if at <= step
     )
     environment = settings.environment.type.rpartition(":")[2]
-    base_name = base.name or "a model from a folder"
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {repo.rpartition('/')[2]}",
-        f"{base_name}, trained with `{method}` on tasks of `{environment}` by Outrider {__version__}: "
-        f"{step} steps, "
+        f"{name or 'a model from a folder'}, trained with `{method}` on tasks of `{environment}` by "
+        f"Outrider {__version__}: {step} steps, "
         f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
-        "" if base.license else "The licence of the model that training began with applies.",
+        "" if license_name else "The licence of the model that training began with applies.",
         _scores(run.evaluations, step),
         _loading(repo, settings, template),
         "## Recipe\n\nWhat is not at its default; texts that may name a path, an address or a person are "
         f"left out.\n\n```toml\n{public_settings(settings).strip()}\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _record_step(record: Mapping[str, Any]) -> int:
-    return int(record["step"])
 
 
 def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
@@ -382,14 +373,6 @@ Contexts are as in training where a server renders them so (`outrider.json` says
 - `template_kwargs = {json.dumps(variables)}`: variables of the chat template (`chat_template_kwargs` of
   vLLM){unsaid}
 - `call_format`: {calls}"""
-
-
-def _license(card: Path) -> str:
-    try:
-        license_name = ModelCard.load(card).data.get("license")
-    except Exception:  # whatever the parser raises: a card that is no card says nothing
-        return ""
-    return license_name if isinstance(license_name, str) else ""
 
 
 # The card of a data set: what is in it, how it is loaded, and what nobody has looked at.
@@ -478,13 +461,10 @@ def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool 
         else:
             prepared = _buffer(path, folder)
         card = dataset_card(repo, prepared.kind, prepared.counts, prepared.agents)
-        (folder / CARD).write_text(card, encoding="utf-8")
-        files = list_files(folder)
-        if dry_run:
-            return Pushed(card=card, files=files)
-        message = f"Outrider {__version__}: {prepared.kind}"
-        url = upload(hub(), folder, repo, kind="dataset", private=private, message=message)
-    return Pushed(card=card, files=files, url=url)
+        return upload(
+            hub(), folder, repo, kind="dataset", card=card, private=private, dry_run=dry_run,
+            message=f"Outrider {__version__}: {prepared.kind}",
+        )  # fmt: skip
 
 
 def _buffer(path: Path, folder: Path) -> Prepared:
@@ -599,30 +579,21 @@ def push_run(
     require_target(repo, dry_run=dry_run)
     api = hub()
     settings = recorded_settings(run / RECORD)
-    base = find_base(settings.model.name)
-    if base.name and not base.license:
-        base = _with_license(api, base)
+    base, license_name = find_base(settings.model.name)
+    if base and not license_name:
+        with suppress(HTTPError, OSError, ValueError):  # unknown to the hub, or the hub is not reachable
+            info = api.model_info(base)
+            hub_license = info.card_data.get("license") if info.card_data else None
+            license_name = hub_license if isinstance(hub_license, str) else ""
     with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
         folder = Path(scratch) / "model"
         export_run(run, folder, checkpoint=checkpoint)
         template = folder / "chat_template.jinja"
         card = model_card(
-            repo, settings, read_run(run), step=checkpoint_step(checkpoint), base=base,
+            repo, settings, read_run(run), step=checkpoint_step(checkpoint), base=(base, license_name),
             template=template.read_text(encoding="utf-8") if template.is_file() else "",
         )  # fmt: skip
-        (folder / CARD).write_text(card, encoding="utf-8")
-        files = list_files(folder)
-        if dry_run:
-            return Pushed(card=card, files=files)
-        message = f"Outrider {__version__}: step {checkpoint_step(checkpoint)}"
-        url = upload(api, folder, repo, kind="model", private=private, message=message)
-    return Pushed(card=card, files=files, url=url)
-
-
-def _with_license(api: HfApi, base: Base) -> Base:
-    """What the hub says of the base; a hub that does not know it, or is not there, says nothing."""
-    try:
-        info = api.model_info(base.name)
-    except (HTTPError, OSError, ValueError):
-        return base
-    return add_license(base, info.card_data.get("license") if info.card_data else None)
+        return upload(
+            api, folder, repo, kind="model", card=card, private=private, dry_run=dry_run,
+            message=f"Outrider {__version__}: step {checkpoint_step(checkpoint)}",
+        )  # fmt: skip

@@ -1,14 +1,10 @@
-"""The reproducibility pack on disk: its manifest, the names in it, and the check that every file is what was
-packed.
+"""Reproducibility packs: the results of runs with the hash of every file, and scores that can be recomputed.
 
-    manifest.json       format, runs with versions and inputs, panels, commands, and every other file with
-                        its SHA-256
-    manifest.sha256     the manifest's own
-    runs/NAME/          what a run folder has, without paths of the machine: config.toml, evaluations.jsonl,
-                        metrics.jsonl
-    panels/HASH.json    task keys of a panel
-    exact.jsonl         exact returns of trainings that have no held-out panel, one line per seed
-    tables.json         what follows from the results: scores, intervals, costs, comparisons
+    manifest.json       format, runs with versions and inputs, commands, and the SHA-256 of every other file
+    manifest.sha256     SHA-256 of the manifest
+    runs/NAME/          config.toml, evaluations.jsonl and metrics.jsonl of a run without paths of the machine
+    exact.jsonl         exact returns of trainings without held-out tasks, one line per seed
+    tables.json         scores, intervals and costs, computed from the results
 
 A pack may come from anybody: nothing is read outside its folder, no link is followed, and no command in it is
 executed.
@@ -23,7 +19,7 @@ import shutil
 import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from statistics import fmean
 from typing import Annotated, Any, Final, Literal
@@ -33,16 +29,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider import __version__
 from outrider.algorithms.loss_settings import migrate_keys
-from outrider.config import Settings, to_toml, validate
+from outrider.config import to_toml
 from outrider.engines.local.processor import read_processor
-from outrider.environments.task_sets import EnvironmentConfig, make_task_set
-from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
-from outrider.evaluation.compare import AXES, Comparison, compare, load_run, run_names
+from outrider.evaluation.compare import AXES, load_run, run_names
 from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import EvalTasksReport
 from outrider.evaluation.results import RESULTS, SUMMARY, SampleResult, read_results, summarise, write_results
-from outrider.evaluation.statistics import Estimate, Sample, iqm_estimate
+from outrider.evaluation.statistics import Sample, iqm_estimate
 from outrider.files import replacing_folder
 from outrider.plugins.registry import is_import_path
 from outrider.rollout.evaluate import interval
@@ -96,19 +90,9 @@ class PackedRun(_Part):
     inputs: dict[str, PackedInput]
 
 
-class PackedEvalTasks(_Part):
-    """``run`` has the recipe whose environment the tasks come from; ``num_tasks`` first tasks of
-    ``split``.
-    """
-
-    run: Name
-    split: str
-    num_tasks: int = Field(ge=0)
-
-
 class Manifest(_Part):
-    """Contents of a pack. ``packed_on`` are facts of the machine that packed, which need not be the one that
-    computed.
+    """Contents of a pack. ``packed_on`` describes the machine that packed, which need not be the one that ran
+    the trainings. ``panels`` is only in packs of version 0.3 and earlier.
     """
 
     format: Literal["outrider pack 1"]
@@ -116,7 +100,7 @@ class Manifest(_Part):
     packed_on: dict[str, str]
     commands: tuple[str, ...]
     runs: dict[Name, PackedRun] = Field(max_length=1000)
-    panels: dict[Sha256, PackedEvalTasks] = Field(max_length=1000)
+    panels: dict[str, Any] = Field(default={}, max_length=1000)
     files: dict[_RelativePath, PackedFile] = Field(max_length=MAX_FILES)
 
 
@@ -463,57 +447,7 @@ def _mapped(value: Any, key: str, change: Callable[[str, str], str]) -> Any:
     return change(key, value) if isinstance(value, str) else value
 
 
-# Panels of a pack: the tasks of an environment made again, and compared with the keys and the hash that were
-# packed.
-
-
 _PLUGIN_KEYS: Final = ("type", "tools", "embedder", "trackers")
-
-
-class _EnvironmentTable(Settings):
-    environment: EnvironmentConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalTasksCheck:
-    """Result for a panel: ``rebuilt`` from its environment and equal, or why that could not be tried."""
-
-    panel_hash: str
-    num_tasks: int
-    rebuilt: bool
-    reason: str
-
-
-def rebuild_eval_tasks(
-    config: Mapping[str, Any],
-    eval_tasks: PackedEvalTasks,
-    *,
-    local_paths: Mapping[str, Path],
-    inputs: Mapping[str, PackedInput],
-) -> tuple[list[str], str]:
-    """Task keys and hash as the environment on this machine gives them. Raises an OutriderError where it
-    cannot be loaded.
-    """
-    table = local({"environment": config.get("environment", {})}, local_paths, inputs)
-    task_set = make_task_set(validate(_EnvironmentTable, table).environment)
-    try:
-        tasks = task_set.tasks(eval_tasks.split)[: eval_tasks.num_tasks]
-        return [task.key for task in tasks], hash_tasks(tasks)
-    finally:
-        task_set.close()
-
-
-def check_eval_tasks(pack: Path, manifest: Manifest, local_paths: Mapping[str, Path]) -> list[EvalTasksCheck]:
-    """Every panel. Raises PackError where the keys, the hash or a scored task are not those of the panel."""
-    return [
-        _check(pack, manifest, tasks_hash, eval_tasks, local_paths)
-        for tasks_hash, eval_tasks in sorted(manifest.panels.items())
-    ]
-
-
-def eval_tasks_file(tasks_hash: str) -> str:
-    """The name of a panel's file in the pack."""
-    return f"panels/{tasks_hash}.json"
 
 
 def read_recipe(pack: Path, name: str) -> dict[str, Any]:
@@ -555,63 +489,6 @@ def _import_paths(value: Any, key: str = "") -> Iterator[str]:
             yield from _import_paths(item, key)
     elif isinstance(value, str) and key in _PLUGIN_KEYS and is_import_path(value):
         yield value
-
-
-def _check(
-    pack: Path,
-    manifest: Manifest,
-    tasks_hash: str,
-    eval_tasks: PackedEvalTasks,
-    local_paths: Mapping[str, Path],
-) -> EvalTasksCheck:
-    path = eval_tasks_file(tasks_hash)
-    keys = _keys(pack, manifest, path)
-    _require_known(pack, manifest, tasks_hash, path, keys)
-    if eval_tasks.run not in manifest.runs:
-        raise PackError(f"{path}: there is no run {eval_tasks.run}")
-    try:
-        rebuilt_keys, computed = rebuild_eval_tasks(
-            read_recipe(pack, eval_tasks.run),
-            eval_tasks,
-            local_paths=local_paths,
-            inputs=manifest.runs[eval_tasks.run].inputs,
-        )
-    except PackError as error:
-        return EvalTasksCheck(panel_hash=tasks_hash, num_tasks=len(keys), rebuilt=False, reason=str(error))
-    except (OutriderError, OSError) as error:  # data or a simulator that this machine does not have
-        return EvalTasksCheck(
-            panel_hash=tasks_hash, num_tasks=len(keys), rebuilt=False, reason=str(error).splitlines()[0]
-        )
-    if computed != tasks_hash:
-        raise PackError(f"{path}: the tasks of the environment here have the hash {computed}")
-    if rebuilt_keys != keys:
-        raise PackError(f"{path}: the keys are not those of the tasks with this hash")
-    return EvalTasksCheck(panel_hash=tasks_hash, num_tasks=len(keys), rebuilt=True, reason="")
-
-
-def _keys(pack: Path, manifest: Manifest, path: str) -> list[str]:
-    if path not in manifest.files:
-        raise PackError(f"{path} is missing")
-    content = read_json(pack / path)
-    keys = content.get("keys") if isinstance(content, dict) else None
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise PackError(f"{path} is no list of task keys")
-    return keys
-
-
-def _require_known(pack: Path, manifest: Manifest, tasks_hash: str, path: str, keys: Sequence[str]) -> None:
-    """Raises PackError where an evaluation on this panel has scored a task that is not in it."""
-    known = set(keys)
-    for name, run in manifest.runs.items():
-        file = pack / "runs" / name / "evaluations.jsonl"
-        if run.kind != "training" or not file.is_file():
-            continue
-        for number, line in enumerate(map(json.loads, read_bytes(file).splitlines()), start=1):
-            others = (
-                sorted(set(line.get("task_scores") or {}) - known) if line["panel_hash"] == tasks_hash else []
-            )
-            if others:
-                raise PackError(f"runs/{name}/evaluations.jsonl:{number}: {others[0]!r} is no task of {path}")
 
 
 # Results of ``outrider eval --tasks`` in a pack: every score of ``summary.json`` computed again from
@@ -813,9 +690,8 @@ def _require_portable(source: Path, target: Path) -> None:
             raise PackError(f"{source / file.name} holds a path of this machine: {leaks[0]}")
 
 
-# Tables of a pack: every score and interval computed again from single tasks, costs, and comparisons.
-#
-# Packing writes it as ``tables.json``; verifying computes it anew and compares.
+# Tables of a pack: scores and intervals recomputed from single tasks, and costs. Packing writes them as
+# ``tables.json``; verifying computes them again and compares.
 
 
 MAX_TASKS: Final = 10_000
@@ -840,18 +716,10 @@ def make_tables(pack: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _tables(pack: Path, manifest: Manifest, trained: Sequence[str]) -> dict[str, Any]:
     eval_tasks_runs = [name for name, run in sorted(manifest.runs.items()) if run.kind == "panel"]
-    last: dict[str, list[str]] = {}
-    rows: list[dict[str, Any]] = []
-    for name in trained:
-        run_rows = _evaluation_rows(pack, name)
-        rows += run_rows
-        if run_rows:
-            last.setdefault(run_rows[-1]["panel_hash"], []).append(name)
     return {
-        "evaluations": rows,
+        "evaluations": [row for name in trained for row in _evaluation_rows(pack, name)],
         "panels": [row for name in eval_tasks_runs for row in eval_tasks_rows(pack / "runs" / name, name)],
         "costs": [_costs(pack, name) for name in trained],
-        "comparisons": [_comparison(pack, names) for names in last.values() if len(names) > 1],
         "exact": exact_groups(read_exact(pack / EXACT)) if EXACT in manifest.files else [],
     }
 
@@ -908,38 +776,6 @@ def _costs(pack: Path, name: str) -> dict[str, Any]:
     run = load_run(pack / "runs" / name, name)
     spent = {axis: float(run.costs[axis][-1]) for axis in AXES if axis in run.costs and run.num_steps}
     return {"run": name, "seed": run.config["seed"], "algorithm": run.config["algorithm.type"], **spent}
-
-
-def _comparison(pack: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The groups and pairs of ``outrider compare``; the reason where these runs cannot be compared."""
-    try:
-        comparison = compare([pack / "runs" / name for name in names])
-    except PackError:
-        raise
-    except OutriderError as error:
-        return {"runs": sorted(names), "refused": str(error)}
-    return {"runs": sorted(names), "groups": _groups(comparison), "pairs": _pairs(comparison)}
-
-
-def _groups(comparison: Comparison) -> list[dict[str, Any]]:
-    return [
-        {"group": group.label, "runs": sorted(run.name for run in group.runs), "costs": dict(group.costs),
-         "score": None if group.score is None else _estimate(group.score)}
-        for group in comparison.groups
-    ]  # fmt: skip
-
-
-def _pairs(comparison: Comparison) -> list[dict[str, Any]]:
-    return [
-        {"first": pair.first, "second": pair.second, "difference": _estimate(pair.difference),
-         "improvement": _estimate(pair.improvement), "p_tasks": pair.p_corrected, "p_seeds": pair.p_seeds,
-         "winner": pair.verdict.winner, "reasons": list(pair.verdict.reasons)}
-        for pair in comparison.pairs
-    ]  # fmt: skip
-
-
-def _estimate(estimate: Estimate) -> dict[str, float]:
-    return {"value": estimate.value, "ci_low": estimate.low, "ci_high": estimate.high}
 
 
 def _plain(value: Any) -> Any:
@@ -999,8 +835,12 @@ def _write(
     if exact:
         lines = "".join(exact_line(result) + "\n" for result in exact)
         (pack / EXACT).write_text(lines, encoding="utf-8")
-    eval_tasks = _write_eval_tasks(pack, runs)
-    contents = {"runs": runs, "panels": eval_tasks, "packed_on": _machine(), "commands": tuple(commands)}
+    processor = read_processor()
+    packed_on = {
+        "processor": processor.model,
+        "instruction sets": " ".join(sorted(processor.instruction_sets)) or "unknown",
+    }
+    contents = {"runs": runs, "packed_on": packed_on, "commands": tuple(commands)}
     draft = Manifest(format=FORMAT, outrider=__version__, files=_packed_files(pack), **contents)
     _write_json(pack / TABLES, make_tables(pack, draft))
     manifest = Manifest(format=FORMAT, outrider=__version__, files=_packed_files(pack), **contents)
@@ -1029,54 +869,6 @@ def _classify_paths(paths: Sequence[Path]) -> tuple[list[ExactResult], list[Path
                 raise DataError(f"{file}: {result.name} is given twice")
             exact[result.name] = result
     return sorted(exact.values(), key=lambda item: (item.toy, item.method, item.seed)), folders
-
-
-def _write_eval_tasks(pack: Path, runs: Mapping[str, PackedRun]) -> dict[str, PackedEvalTasks]:
-    """The panels of all evaluations: keys from the environment where it is installed, else of the tasks that
-    were scored.
-    """
-    eval_tasks: dict[str, PackedEvalTasks] = {}
-    for name, run in runs.items():
-        file = pack / "runs" / name / "evaluations.jsonl"
-        for line in map(json.loads, file.read_bytes().splitlines() if file.is_file() else []):
-            tasks_hash = str(line["panel_hash"])
-            if tasks_hash in eval_tasks:
-                continue
-            recipe = read_recipe(pack, name)
-            num_tasks = int(recipe.get("evaluation", {}).get("num_tasks", line["num_tasks"]))
-            eval_tasks[tasks_hash] = PackedEvalTasks(run=name, split=str(line["split"]), num_tasks=num_tasks)
-            keys = _task_keys(recipe, eval_tasks[tasks_hash], run, tasks_hash) or list(
-                line.get("task_scores") or {}
-            )
-            (pack / "panels").mkdir(exist_ok=True)
-            _write_json(
-                pack / eval_tasks_file(tasks_hash),
-                {"panel_hash": tasks_hash, "split": line["split"], "keys": keys},
-            )
-    return eval_tasks
-
-
-def _task_keys(
-    recipe: Mapping[str, Any], eval_tasks: PackedEvalTasks, run: PackedRun, tasks_hash: str
-) -> list[str]:
-    try:
-        keys, computed_hash = rebuild_eval_tasks(recipe, eval_tasks, local_paths={}, inputs=run.inputs)
-    except (OutriderError, OSError):  # not installed, or from files that stay here
-        return []
-    if computed_hash != tasks_hash:
-        raise PackError(
-            f"the tasks of the environment here are not the panel {tasks_hash} "
-            f"of {eval_tasks.run}: its data have changed"
-        )
-    return keys
-
-
-def _machine() -> dict[str, str]:
-    processor = read_processor()
-    return {
-        "processor": processor.model,
-        "instruction sets": " ".join(sorted(processor.instruction_sets)) or "unknown",
-    }
 
 
 def _packed_files(pack: Path) -> dict[str, PackedFile]:

@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import pyarrow
 import pyarrow.parquet
@@ -518,24 +519,8 @@ def import_trajectories(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _JsonLine:
-    """One line, parsed on demand so that its errors are raised where they are named."""
-
-    line: bytes
-
-    def __call__(self) -> object:
-        return _parsed(self.line)
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A record that is read already."""
-
-    value: object
-
-    def __call__(self) -> object:
-        return self.value
+# A record of a file: its number, and a function that reads it, whose errors are reported with the number.
+_Record: TypeAlias = tuple[int, Callable[[], object]]
 
 
 def _parsed(data: bytes) -> object:
@@ -547,40 +532,36 @@ def _parsed(data: bytes) -> object:
         raise ValueError(f"not JSON: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One row of a part of a table, read on demand as well: text that is not UTF-8 and dates out of range
-    show only then. A null is a missing value, in nested columns too: a table gives every record all columns.
+def _read_row(table: pyarrow.RecordBatch, index: int) -> object:
+    """One row of a table. Text that is not UTF-8 and dates out of range raise ValueError here.
+
+    A null is a missing value, in nested columns too: a table gives every record all columns.
     """
+    row = table.slice(index, 1)
+    try:
+        (values,) = row.to_pylist()
+    except pyarrow.ArrowNotImplementedError:
+        values = _readable_columns(row)
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise ValueError(f"cannot be read: {error}") from error
+    except Exception:  # a type that Python does not have here, such as an unknown time zone
+        values = _readable_columns(row)
+    return _without_nulls(values)
 
-    table: pyarrow.RecordBatch
-    index: int
 
-    def __call__(self) -> object:
-        row = self.table.slice(self.index, 1)
+def _readable_columns(row: pyarrow.RecordBatch) -> dict[str, object]:
+    """The columns that Python can represent. Of a column that nobody reads only the name is kept."""
+    values: dict[str, object] = {}
+    for name, column in zip(row.schema.names, row.columns, strict=True):
         try:
-            (values,) = row.to_pylist()
-        except pyarrow.ArrowNotImplementedError:
-            values = self._readable(row)
-        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-            raise ValueError(f"cannot be read: {error}") from error
-        except Exception:  # a type that Python does not have here, such as an unknown time zone
-            values = self._readable(row)
-        return _without_nulls(values)
-
-    def _readable(self, row: pyarrow.RecordBatch) -> dict[str, object]:
-        """The columns that Python can have. Of a column that nobody reads only its name is left."""
-        values: dict[str, object] = {}
-        for name, column in zip(row.schema.names, row.columns, strict=True):
-            try:
-                (values[name],) = column.to_pylist()
-            except Exception as error:
-                if name in _OWN_COLUMNS:
-                    raise ValueError(
-                        f"column {name!r} of the type {column.type} cannot be read: {error}"
-                    ) from error
-                values[name] = f"of the type {column.type}"
-        return values
+            (values[name],) = column.to_pylist()
+        except Exception as error:
+            if name in _OWN_COLUMNS:
+                raise ValueError(
+                    f"column {name!r} of the type {column.type} cannot be read: {error}"
+                ) from error
+            values[name] = f"of the type {column.type}"
+    return values
 
 
 def _without_nulls(value: Any) -> Any:
@@ -589,7 +570,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+def _records(path: Path) -> Iterator[_Record]:
     suffix = path.suffix.lower()
     try:
         if path.is_dir():
@@ -609,59 +590,44 @@ def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _iter_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[int, Callable[[], object]]]:
-    number = 0
-    for batch in batches:
-        for index in range(batch.num_rows):
-            number += 1
-            yield number, _Row(batch, index)
+def _iter_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[_Record]:
+    rows = ((batch, index) for batch in batches for index in range(batch.num_rows))
+    for number, (batch, index) in enumerate(rows, start=1):
+        yield number, partial(_read_row, batch, index)
 
 
-def _json_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
-    """One record a line, or an array of records."""
+def _json_records(path: Path) -> Iterator[_Record]:
+    """One record a line, an array of records, or a single object that is the whole file."""
     with path.open("rb") as file:
         begin = file.read(4096).removeprefix(_BOM).lstrip()
         file.seek(0)
-        if begin[:1] == b"[":
-            yield from _array(file.read().removeprefix(_BOM))
-            return
-        if path.suffix.lower() == ".json" and (whole := _single_object(file.read().removeprefix(_BOM))):
-            yield 1, _Value(whole)
-            return
-        file.seek(0)
+        if begin[:1] == b"[" or path.suffix.lower() == ".json":
+            data = file.read().removeprefix(_BOM)
+            try:
+                records = _parsed(data)
+            except (ValueError, RecursionError):
+                if begin[:1] == b"[":
+                    yield 1, partial(_parsed, data)  # raises where the error is reported
+                    return
+                records = None
+            if isinstance(records, dict | list):
+                records = records if isinstance(records, list) else [records]
+                for number, record in enumerate(records, start=1):
+                    yield number, partial(_identity, record)
+                return
+            file.seek(0)
         for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(_BOM)
             if line.strip():
-                yield number, _JsonLine(line)
+                yield number, partial(_parsed, line)
 
 
-def _array(data: bytes) -> Iterator[tuple[int, Callable[[], object]]]:
-    try:
-        records = _parsed(data)
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-
-        def fails() -> object:
-            raise ValueError(problem)
-
-        yield 1, fails
-        return
-    assert isinstance(records, list)  # of what begins with a bracket
-    for number, record in enumerate(records, start=1):
-        yield number, _Value(record)
+def _identity(record: object) -> object:
+    return record
 
 
-def _single_object(data: bytes) -> dict[str, object] | None:
-    """The object that is the whole file, where it is no file of lines."""
-    try:
-        value = _parsed(data)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+def _csv_records(path: Path) -> Iterator[_Record]:
     """Rows of text; empty cells are missing values."""
     limit = csv.field_size_limit(2**31 - 1)  # of this process: a chat is longer than csv's own limit
     try:
@@ -674,14 +640,14 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
                 )
             for number, row in enumerate(reader, start=1):
                 cells = {key: cell for key, cell in row.items() if isinstance(key, str) and cell}
-                yield number, _Value(cells)
+                yield number, partial(_identity, cells)
     except csv.Error as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     finally:
         csv.field_size_limit(limit)
 
 
-def _saved_dataset(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+def _saved_dataset(path: Path) -> Iterator[_Record]:
     """A folder of ``Dataset.save_to_disk``."""
     if (path / "dataset_dict.json").is_file():
         splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())

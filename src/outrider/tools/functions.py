@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin, overload
 
 import docstring_parser
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -32,7 +32,10 @@ _NEEDS: Final = "it needs type hints and a docstring with Args:"
 _JSON: Final = (str, int, float, bool, type(None), Any, list, dict)
 _SCALARS: Final = (str, int, float, bool, type(None))
 _MAX_INLINED: Final = 8
+_TOOL_NAME: Final = "_outrider_tool_name"  # attribute of a function with another name as a tool
 _HEADING: Final = re.compile(r"(?:Args|Arguments|Param(?:eter)?s):?[ \t]*(?:\n|$)")
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Undescribed(Exception):
@@ -386,7 +389,7 @@ def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
     Raises ConfigError where no call by arguments' names can reach it, and where type hints or docstring do
     not say what its arguments are.
     """
-    name = str(getattr(function, "__name__", ""))
+    name = str(getattr(function, _TOOL_NAME, getattr(function, "__name__", "")))
     label = f"{function.__module__}:{function.__qualname__}" if name else f"a {type(function).__qualname__}"
     if refusal := _refusal(function, name):
         raise ConfigError(f"{label} cannot be a tool: {refusal}")
@@ -404,6 +407,38 @@ def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
         "__doc__": function.__doc__,
     }
     return type(name, (FunctionTool,), fields)
+
+
+@overload
+def tool(function: FunctionT) -> FunctionT: ...
+@overload
+def tool(*, name: str) -> Callable[[FunctionT], FunctionT]: ...
+def tool(function: Any = None, *, name: str | None = None) -> Any:
+    """Mark a function as a tool that the policy can call, and optionally give the tool another name.
+
+    A recipe names the function by its import path, for example ``tools = ["my_tools:find_population"]``. Type
+    hints and docstring become the description of the tool and its JSON schema; without the decorator a
+    function is a tool, too::
+
+        @outrider.tool(name="population")
+        def find_population(country: str) -> int:
+            \"\"\"Return the population of a country.
+
+            Args:
+                country: its English name
+            \"\"\"
+            return POPULATIONS[country]
+
+    The policy sees what the function returns (text as it is, everything else as JSON), or one line about the
+    exception that it raised. Raise :class:`~outrider.errors.ToolFault` if infrastructure breaks. The function
+    is called from several threads.
+    """
+
+    def mark(function: Any) -> Any:
+        setattr(function, _TOOL_NAME, name or function.__name__)
+        return function
+
+    return mark if function is None else mark(function)
 
 
 def _refusal(function: Callable[..., Any], name: str) -> str:

@@ -68,17 +68,6 @@ def play(settings: ToolsConfig, turns: list[str], *, num_rollouts: int, max_retr
         factory.close()
 
 
-def test_every_rollout_of_a_server_that_dies_has_one_outcome_and_every_fault_is_counted() -> None:
-    tool = numbers(only=["die", "add"])
-    turns = ['<add>{"a": 2}</add>', '<die>{"status": 3}</die>', "<answer>5</answer>"]
-    report = play(config(tool), turns, num_rollouts=2, max_retries=1)
-    leaves = [leaf for trace in report.traces for leaf, _ in trace.rollouts()]
-    assert len(leaves) == 4 and {leaf.rollout for leaf in leaves} == {0, 1}
-    assert all(leaf.outcome is Outcome.TOOL_FAULT and leaf.episode_return is None for leaf in leaves)
-    assert report.faults == {"tool_fault": 8, "retries": 4}
-    assert all("MCP server numbers: " in leaf.detail for leaf in leaves)
-
-
 def test_a_fault_is_made_good_by_another_try(tmp_path: Path) -> None:
     turns = ["<say>{}</say>", "<answer>5</answer>"]
     tool = hostile("dies-after-each", tmp_path, max_restarts=100)  # a try finds it dead or alive

@@ -1,13 +1,16 @@
-"""Linear layers on weights in oneDNN's own layout: the only private operators of torch that are called.
+"""Faster CPU forms of the modules of Llama and Qwen models, with the same values.
 
-Not every processor can run them, nor does every build of torch have them: whoever calls asks :func:`can_pack`
-first and has a plain way beside. Tests replace :func:`can_pack`, so that each machine takes both.
+Packed weights are in oneDNN's own layout; they need the only private operators of torch that Outrider calls.
+Not every processor and build of torch has them, so callers check :func:`can_pack` and have a plain fallback.
+Tests replace :func:`can_pack`, so that both paths run on each machine.
+
+Shape letters: B rows, N tokens of a row or rows, H query heads, K key-value heads, D head size, E hidden
+size, F intermediate size.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -20,71 +23,81 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.engines.local.attention import IMPLEMENTATION, Plan
 
+ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
+NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
+MAX_ROWS = 256  # of packed layers; with more rows the product itself takes most of the time
+_MIN_ROWS = 2
 _NUM_ROWS_HINT = 32
-_NUM_IN, _NUM_OUT = 32, 48
+_NUM_IN, _NUM_OUT = 32, 48  # of the layer that can_pack tries
+_DTYPES = (torch.float32, torch.bfloat16)
+_ROTARY_BLOCK = 2**16  # elements of a block per thread: several fit its second-level cache
+_FUSED_BLOCK = 2**18  # elements of a block: 1 MiB in float32, several of which fit the second-level cache
+
+Norm = Callable[[Tensor], Tensor]
+
+
+# --- Packed weights ---
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A copy of ``weight`` [out, in] in the layout that :func:`packed_linear` reads."""
+    """Copy ``weight`` [out, in] to the layout of :func:`packed_linear`."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_ROWS_HINT)
     return packed
 
 
 def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., out] for ``rows`` [..., in] and a weight from :func:`pack`."""
+    """Return [..., out] for ``rows`` [..., in] and a weight from :func:`pack`."""
     output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return output
 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether packed layers of this precision run here and are right: asked once, by trying a small one.
+    """Whether packed layers of this precision work here, found by running a small one.
 
-    For bfloat16 torch asks oneDNN, which wants AVX-512 (BW, VL, DQ) or AVX-NE-CONVERT, and obeys
-    ``ONEDNN_MAX_CPU_ISA``.
+    For bfloat16 oneDNN requires AVX-512 (BW, VL, DQ) or AVX-NE-CONVERT, subject to ``ONEDNN_MAX_CPU_ISA``.
     """
     rows = torch.linspace(-1.0, 1.0, 4 * _NUM_IN).view(4, _NUM_IN).to(dtype)
     weight = torch.linspace(-0.5, 1.0, _NUM_OUT * _NUM_IN).view(_NUM_OUT, _NUM_IN).to(dtype)
     try:
         output = packed_linear(rows, pack(weight), None)
     except (AttributeError, RuntimeError, TypeError):
-        return False  # no such operator in this torch, refused on this processor, or with other arguments
+        return False  # this torch has no such operator or another signature, or the processor lacks it
     return torch.allclose(output.float(), rows.float() @ weight.float().T, rtol=0.02, atol=0.02)
 
 
-# Weights of linear layers in the layout that the CPU's matrix kernels read.
-#
-# A decoding step multiplies a few dozen rows with every weight; bringing the weights into that layout costs
-# as much as the product, and is the same work at every step. The packed copies live as long as a generation
-# does.
-
-
-_MIN_ROWS = 2
-_MAX_ROWS = 256  # above, the product itself dominates
-
-
 class PackedLinears:
-    """Lets the plain linear layers of a CPU model use packed weights while :meth:`active`.
+    """Lets the plain linear layers of a CPU model use packed weights inside :meth:`active`.
 
-    It does nothing where they cannot be had.
+    A decoding step multiplies a few dozen rows with every weight. Converting the weights costs as much as the
+    product and is the same work in each step, so copies are kept for a generation. Does nothing if
+    :func:`can_pack` is False.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        linears = (module for module in model.modules() if isinstance(module, nn.Linear))
-        self._linears = [linear for linear in linears if _is_packable(linear)]
-        self._packed: list[torch.Tensor] | None = None
+        self._linears = [
+            module
+            for module in model.modules()
+            if type(module) is nn.Linear
+            and "forward" not in vars(module)
+            and module.weight.device.type == "cpu"
+            and module.weight.dtype in _DTYPES
+            and can_pack(module.weight.dtype)
+        ]
+        self._packed: list[Tensor] | None = None
 
     def drop(self) -> None:
-        """Forget the copies: the weights moved, or their memory is needed."""
+        """Drop the copies, because the weights changed or the memory is needed."""
         self._packed = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Decoding steps inside use the copies, which are made at the first one after :meth:`drop`."""
+        """Use the copies, which are made at the first use after :meth:`drop`."""
         if self._packed is None:
             self._packed = [pack(linear.weight.detach()) for linear in self._linears]
         for linear, packed in zip(self._linears, self._packed, strict=True):
-            linear.forward = MethodType(_Forward(packed), linear)  # type: ignore[method-assign]
+            linear.forward = partial(_forward_packed, linear, packed)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -93,53 +106,49 @@ class PackedLinears:
                     del linear.forward
 
 
-class _Forward:
-    def __init__(self, packed: torch.Tensor) -> None:
-        self._packed = packed
-
-    def __call__(self, linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-        if not _MIN_ROWS <= rows.numel() // rows.shape[-1] <= _MAX_ROWS:
-            return nn.functional.linear(rows, linear.weight, linear.bias)
-        return packed_linear(rows, self._packed, linear.bias)
+def _forward_packed(linear: nn.Linear, packed: Tensor, rows: Tensor) -> Tensor:
+    if not _MIN_ROWS <= rows.numel() // rows.shape[-1] <= MAX_ROWS:
+        return nn.functional.linear(rows, linear.weight, linear.bias)
+    return packed_linear(rows, packed, linear.bias)
 
 
-def _is_packable(module: nn.Linear) -> bool:
-    return (
-        type(module) is nn.Linear
-        and "forward" not in vars(module)
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype in (torch.float32, torch.bfloat16)
-        and can_pack(module.weight.dtype)
-    )
+# --- Modules of the Llama and Qwen families in blocks of rows. Elementwise operations on thousands of rows
+# would stream every intermediate value through memory; a block stays in the processor's cache, and only
+# inputs are stored for the backward pass. The forward passes run the operations of the transformers modules
+# in their order and precision, so their values are the same bits. ---
 
 
-# Attention modules of the Llama and Qwen families with the rotary embedding as one operation, a block of
-# rows at a time.
-#
-# Written with slices and concatenations, its backward pass makes a tensor of zeros for every slice. Values
-# are the same bits. Shape letters: B rows, N tokens of a row, H heads, D head size.
+def fuse(model: nn.Module) -> None:
+    """Replace the forward of norms, gated MLPs and attention modules of exactly these formulas."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind in NORMS:
+            module.forward = MethodType(_norm, module)
+        elif kind in MLPS and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+            module.forward = MethodType(_gated_mlp, module)
+        elif kind in ATTENTIONS:
+            module.forward = MethodType(_attention, module)
 
 
-ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
-_ROTARY_BLOCK = 2**16  # elements of a block per thread: a few of them fit its second-level cache
-
-
-def attention(
+def _attention(
     self: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    attention_mask: torch.Tensor | None = None,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
     past_key_values: object | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The module's own forward pass; what only transformers' caches or attentions need is left to it."""
+) -> tuple[Tensor, Tensor | None]:
+    """The module's forward pass with the rotary embedding as one operation.
+
+    Calls with transformers' caches or attention implementations use the original.
+    """
     cos, sin = position_embeddings
     if (
         past_key_values is not None
         or self.config._attn_implementation != IMPLEMENTATION
         or cos.shape[-1] != self.head_dim
     ):
-        output: tuple[torch.Tensor, torch.Tensor | None] = type(self).forward(
+        output: tuple[Tensor, Tensor | None] = type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, **options
         )
         return output
@@ -157,12 +166,12 @@ def attention(
 
 
 class _Rotate(torch.autograd.Function):
-    """(a, b) -> (a cos - b sin, b cos + a sin) for the two halves of every head; cos and sin are those of the
-    first half.
+    """(a, b) -> (a cos - b sin, b cos + a sin) for the two halves of every head, with the cos and sin of the
+    first half. Written with slices, the backward pass would allocate zeros for every slice.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BNHD: torch.Tensor, cos_BND: torch.Tensor, sin_BND: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_BNHD: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
         half = x_BNHD.shape[-1] // 2
         size = (*x_BNHD.shape[:2], half)
         cos, sin = (tensor[..., :half].expand(size).reshape(-1, 1, half) for tensor in (cos_BND, sin_BND))
@@ -170,15 +179,15 @@ class _Rotate(torch.autograd.Function):
         return _apply_rotary(x_BNHD, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """A rotation's transpose turns back."""
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # the transpose of a rotation is the inverse rotation
         cos, sin = ctx.saved_tensors
         return _apply_rotary(gradient, cos, -sin), None, None
 
 
-def _apply_rotary(x_BNHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _apply_rotary(x_BNHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     output = torch.empty(x_BNHD.shape, dtype=x_BNHD.dtype, device=x_BNHD.device)
-    # Every thread gets a block of its own.
+    # one block per thread
     rows = max(1, torch.get_num_threads() * _ROTARY_BLOCK // (x_BNHD.shape[2] * x_BNHD.shape[3]))
     tensors = (x_BNHD.flatten(0, 1), output.flatten(0, 1), cos, sin)
     for x, y, c, s in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
@@ -188,49 +197,21 @@ def _apply_rotary(x_BNHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
     return output
 
 
-# RMSNorm and SwiGLU of the Llama and Qwen families, a block of rows at a time on CPU.
-#
-# Eager elementwise operations on thousands of rows stream every intermediate value through memory; a block
-# that stays in the processor's cache does not, and only inputs are kept for the backward pass. The forward
-# pass does the operations of the transformers modules in their order and precision, so its values are the
-# same bits.
-#
-# Shape letters: N rows, E hidden size, F intermediate size.
-
-
-_FUSED_BLOCK = 2**18  # elements of a block: 1 MiB in float32, several of which fit the second-level cache
-NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
-
-
-def fuse(model: nn.Module) -> None:
-    """Let norms, gated MLPs and rotary embeddings of exactly these formulas run in blocks on a CPU; others
-    stay as they are.
-    """
-    for module in model.modules():
-        if type(module).__name__ in NORMS:
-            module.forward = MethodType(_norm, module)
-        elif type(module).__name__ in MLPS and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
-            module.forward = MethodType(_gated_mlp, module)
-        elif type(module).__name__ in ATTENTIONS:
-            module.forward = MethodType(attention, module)
-
-
-def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = _RmsNorm.apply(  # type: ignore[no-untyped-call]
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    output: Tensor = _RmsNorm.apply(  # type: ignore[no-untyped-call]
         hidden_states, self.weight, self.variance_epsilon
     )
     return output
 
 
-def _gated_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = self.down_proj(
+def _gated_mlp(self: Any, x: Tensor) -> Tensor:
+    output: Tensor = self.down_proj(
         _SwiGlu.apply(self.gate_proj(x), self.up_proj(x))  # type: ignore[no-untyped-call]
     )
     return output
 
 
-def _rows(tensor: torch.Tensor) -> int:
+def _rows(tensor: Tensor) -> int:
     return max(1, _FUSED_BLOCK // tensor.shape[-1])
 
 
@@ -238,10 +219,10 @@ class _RmsNorm(torch.autograd.Function):
     """y = w * round(x / rms(x)), with the division in float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_E: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
         x_NE = x.reshape(-1, x.shape[-1])
         output_NE = torch.empty_like(x_NE)
-        # Kept for the backward pass in float32 whatever the model's precision: one number per row.
+        # stored for the backward pass, always in float32: one number per row
         inverse_N1 = x_NE.new_empty((len(x_NE), 1), dtype=torch.float32)
         size = _rows(x_NE)
         for block, output, inverse in zip(
@@ -254,7 +235,7 @@ class _RmsNorm(torch.autograd.Function):
         return output_NE.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """With n = x / rms and g = w dy: dx = (g - n mean(g n)) / rms, dw = sum of dy n."""
         x_NE, weight_E, inverse_N1 = ctx.saved_tensors
         grad_NE = torch.empty_like(x_NE)
@@ -273,7 +254,7 @@ class _SwiGlu(torch.autograd.Function):
     """y = silu(gate) * up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         output = torch.empty_like(up)
         size = _rows(up)
@@ -284,7 +265,7 @@ class _SwiGlu(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """d up = silu(gate) dy, d gate = silu'(gate) up dy."""
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
@@ -296,50 +277,68 @@ class _SwiGlu(torch.autograd.Function):
         return grad_gate, grad_up
 
 
-# The forward pass of Llama and Qwen models for a few rows on CPU, without autograd: what a decoding step
-# runs.
-#
-# With a few dozen rows the modules' own small operations cost as much as the products. Here the projections
-# that read one input are one product, their weights lie in the layout that the CPU's matrix kernels read, and
-# queries and keys are rotated in one operation.
-#
-# Shape letters: N rows, E hidden size, F intermediate size, H query heads, K key-value heads, D head size.
-
-
-MAX_ROWS = 256  # above, the products dominate
-
-Norm = Callable[[Tensor], Tensor]
+# --- The whole forward pass for a few rows without autograd, as in a decoding step. With a few dozen rows the
+# modules' small operations cost as much as the products. Here projections with a common input are one product
+# with packed weights, and queries and keys are rotated in one operation. ---
 
 
 class _Linear:
-    """One or several linear layers of one input, side by side, with packed weights."""
+    """One or several linear layers with a common input as one product with packed weights."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self._bias = torch.cat(biases) if biases else None
-        self._packed = pack(weight)
+        self._packed = pack(torch.cat([linear.weight.detach() for linear in linears]))
 
     def __call__(self, rows: Tensor) -> Tensor:
         return packed_linear(rows, self._packed, self._bias)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    attention: Any
-    before_attention: Norm
-    query_key_value: _Linear
-    head_norms: tuple[Norm, Norm] | None
-    output: _Linear
-    before_mlp: Norm
-    gate_up: _Linear
-    down: _Linear
+    """The packed weights of one layer."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._attention = attention
+        self._query_key_value = _Linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._head_norms: tuple[Norm, Norm] | None = None
+        if type(attention).__name__ == "Qwen3Attention":
+            self._head_norms = _norm_rows(attention.q_norm), _norm_rows(attention.k_norm)
+        self._output = _Linear(attention.o_proj)
+        self.before_attention = _norm_rows(layer.input_layernorm)
+        self.before_mlp = _norm_rows(layer.post_attention_layernorm)
+        self.gate_up = _Linear(mlp.gate_proj, mlp.up_proj)
+        self.down = _Linear(mlp.down_proj)
+
+    def attend(self, rows: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
+        module = self._attention
+        heads, key_heads = module.config.num_attention_heads, module.config.num_key_value_heads
+        mixed = self._query_key_value(rows).view(*rows.shape[:-1], heads + 2 * key_heads, module.head_dim)
+        unrotated, value = mixed.split((heads + key_heads, key_heads), dim=2)
+        if self._head_norms is not None:
+            query, key = unrotated.split((heads, key_heads), dim=2)
+            unrotated = torch.cat([self._head_norms[0](query), self._head_norms[1](key)], dim=2)
+        first, second = unrotated.chunk(2, dim=-1)
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        query, key = (tensor.transpose(1, 2) for tensor in rotated.split((heads, key_heads), dim=2))
+        seen = plan.attend(module, query, key, value.transpose(1, 2), module.scaling)
+        return self._output(seen.reshape(*rows.shape[:-1], -1))
+
+
+def _norm_rows(module: Any) -> Norm:
+    weight, epsilon = module.weight.detach(), module.variance_epsilon
+
+    def normalised(x: Tensor) -> Tensor:
+        # in float32, and rounded before the multiplication by the weight, as in the modules
+        exact = x.to(torch.float32)
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(epsilon))
+        return (exact * scale).to(x.dtype).mul_(weight)
+
+    return normalised
 
 
 class FewRows:
-    """Runs up to ``MAX_ROWS`` tokens through a supported model; :meth:`drop` forgets the packed weights when
-    they have moved.
-    """
+    """Runs up to ``MAX_ROWS`` tokens through a supported model, with packed copies of its weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
@@ -348,120 +347,54 @@ class FewRows:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the model as it is now can be run here; its modules may be replaced at any time
-        (adapters).
+        """Whether the model can run here in its current state; adapters may replace modules at any time.
+
+        Requires exactly the fused modules of these families and plain linear layers, on a CPU that has the
+        kernels.
         """
-        return _is_supported(self._model)
+        backbone: Any = self._model.base_model
+        if type(backbone).__name__ not in ("LlamaModel", "Qwen2Model", "Qwen3Model"):
+            return False
+        layers = backbone.layers
+        modules = [module for layer in layers for module in layer.modules()]
+        norms = [backbone.norm, *(module for module in modules if type(module).__name__ in NORMS)]
+        # the projections themselves: an adapter wraps a plain linear layer and exposes its weight
+        linears = [self._model.get_output_embeddings()]
+        linears += [getattr(layer.self_attn, f"{name}_proj") for layer in layers for name in "qkvo"]
+        linears += [getattr(layer.mlp, f"{name}_proj") for layer in layers for name in ("gate", "up", "down")]
+        return (
+            all(
+                type(linear) is nn.Linear
+                and linear.weight.device.type == "cpu"
+                and linear.weight.dtype in _DTYPES
+                for linear in linears
+            )
+            and all(can_pack(dtype) for dtype in {linear.weight.dtype for linear in linears})
+            and all(type(layer.mlp).__name__ in MLPS and "forward" in vars(layer.mlp) for layer in layers)
+            and all(type(layer.self_attn).__name__ in ATTENTIONS for layer in layers)
+            and all("forward" in vars(norm) for norm in norms)
+            and 2 * len(backbone.rotary_emb.inv_freq) == layers[0].self_attn.head_dim
+        )
 
     def drop(self) -> None:
-        """Forget the copies: the weights moved, or their memory is needed."""
+        """Drop the copies, because the weights changed or the memory is needed."""
         self._layers = self._head = None
 
     @torch.no_grad()
     def logits(self, ids_BN: Tensor, positions_BN: Tensor, plan: Plan) -> Tensor:
-        """[B, N, V] for ids and positions; attention follows ``plan``. The packed copies are made at the
-        first call.
-        """
+        """Return [B, N, V]; attention follows ``plan``. The copies are made at the first call."""
         backbone = self._model.base_model
         if self._layers is None:
-            self._layers = [_packed(layer) for layer in backbone.layers]
+            self._layers = [_Layer(layer) for layer in backbone.layers]
             self._head = _Linear(self._model.get_output_embeddings())
         states = backbone.embed_tokens(ids_BN)
         cos, sin = backbone.rotary_emb(states, positions_BN)
-        # The embedding repeats its angles for the second half of a head.
+        # the embedding repeats its angles for the second half of a head
         half = cos.shape[-1] // 2
-        rotation = cos[:, :, None, :half], sin[:, :, None, :half]
+        cos, sin = cos[:, :, None, :half], sin[:, :, None, :half]
         for layer in self._layers:
-            states = states + _attention(layer, layer.before_attention(states), rotation, plan)
+            states = states + layer.attend(layer.before_attention(states), cos, sin, plan)
             gate, up = layer.gate_up(layer.before_mlp(states)).chunk(2, dim=-1)
             states = states + layer.down(silu(gate).mul_(up))
         assert self._head is not None
         return self._head(_norm_rows(backbone.norm)(states))
-
-
-def _attention(layer: _Layer, rows: Tensor, rotation: tuple[Tensor, Tensor], plan: Plan) -> Tensor:
-    module = layer.attention
-    heads, key_heads = module.config.num_attention_heads, module.config.num_key_value_heads
-    mixed = layer.query_key_value(rows).view(*rows.shape[:-1], heads + 2 * key_heads, module.head_dim)
-    turned, value = mixed.split((heads + key_heads, key_heads), dim=2)
-    if layer.head_norms is not None:  # Qwen3
-        query, key = turned.split((heads, key_heads), dim=2)
-        turned = torch.cat([layer.head_norms[0](query), layer.head_norms[1](key)], dim=2)
-    query, key = _rotate_rows(turned, *rotation).split((heads, key_heads), dim=2)
-    seen = plan.attend(
-        module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), module.scaling
-    )
-    return layer.output(seen.reshape(*rows.shape[:-1], -1))
-
-
-def _rotate_rows(x_BNHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(a cos - b sin, b cos + a sin) for the two halves of every head."""
-    first, second = x_BNHD.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _norm_rows(module: Any) -> Norm:
-    weight, epsilon = module.weight.detach(), module.variance_epsilon
-
-    def normalised(x: Tensor) -> Tensor:
-        # In float32, and rounded before the weight, as the modules do.
-        exact = x.to(torch.float32)
-        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(epsilon))
-        return (exact * scale).to(x.dtype).mul_(weight)
-
-    return normalised
-
-
-def _packed(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    head_norms = (
-        (_norm_rows(attention.q_norm), _norm_rows(attention.k_norm))
-        if type(attention).__name__ == "Qwen3Attention"
-        else None
-    )
-    return _Layer(
-        attention=attention,
-        before_attention=_norm_rows(layer.input_layernorm),
-        query_key_value=_Linear(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norms=head_norms,
-        output=_Linear(attention.o_proj),
-        before_mlp=_norm_rows(layer.post_attention_layernorm),
-        gate_up=_Linear(mlp.gate_proj, mlp.up_proj),
-        down=_Linear(mlp.down_proj),
-    )
-
-
-def _is_supported(model: PreTrainedModel) -> bool:
-    """Exactly the fused modules of these families, plain linear layers (no adapters), on a CPU that has the
-    kernels.
-    """
-    backbone: Any = model.base_model
-    head = model.get_output_embeddings()
-    if type(backbone).__name__ not in ("LlamaModel", "Qwen2Model", "Qwen3Model"):
-        return False
-    every = [module for layer in backbone.layers for module in layer.modules()]
-    norms = [backbone.norm, *(module for module in every if type(module).__name__ in NORMS)]
-    # The projections themselves and not their leaves: an adapter wraps a plain layer and lends its weight.
-    projections = [getattr(layer.self_attn, f"{name}_proj") for layer in backbone.layers for name in "qkvo"]
-    projections += [
-        getattr(layer.mlp, f"{name}_proj") for layer in backbone.layers for name in ("gate", "up", "down")
-    ]
-    linears = [head, *projections]
-    return (
-        all(
-            type(linear) is nn.Linear
-            and linear.weight.device.type == "cpu"
-            and linear.weight.dtype in _DTYPES
-            for linear in linears
-        )
-        and all(can_pack(dtype) for dtype in {linear.weight.dtype for linear in linears})
-        and all(
-            type(layer.mlp).__name__ in MLPS and "forward" in vars(layer.mlp) for layer in backbone.layers
-        )
-        and all(type(layer.self_attn).__name__ in ATTENTIONS for layer in backbone.layers)
-        and all("forward" in vars(norm) for norm in norms)
-        and 2 * len(backbone.rotary_emb.inv_freq) == backbone.layers[0].self_attn.head_dim
-    )
-
-
-_DTYPES = (torch.float32, torch.bfloat16)

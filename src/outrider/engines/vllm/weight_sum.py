@@ -1,5 +1,5 @@
-"""Whether weights that went from one GPU to another are those that were sent: a sum that both sides make, and
-that comes behind them as a tensor of its own.
+"""Checksum of weights that are sent from GPU to GPU: sender and receiver compute it, and it is sent as the
+last tensor.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,15 +13,16 @@ _FACTOR: Final = 1_000_003
 
 
 class WeightSum:
-    """Of the halves of all words, tensor by tensor: other bytes, another order or one that is missing come to
-    another number. Computed where the tensors are; 64 bits, which wrap around.
+    """A sum over the 16-bit words of all tensors, which depends on their order; 64 bits that wrap around.
+
+    Computed on the device of the tensors.
     """
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
 
     def add(self, tensor: Tensor) -> None:
-        """The next one, of a type of at least two bytes."""
+        """Add the next tensor, whose type has at least two bytes."""
         part = tensor.detach().contiguous().view(-1).view(torch.int16).sum(dtype=torch.int64)
         self._total = part if self._total is None else self._total * _FACTOR + part
 
@@ -32,7 +33,7 @@ class WeightSum:
 
 
 def append_sum(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """All weights as they are, and behind them their sum."""
+    """Yield all weights, followed by their sum."""
     weight_sum = WeightSum()
     for name, tensor in weights:
         weight_sum.add(tensor)
@@ -41,14 +42,14 @@ def append_sum(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
 
 
 class Checking:
-    """In the place of a model that loads weights: holds what passes against the sum at its end."""
+    """Stands for a model that loads weights and checks them against the sum at their end."""
 
     def __init__(self, model: Any, weight_sum: WeightSum) -> None:
         self._model, self._sum = model, weight_sum
         self.is_confirmed = False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises ValueError for a sum of other weights."""
+        """Raises ValueError if the sum does not match."""
         loaded = []
         for name, tensor in weights:
             if name != NAME:

@@ -1,8 +1,7 @@
-"""How weights come into vLLM's own processes: classes of vLLM's that only those processes import.
+"""Backends that load new weights in vLLM's own processes; only those processes import this module.
 
-``outrider`` takes pieces of safetensors, and needs no GPU; ``outrider-nccl`` and ``outrider-ipc`` are vLLM's
-backends of these names (0.32), which hold the weights against the sum behind them. Neither of the latter two
-has run on a GPU.
+``outrider`` receives pieces of safetensors and needs no GPU. ``outrider-nccl`` and ``outrider-ipc`` are
+vLLM's backends of these names (0.32) with a check of the sum of all weights; they have not run on a GPU yet.
 """
 
 import zlib
@@ -25,61 +24,56 @@ from outrider.engines.vllm.weight_sum import Checking, WeightSum
 
 @dataclass
 class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """There is nobody to meet."""
+    """The backend needs no connection."""
 
 
 @dataclass
 class Piece(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Weights by their Hugging Face names as safetensors, and what their bytes have to come to."""
+    """Weights as safetensors with Hugging Face names, and the CRC-32 of the bytes."""
 
     piece: bytes
     checksum: int
 
 
 class Pieces(WeightTransferEngine[Nothing, Piece]):  # type: ignore[misc]
-    """The four calls of vLLM 0.32, in their order."""
+    """The backend ``outrider``."""
 
     init_info_cls, update_info_cls = Nothing, Piece
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
-        """Nothing to do."""
+        pass
 
     def start_weight_update(self) -> None:
-        """Layers are loaded one by one, as from a checkpoint."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One piece; the base class's method asks for an accelerator."""
+        # the method of the base class requires an accelerator
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Piece) -> None:
-        """Raises ValueError for other bytes than those that were sent."""
         if zlib.crc32(update_info.piece) != update_info.checksum:
             raise ValueError("a piece of the weights did not arrive as it was sent")
         self.model.load_weights(load(update_info.piece).items())
 
     def finish_weight_update(self) -> None:
-        """Every layer is as it was loaded."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack_head(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to do."""
+        pass
 
 
 class _Checked:
-    """In front of a backend of vLLM's: what it gives to the model passes :class:`Checking`."""
+    """Mixin for a backend of vLLM that passes all weights through :class:`Checking`."""
 
     model: Any
 
     def start_weight_update(self) -> None:
-        """A sum of nothing."""
         self._sum = WeightSum()
         self._is_confirmed = False
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
-        """Raises ValueError for a sum of other weights."""
         model, self.model = self.model, Checking(self.model, self._sum)
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
@@ -88,9 +82,8 @@ class _Checked:
             self.model = model
 
     def finish_weight_update(self) -> None:
-        """Raises ValueError where no sum came."""
         if not self._is_confirmed:
-            raise ValueError("the weights came without their sum: some are missing")
+            raise ValueError("the weights arrived without their sum: some are missing")
         super().finish_weight_update()  # type: ignore[misc]
 
 
@@ -99,4 +92,4 @@ class CheckedNccl(_Checked, NCCLWeightTransferEngine):  # type: ignore[misc]
 
 
 class CheckedIpc(_Checked, IPCWeightTransferEngine):  # type: ignore[misc]
-    """``outrider-ipc``: packed buffers in the memory of the GPU that both are on."""
+    """``outrider-ipc``: packed buffers in the memory of a shared GPU."""

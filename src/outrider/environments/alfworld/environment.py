@@ -1,24 +1,42 @@
-"""One episode of one ALFWorld game."""
+"""ALFWorld: household tasks as text games (Shridhar et al. 2021, arXiv 2010.03768).
 
+There are six task types: put an object somewhere, examine it under a lamp, put it somewhere clean, hot or
+cool, or put two there. A game that is won has the return 1, any other 0. Games made offline use the package's
+floor plans, rules and texts; the published ones run in the package's engine.
+"""
+
+import hashlib
+import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal, Protocol
 
-from outrider.environments.alfworld.games import (
-    AlfworldConfig,
-    Games,
-    OfflineGames,
-    PublishedGames,
-    known_split,
+from pydantic import Field, model_validator
+
+from outrider.environments.alfworld import play as published
+from outrider.environments.alfworld.made_games import (
+    TASK_TYPES,
+    VERBS,
+    Scene,
+    TaskType,
+    make_scene,
+    shortest_plan,
 )
-from outrider.environments.alfworld.made_games import VERBS, Split
-from outrider.environments.alfworld.play import Engine, Game
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.episode import Episode
-from outrider.environments.scienceworld import tasks as scienceworld_text
-from outrider.errors import EnvironmentFault
-from outrider.types import Message, Step, Task
+from outrider.environments.alfworld.play import Engine, OfflineGame
+from outrider.environments.base import EnvironmentFactory, EnvironmentSettings
+from outrider.environments.task_sets import SPLITS, Split, known_split, require_tasks, split_size
+from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
+from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
+from outrider.types import Message, Task
 
+# Seconds that the package's engine may take to load a kitchen; loads and steps wait for one another.
+_LOAD_S: Final = 20.0
+FOLDERS: Final[dict[Split, str]] = {"train": "train", "valid": "valid_seen", "test": "valid_unseen"}
+"""Folder of each split: published scores are those of ``valid_seen`` and ``valid_unseen``."""
+GAME: Final = "game.tw-pddl"
+_TASK: Final = re.compile(r"Your task is to: (.+?)\.?\"")
 PROMPT: Final = (
     "You do a task in a room by typing commands, one a turn.\n"
     "You may think first. Then write exactly one command between <action> and </action>, for example "
@@ -27,188 +45,256 @@ PROMPT: Final = (
     "fridge 1): go to RECEPTACLE, open RECEPTACLE, close RECEPTACLE, take OBJECT from RECEPTACLE, move "
     "OBJECT to RECEPTACLE, examine RECEPTACLE, examine OBJECT, use OBJECT, heat OBJECT with RECEPTACLE, "
     "clean OBJECT with RECEPTACLE, cool OBJECT with RECEPTACLE, slice OBJECT with OBJECT, inventory, look.\n"
-    "You can carry one object.\n\n{opening}"
+    "You can carry one object.\n\n"
 )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Record:
-    """Counts of one episode."""
-
-    won: bool = False
-    num_moves: int = 0
-    num_turns: int = 0
-    num_invalid: int = 0
-    num_refused: int = 0
-    cut_by_moves: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.won or self.cut_by_moves
-
-
-class AlfworldEnvironment:
-    """One episode. Chat protocol: the command in ``<action>...</action>``, the observation as a user message.
-    The return is ``reward_scale`` when the goal is reached, else 0.
+class AlfworldConfig(EnvironmentSettings):
+    """Which games are played, and by which rules. Without ``data`` the games are made offline, and their
+    scores are not comparable with published ones.
     """
 
-    def __init__(self, *, config: AlfworldConfig, open_game: Callable[[], Game]) -> None:
-        """Nothing is started before :meth:`reset`; ``open_game`` starts the task's game anew."""
-        self._config = config
-        self._open_game = open_game
-        self._game: Game | None = None
-        self._record = _Record()
+    starts_quickly: ClassVar[bool] = False
+    input_paths: ClassVar[frozenset[str]] = frozenset({"data"})
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        """Start the game from its beginning. ``seed`` changes nothing: a game is fixed by its making."""
-        self.close()
-        self._record = _Record()
-        self._game = game = self._open_game()
-        return (Message(role="user", content=PROMPT.format(opening=game.opening) + self._listing(game)),)
+    type: Literal["alfworld"] = "alfworld"
+    task_types: Annotated[tuple[TaskType, ...], Field(min_length=1)] = TASK_TYPES
+    """Types of the games. Games made offline alternate between them in this order."""
+    data: Path | None = None
+    """Folder of the published games (``json_2.1.1``, which ``alfworld-download`` fetches); needs the extra
+    ``alfworld``. The files contain code that is executed: use only files from a source that you trust.
+    """
+    num_train: Annotated[int, Field(ge=0)] | None = 120
+    """Number of games of the split: so many are made, or taken from the published ones (None: all)."""
+    num_valid: Annotated[int, Field(ge=0)] | None = 24
+    num_test: Annotated[int, Field(ge=0)] | None = 60
+    game_seed: int = 0
+    """Seed of the games made offline. If you increase the number of games, the first ones stay the same."""
+    max_moves: Annotated[int, Field(ge=1)] = 50
+    """Limit of commands per episode, whether executed or not; text without a command does not count."""
+    reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Reward and return of a game that is won; GiGPO's released code uses 10."""
+    show_admissible: bool = False
+    """Append the list of possible commands to every observation, as often done for published scores."""
+    num_shown_actions: Annotated[int, Field(ge=1)] = 100
 
-    def step(self, message: Message) -> StepResult:
-        """Perform the one command of the message; text without a command changes nothing and is answered in
-        words.
-        """
-        record, game = self._record, self._game
-        if record.done:
-            raise RuntimeError("the ALFWorld episode has ended")
-        if game is None:
-            raise EnvironmentFault("the ALFWorld environment holds no game (never reset, or closed)")
-        record.num_turns += 1
-        parsed = scienceworld_text.parse_action(message.content)
-        if parsed.problem:
-            record.num_invalid += 1
-            return StepResult(message=Message(role="user", content=parsed.problem), invalid=True)
-        return self._act(game, parsed.action)
+    @model_validator(mode="after")
+    def _validate(self) -> "AlfworldConfig":
+        unlimited = [f"num_{split}" for split in SPLITS if split_size(self, split) is None]
+        if unlimited and self.data is None:
+            raise ValueError(f"{', '.join(unlimited)}: none means all published games; set data")
+        require_tasks(self)
+        if len(set(self.task_types)) < len(self.task_types):
+            raise ValueError("task_types contains a type twice")
+        return self
 
-    def result(self) -> EpisodeResult:
-        """The return and success of a game that was won, and what was counted."""
-        record = self._record
-        counts = ("num_moves", "num_turns", "num_invalid", "num_refused", "cut_by_moves")
-        return EpisodeResult(
-            episode_return=self._reward,
-            success=record.won,
-            metrics={name: float(getattr(record, name)) for name in counts},
-        )
-
-    def admitted(self) -> tuple[str, ...]:
-        """The commands that do or tell something now, sorted; none where no game is held."""
-        return () if self._game is None else self._game.commands()
-
-    def copy(self) -> "AlfworldEnvironment":
-        """The same episode at the same point; neither sees what the other does from then on."""
-        twin = AlfworldEnvironment(config=self._config, open_game=self._open_game)
-        twin._record = replace(self._record)
-        twin._game = None if self._game is None else self._game.copy()
-        return twin
-
-    def close(self) -> None:
-        """Release the game; may be called twice."""
-        game, self._game = self._game, None
-        if game is not None:
-            game.close()
+    def waiting_s(self, num_concurrent: int) -> float:
+        """The package's engines take turns; games made offline do not wait."""
+        return 0.0 if self.data is None else _LOAD_S * num_concurrent
 
     @property
-    def _reward(self) -> float:
+    def name(self) -> str:
+        """Name of these games in task keys. Sizes and rules of play do not change a game."""
+        return "published" if self.data is not None else f"offline-{self.game_seed}"
+
+    def task_split(self, task: Task) -> Split:
+        """The split of a task of these games. Raises ConfigError for a task of other games."""
+        if task.metadata.get("games") != self.name:
+            raise ConfigError(f"{task.key} is no task of the ALFWorld games {self.name}")
+        return known_split(str(task.metadata["split"]), "ALFWorld")
+
+
+class Games(Protocol):
+    """A source of games. Methods raise ConfigError for a task of another source."""
+
+    def tasks(self, split: Split) -> tuple[Task, ...]:
+        """The tasks of a split. ``digest`` in the metadata is a hash of the whole game."""
+        ...
+
+    def check(self) -> None:
+        """Raises ToolUnavailable if a game cannot be started on this machine."""
+        ...
+
+    def opener(self, task: Task) -> Callable[[], Game]:
+        """A function that starts the game of a task."""
+        ...
+
+    def plan(self, task: Task) -> tuple[str, ...]:
+        """Commands that win the game."""
+        ...
+
+
+class OfflineGames:
+    """Games made from floor plans, in pure Python."""
+
+    def __init__(self, config: AlfworldConfig) -> None:
+        self._config = config
+
+    def tasks(self, split: Split) -> tuple[Task, ...]:
+        types, name = self._config.task_types, self._config.name
+        tasks = []
+        for number in range(split_size(self._config, split) or 0):
+            task_type, index = types[number % len(types)], number // len(types)
+            scene = make_scene(self._config.game_seed, split, task_type, index)
+            tasks.append(
+                Task(
+                    key=f"alfworld/{name}/{split}/{task_type}/{index}",
+                    question=scene.goal.text,
+                    metadata={
+                        "games": name, "split": split, "task_type": task_type, "index": index,
+                        "floor_plan": scene.floor_plan, "digest": scene.digest,
+                    },
+                )
+            )  # fmt: skip
+        return tuple(tasks)
+
+    def check(self) -> None:
+        """Games made offline need nothing."""
+
+    def opener(self, task: Task) -> Callable[[], Game]:
+        return partial(OfflineGame, self._scene(task))
+
+    def plan(self, task: Task) -> tuple[str, ...]:
+        return shortest_plan(self._scene(task))
+
+    def _scene(self, task: Task) -> Scene:
+        split, index = self._config.task_split(task), task.metadata.get("index")
+        task_type = next(
+            (known for known in self._config.task_types if known == task.metadata["task_type"]), None
+        )
+        if task_type is None or not isinstance(index, int):
+            raise ConfigError(f"{task.key} is of no type in environment.task_types")
+        scene = make_scene(self._config.game_seed, split, task_type, index)
+        if scene.digest != task.metadata.get("digest"):
+            raise ConfigError(f"{task.key} is another game than the one that is made here")
+        return scene
+
+
+class PublishedGames:
+    """Game files below a folder, played by the package. ``new_engine`` replaces it in tests."""
+
+    def __init__(
+        self, config: AlfworldConfig, data: Path, new_engine: Callable[[], Engine] | None = None
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._substitute = new_engine
+        self._players = published.Engines(new_engine or published.new_engine)
+        self._planners = published.Engines(new_engine or partial(published.new_engine, with_plan=True))
+
+    def tasks(self, split: Split) -> tuple[Task, ...]:
+        """The first games of a split, sorted by folder name. As in the package, games that are not marked as
+        solvable and those with a movable receptacle or a slice are left out. Raises DataError if none is
+        left.
+        """
+        limit = split_size(self._config, split)
+        root = self._data / FOLDERS[split]
+        tasks: list[Task] = []
+        for file in sorted(root.rglob("traj_data.json")):
+            if limit is not None and len(tasks) >= limit:
+                break
+            name = file.parent.relative_to(root).as_posix()
+            if "movable" in name or "Sliced" in name or not file.with_name(GAME).is_file():
+                continue
+            if task := self._read_task(file, split, name):
+                tasks.append(task)
+        if not tasks and limit != 0:
+            raise DataError(
+                f"{root} contains no solvable ALFWorld game of these types; run alfworld-download"
+            )
+        return tuple(tasks)
+
+    def _read_task(self, file: Path, split: Split, name: str) -> Task | None:
+        try:
+            task_type = json.loads(file.read_bytes())["task_type"]
+            content = file.with_name(GAME).read_bytes()
+            game = json.loads(content)
+            goal = _TASK.search(game["grammar"])
+            is_match = task_type in self._config.task_types and bool(game.get("solvable"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{file.parent} is no ALFWorld game: {type(error).__name__}: {error}") from error
+        if not is_match:
+            return None
+        return Task(
+            key=f"alfworld/published/{split}/{name}",
+            question=goal[1] if goal else name,
+            metadata={
+                "games": self._config.name, "split": split, "task_type": task_type, "name": name,
+                "digest": hashlib.sha256(content).hexdigest(),
+            },
+        )  # fmt: skip
+
+    def check(self) -> None:
+        if self._substitute is None:
+            published.check_package()
+        split = next(split for split in SPLITS if split_size(self._config, split) != 0)
+        try:
+            self.opener(self.tasks(split)[0])().close()
+        except EnvironmentFault as error:
+            raise ToolUnavailable(f"ALFWorld does not run here: {error}") from error
+
+    def opener(self, task: Task) -> Callable[[], Game]:
+        return partial(published.PublishedGame, self._path(task), self._players)
+
+    def plan(self, task: Task) -> tuple[str, ...]:
+        return published.plan_game(self._path(task), self._planners)
+
+    def _path(self, task: Task) -> Path:
+        return self._data / FOLDERS[self._config.task_split(task)] / str(task.metadata["name"]) / GAME
+
+
+class AlfworldEnvironment(GameEnvironment):
+    """One episode. The return is ``reward_scale`` for a game that is won, else 0."""
+
+    family = "ALFWorld"
+    metrics = ("num_moves", "num_turns", "num_invalid", "num_refused", "cut_by_moves")
+
+    def __init__(self, *, config: AlfworldConfig, open_game: Callable[[], Game]) -> None:
+        num_shown = config.num_shown_actions if config.show_admissible else 0
+        super().__init__(open_game, max_moves=config.max_moves, num_shown=num_shown)
+        self._config = config
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        (message,) = super().reset(seed)
+        return (Message(role="user", content=PROMPT + message.content),)
+
+    @property
+    def _value(self) -> float:
         return self._config.reward_scale * self._record.won
 
-    def _act(self, game: Game, command: str) -> StepResult:
-        record = self._record
-        reply = game.act(command)
-        # The game answers both alike: what begins with none of its verbs, and what it does not do now.
-        unreadable = reply.refused and command.partition(" ")[0] not in VERBS
-        refused = reply.refused and not unreadable
-        record.won = reply.won
-        record.num_moves += 1
-        record.num_invalid += unreadable
-        record.num_refused += refused
-        record.cut_by_moves = not reply.won and record.num_moves >= self._config.max_moves
-        observation = reply.text if record.done else reply.text + self._listing(game)
-        return StepResult(
-            message=Message(role="user", content=observation),
-            reward=self._reward,
-            done=record.done,
-            invalid=unreadable,
-            refused=refused,
-            truncated=record.cut_by_moves,
-        )
-
-    def _listing(self, game: Game) -> str:
-        if not self._config.show_admissible:
-            return ""
-        return "\n\n" + scienceworld_text.render_valid_actions(
-            game.commands(), self._config.num_shown_actions
-        )
+    def _classify(self, command: str, reply: Reply) -> tuple[bool, bool]:
+        """The game gives the same reply to an unknown verb and to a command that is not possible now."""
+        invalid = reply.refused and command.partition(" ")[0] not in VERBS
+        return invalid, reply.refused and not invalid
 
 
-# ALFWorld: household tasks as text games (Shridhar et al. 2021, arXiv 2010.03768), made offline or
-# published.
-#
-# Six types: put a thing somewhere, look at it under a lamp, put it there clean, hot or cool, or put two
-# there. A game that is won pays 1 at its end, else 0. Games made offline come from the package's floor plans,
-# rules and texts; the published ones are played by the package itself.
-
-
-class AlfworldFactory:
-    """Makes environments; what they share (floor plans, made games) does not change."""
-
-    def __init__(self, config: AlfworldConfig, games: Games) -> None:
-        """``games`` starts those of tasks."""
-        self._config = config
-        self._games = games
-
-    def __call__(self, task: Task) -> AlfworldEnvironment:
-        """A fresh episode of the task. Raises :class:`ConfigError` for a task of other games."""
-        return AlfworldEnvironment(config=self._config, open_game=self._games.opener(task))
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class AlfworldTaskSet:
+class AlfworldTaskSet(GameTaskSet):
     """The ALFWorld games of a config. ``new_engine`` replaces the package in tests."""
 
     Settings = AlfworldConfig
     name = "alfworld"
-    stop: tuple[str, ...] = (scienceworld_text.STOP,)
-    protocol: Literal["inline", "chat"] = "chat"
-    stateful = True
 
     def __init__(self, config: AlfworldConfig, *, new_engine: Callable[[], Engine] | None = None) -> None:
-        """Make and read nothing."""
         self.config = config
         self._games: Games = (
             OfflineGames(config) if config.data is None else PublishedGames(config, config.data, new_engine)
         )
-        self._listed: dict[Split, tuple[Task, ...]] = {}
+        self._tasks: dict[Split, tuple[Task, ...]] = {}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The frozen list of ``train``, ``valid`` or ``test``. A task's ``digest`` is that of its whole game,
-        so that the hash of a panel freezes the games. Raises DataError where published games are missing.
-        """
-        known = known_split(split)
-        if known not in self._listed:
-            self._listed[known] = self._games.tasks(known)
-        return self._listed[known]
+        """The tasks of a split. Raises DataError if the published games are missing."""
+        known = known_split(split, "ALFWorld")
+        if known not in self._tasks:
+            self._tasks[known] = self._games.tasks(known)
+        return self._tasks[known]
 
-    def make(self) -> AlfworldFactory:
-        """Start one of the published games, where they are played. Raises :class:`ToolUnavailable`."""
+    def make(self) -> EnvironmentFactory:
+        """Start one of the published games as a check. Raises ToolUnavailable."""
         self._games.check()
-        return AlfworldFactory(self.config, self._games)
+        return super().make()
 
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """The planner's commands, played in the episode that ``reset(seed)`` starts; None where they need
-        more than ``max_moves``. On games made offline no plan is shorter.
-        """
-        environment = AlfworldEnvironment(config=self.config, open_game=self._games.opener(task))
-        try:
-            environment.reset(seed)
-            texts = [scienceworld_text.render_action(command) for command in self._games.plan(task)]
-            steps = Episode(environment).play(texts)
-        finally:
-            environment.close()
-        return steps if environment.result().success else None
+    def environment(self, task: Task) -> AlfworldEnvironment:
+        return AlfworldEnvironment(config=self.config, open_game=self._games.opener(task))
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def solution(self, task: Task) -> Sequence[str]:
+        return self._games.plan(task)

@@ -1,11 +1,12 @@
-"""ALFWorld's 120 floor plans, its tables and its goal texts (Shridhar et al. 2021, arXiv 2010.03768), in one
-shipped file.
+"""ALFWorld games made offline (Shridhar et al. 2021, arXiv 2010.03768).
 
-The file is made from the package ``alfworld`` by ``python -m benchmarks.alfworld_floor_plans`` and holds its
-licence (MIT). A floor plan names kinds of receptacles and of things; the package has no record of which thing
-lies where.
+``floor_plans.json`` contains the 120 floor plans, the tables and the goal texts. It is made from the package
+``alfworld`` by ``python -m benchmarks.alfworld_floor_plans`` and includes the package's licence (MIT). A
+floor plan lists kinds of receptacles and of things; the package does not record where each thing is, so this
+is drawn here.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 import numpy as np
 
+from outrider.environments.task_sets import Split
 from outrider.seeding import stream
 
 TaskType = Literal[
@@ -29,17 +31,14 @@ TaskType = Literal[
 ]
 TASK_TYPES: Final[tuple[TaskType, ...]] = get_args(TaskType)
 """The six types, by the names and in the order of the original."""
-
-Split = Literal["train", "valid", "test"]
-SPLITS: Final[tuple[Split, ...]] = get_args(Split)
-# Of the 24 plans of a room that the original trains on, the last four are ours to choose settings with.
+# Of the 24 plans of a room that the original trains on, the last four are the validation split here.
 _VALID: Final = range(27, 31)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FloorPlan:
-    """One room, of which there is one object. ``receptacles``: how many it has of each kind; ``things``:
-    kinds that can lie in them.
+    """One room. ``receptacles``: number of each kind; ``things``: kinds that can be in them. Compared and
+    hashed by identity.
     """
 
     number: int
@@ -50,8 +49,8 @@ class FloorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """What goes with what, by kind. ``can_hold``: receptacle to things; ``vessels``: things that look like
-    receptacles; ``goal_rooms`` and ``goal_texts``: of each task type.
+    """Properties of kinds. ``can_hold``: from a receptacle to its possible things; ``vessels``: things that
+    look like receptacles; ``goal_rooms`` and ``goal_texts``: of each task type.
     """
 
     can_hold: Mapping[str, frozenset[str]]
@@ -67,7 +66,7 @@ class Tables:
 
 @cache
 def tables() -> Tables:
-    """Those of the shipped file."""
+    """The tables of ``floor_plans.json``."""
     data = _load_data()
     properties = {name: frozenset(kinds) for name, kinds in data["properties"].items()}
     return Tables(
@@ -98,17 +97,17 @@ def floor_plans() -> tuple[FloorPlan, ...]:
 
 @cache
 def split_plans(split: Split) -> tuple[FloorPlan, ...]:
-    """The floor plans of a split, no two of which share one: ``test`` has those that the original holds out
-    (six of each room), ``valid`` the last four of the others.
+    """The floor plans of a split. ``test`` has those that the original holds out (six of each room),
+    ``valid`` the last four of the others; splits share no plan.
     """
     held_out = frozenset(_load_data()["held_out"])
-    return tuple(plan for plan in floor_plans() if _plan_split(plan.number, held_out) == split)
 
+    def find_split(number: int) -> Split:
+        if number in held_out:
+            return "test"
+        return "valid" if number % 100 in _VALID else "train"
 
-def _plan_split(number: int, held_out: frozenset[int]) -> Split:
-    if number in held_out:
-        return "test"
-    return "valid" if number % 100 in _VALID else "train"
+    return tuple(plan for plan in floor_plans() if find_split(plan.number) == split)
 
 
 @cache
@@ -118,8 +117,7 @@ def _load_data() -> dict[str, Any]:
     return data
 
 
-# A made game as plain data: which receptacles and things a room has, where the things lie at the start, and
-# what is asked for.
+# A game as plain data.
 
 
 LAMP: Final = "DeskLamp"
@@ -128,12 +126,12 @@ TOOLS: Final[Mapping[TaskType, tuple[str, str]]] = {
     "pick_heat_then_place_in_recep": ("heat", "Microwave"),
     "pick_cool_then_place_in_recep": ("cool", "Fridge"),
 }
-"""What has to be done to the thing, and the kind of receptacle that does it."""
+"""The verb that a task type needs, and the kind of receptacle that does it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """``thing`` and ``receptacle`` are kinds; what is looked at in light needs no receptacle (empty)."""
+    """``thing`` and ``receptacle`` are kinds; ``receptacle`` is empty for ``look_at_obj_in_light``."""
 
     task_type: TaskType
     thing: str
@@ -143,9 +141,8 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scene:
-    """A game. ``receptacles`` and ``things``: kind of each name, in the order in which they are listed
-    (``cabinet 2`` before ``cabinet 1``, as the original lists them). ``locations``: the receptacle of each
-    thing at the start.
+    """A game. ``receptacles`` and ``things``: kind of each name, in the order of the original's listings
+    (``cabinet 2`` before ``cabinet 1``). ``locations``: receptacle of each thing at the start.
     """
 
     floor_plan: int
@@ -156,7 +153,7 @@ class Scene:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of all of it (64 hex digits): equal exactly for equal games."""
+        """SHA-256 of the whole game (64 hex digits)."""
         parts = [str(self.floor_plan), repr(self.goal)]
         parts += [f"{name}={kind}" for name, kind in self.receptacles.items()]
         parts += [f"{name}={kind}@{self.locations[name]}" for name, kind in self.things.items()]
@@ -165,8 +162,8 @@ class Scene:
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Where an episode is. ``here`` is None in the middle of the room; ``locations`` lacks the thing that is
-    held.
+    """State of an episode. ``here`` is None in the middle of the room; ``locations`` does not contain the
+    carried thing.
     """
 
     locations: dict[str, str]
@@ -180,32 +177,16 @@ class State:
     toggled: set[str] = field(default_factory=set)
 
     def copy(self) -> "State":
-        """An equal one that shares nothing that changes."""
-        return State(
-            locations=dict(self.locations),
-            here=self.here,
-            carried=self.carried,
-            opened=set(self.opened),
-            clean=set(self.clean),
-            hot=set(self.hot),
-            cool=set(self.cool),
-            sliced=set(self.sliced),
-            toggled=set(self.toggled),
-        )
-
-
-def opening_state(scene: Scene) -> State:
-    """In the middle of the room, with empty hands and everything shut."""
-    return State(locations=dict(scene.locations))
+        return copy.deepcopy(self)
 
 
 def contents(scene: Scene, state: State, receptacle: str) -> tuple[str, ...]:
-    """Things that lie there now, seen or not, in the scene's order."""
+    """Things that are there now, visible or not, in the scene's order."""
     return tuple(name for name in scene.things if state.locations.get(name) == receptacle)
 
 
 def is_reached(scene: Scene, state: State) -> bool:
-    """Whether the goal holds now, by the formulas of the original's goal library."""
+    """Whether the goal is reached, by the formulas of the original's goal library."""
     goal = scene.goal
     if goal.task_type == "look_at_obj_in_light":
         lit = any(
@@ -226,11 +207,10 @@ def is_reached(scene: Scene, state: State) -> bool:
     return bool(receptacles)
 
 
-# What can be done in a made game: the actions of ALFWorld's PDDL domain (``alfred.pddl``), with their
-# preconditions and effects, and the commands of its grammar (``alfred.twl2``).
-#
-# As there, a microwave and a fridge work shut, and a thing is examined only in the hand: the domain's
-# precondition for one that lies in sight names a type that there is none of (``location,``).
+# The actions of ALFWorld's PDDL domain (``alfred.pddl``), with their preconditions and effects, and the
+# commands of its grammar (``alfred.twl2``). As there, a microwave and a fridge work when closed, and a thing
+# can be examined only in the hand, because the domain's precondition for a visible one names a type without
+# members (``location,``).
 
 
 KNIVES: Final = frozenset({"Knife", "ButterKnife"})
@@ -238,15 +218,13 @@ VERBS: Final = (
     "go", "open", "close", "take", "move", "put", "examine", "use", "heat", "clean", "cool", "slice",
     "inventory", "look", "help",
 )  # fmt: skip
-"""First words of commands; ``put`` is that of older game files."""
+"""First words of commands; ``put`` occurs in older game files."""
 _TOOLS_BY_VERB: Final[Mapping[str, str]] = dict(TOOLS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One action: ``text`` is what is typed. ``thing`` and ``receptacle`` are names, empty where it has
-    none.
-    """
+    """One action. ``text`` is what the player types; ``thing`` and ``receptacle`` are names, or empty."""
 
     verb: str
     thing: str = ""
@@ -255,9 +233,7 @@ class Command:
 
 
 def commands(scene: Scene, state: State) -> dict[str, Command]:
-    """Every command that does something or tells something now, by its text, sorted as the original sorts
-    them.
-    """
+    """All possible commands by their text, in the original's order."""
     by_text = {
         command.text: command
         for command in (*_anywhere(scene, state), *_here(scene, state), *_carried(scene, state))
@@ -266,12 +242,12 @@ def commands(scene: Scene, state: State) -> dict[str, Command]:
 
 
 def is_accessible(scene: Scene, state: State, receptacle: str) -> bool:
-    """Whether its inside can be seen and reached: it is open, or has nothing to open."""
+    """Whether the inside is visible and can be reached: it is open, or cannot be closed."""
     return scene.receptacles[receptacle] not in tables().openable or receptacle in state.opened
 
 
 def apply(scene: Scene, state: State, command: Command) -> None:
-    """Do a command of :func:`commands`; the state changes in place."""
+    """Execute a command of :func:`commands`; changes ``state`` in place."""
     thing, receptacle = command.thing, command.receptacle
     match command.verb:
         case "go":
@@ -309,7 +285,7 @@ def _anywhere(scene: Scene, state: State) -> Iterator[Command]:
 
 
 def _here(scene: Scene, state: State) -> Iterator[Command]:
-    """What the receptacle that one stands at and its contents allow."""
+    """Commands for the receptacle in front of the player and for its contents."""
     here = state.here
     if here is None:
         return
@@ -327,7 +303,7 @@ def _here(scene: Scene, state: State) -> Iterator[Command]:
 
 
 def _carried(scene: Scene, state: State) -> Iterator[Command]:
-    """What the thing in hand allows here."""
+    """Commands for the carried thing."""
     thing, here, known = state.carried, state.here, tables()
     if thing is None:
         return
@@ -346,7 +322,7 @@ def _carried(scene: Scene, state: State) -> Iterator[Command]:
                 yield Command(verb="slice", thing=other, text=f"slice {other} with {thing}")
 
 
-# What a made game says, in the words of ALFWorld's grammar (``alfred.twl2`` of the package 0.4.2).
+# Texts of ALFWorld's grammar (``alfred.twl2`` of the package 0.4.2).
 
 
 NOTHING_HAPPENS: Final = "Nothing happens."
@@ -380,17 +356,21 @@ _DONE: Final = {
 
 
 def opening(scene: Scene) -> str:
-    """The first observation: the room and the task."""
+    """The first observation: the room and the goal."""
     room = _MIDDLE.format(seen=listed(tuple(scene.receptacles)))
     return f"-= Welcome to TextWorld, ALFRED! =-\n\n{room}\n\nYour task is to: {scene.goal.text}."
 
 
 def feedback(scene: Scene, state: State, command: Command) -> str:
-    """What is said after a command, in the state that it led to."""
+    """The reply to a command; ``state`` is the state after it."""
     thing, receptacle = command.thing, command.receptacle
     match command.verb:
         case "look":
-            return around(state)
+            # In the middle of the room the grammar asks for receptacles at that very place, and there are
+            # none; only the opening lists them all.
+            if state.here is None:
+                return _MIDDLE.format(seen="nothing")
+            return f"You are facing the {state.here}. Next to it, you see nothing."
         case "inventory":
             carried = [] if state.carried is None else [state.carried]
             return f"You are carrying: {listed(carried)}." if carried else "You are not carrying anything."
@@ -405,17 +385,8 @@ def feedback(scene: Scene, state: State, command: Command) -> str:
     return _DONE[command.verb].format(o=thing, r=receptacle)
 
 
-def around(state: State) -> str:
-    """What ``look`` tells. In the middle of the room the grammar asks for receptacles at that very place, and
-    there is none; only the opening names them all.
-    """
-    if state.here is None:
-        return _MIDDLE.format(seen="nothing")
-    return f"You are facing the {state.here}. Next to it, you see nothing."
-
-
 def inside(scene: Scene, state: State, receptacle: str) -> str:
-    """What a look at a receptacle tells."""
+    """Description of a receptacle and its contents."""
     is_openable = scene.receptacles[receptacle] in tables().openable
     if not is_accessible(scene, state, receptacle):
         return f"The {receptacle} is closed."
@@ -426,7 +397,7 @@ def inside(scene: Scene, state: State, receptacle: str) -> str:
 
 
 def condition(scene: Scene, state: State, thing: str) -> str:
-    """What a look at a thing tells; the first of the grammar's rules that holds."""
+    """Description of a thing, by the first of the grammar's rules that applies."""
     kind = scene.things[thing]
     if kind in tables().vessels:
         return f"This is a normal {thing}. In it, you see nothing."
@@ -444,33 +415,36 @@ def condition(scene: Scene, state: State, thing: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """``a bed 1, a desk 2, and a desk 1``; the article is always ``a``."""
+    """For example, ``a bed 1, a desk 2, and a desk 1``; the article is always ``a``."""
     if not names:
         return "nothing"
     *first, last = (f"a {name}" for name in names)
     return f"{', '.join(first)}, and {last}" if first else last
 
 
-# Games of the six types, made from a floor plan and a seed.
+# Making a game from a floor plan and a seed.
 #
-# The floor plans say which receptacles and kinds of things a room has; how many of a kind there are, where
-# they lie and what is asked for is drawn here. So scores on these games compare with no published one. The
-# sliced variants are left out, as the original's text games leave them out.
+# The floor plan determines the receptacles and the kinds of things. The number of things of a kind, their
+# locations and the goal are drawn here, so scores on these games are not comparable with published ones. As
+# in the original's text games, there are no sliced variants.
 
 
 MOST_OF_A_KIND: Final = 3
-"""Things of one kind in a room; the original's generator has the same bound."""
+"""Maximum number of things of one kind in a room, as in the original's generator."""
 _T = TypeVar("_T")
-# Where a lamp may stand; it cannot be moved, and no table of the original says where it does.
+# Possible locations of a lamp, which cannot be moved; the original's tables do not list them.
 _FOR_LAMPS: Final = ("Desk", "Dresser", "SideTable", "CoffeeTable", "DiningTable", "Shelf")
 
 
 @lru_cache(maxsize=4096)
 def make_scene(game_seed: int, split: Split, task_type: TaskType, index: int) -> Scene:
-    """Game ``index`` of a type and a split: the same on every machine, whatever other games there are."""
+    """Game ``index`` of a type and a split: the same on every machine, independent of other games."""
     draw = stream(game_seed, "alfworld", split, task_type, index)
     plan = _choose(draw, [candidate for candidate in split_plans(split) if goals(candidate, task_type)])
-    thing, receptacle = _goal(draw, plan, task_type)
+    # First the thing, then the receptacle: a thing that fits everywhere must not be chosen more often.
+    candidates = goals(plan, task_type)
+    thing = _choose(draw, list(dict.fromkeys(kind for kind, _ in candidates)))
+    receptacle = _choose(draw, [receptacle for kind, receptacle in candidates if kind == thing])
     text = _choose(draw, tables().goal_texts[task_type])
     goal = Goal(
         task_type=task_type,
@@ -489,9 +463,10 @@ def make_scene(game_seed: int, split: Split, task_type: TaskType, index: int) ->
 
 @cache
 def goals(plan: FloorPlan, task_type: TaskType) -> tuple[tuple[str, str], ...]:
-    """What can be asked for in a room: kinds of a thing and of the receptacle that it has to come into.
+    """The possible goals in a room, as pairs of kinds: the thing and its target receptacle.
 
-    The thing can lie elsewhere too, and the receptacle is not the one that cleans, heats or cools it.
+    The thing can also be elsewhere at the start, and the target is not the receptacle that cleans, heats or
+    cools it.
     """
     known = tables()
     if plan.room not in known.goal_rooms[task_type]:
@@ -511,19 +486,10 @@ def goals(plan: FloorPlan, task_type: TaskType) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _goal(draw: np.random.Generator, plan: FloorPlan, task_type: TaskType) -> tuple[str, str]:
-    """First the thing, then the receptacle: a thing that fits everywhere is not asked for more often."""
-    candidates = goals(plan, task_type)
-    thing = _choose(draw, list(dict.fromkeys(kind for kind, _ in candidates)))
-    return thing, _choose(draw, [receptacle for kind, receptacle in candidates if kind == thing])
-
-
 def _furnish(
     draw: np.random.Generator, plan: FloorPlan, goal: Goal, receptacles: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Kind and place of every thing. What is asked for is nowhere in a receptacle of the kind that it has to
-    come into.
-    """
+    """Kind and location of every thing. The goal's thing is never in a target receptacle."""
     things: dict[str, str] = {}
     locations: dict[str, str] = {}
     for kind in plan.things:
@@ -543,7 +509,7 @@ def _furnish(
 
 @cache
 def _homes(plan: FloorPlan, kind: str) -> tuple[str, ...]:
-    """Kinds of the room's receptacles that a thing can lie in."""
+    """Kinds of the room's receptacles that a thing can be in."""
     if kind == LAMP:
         return tuple(receptacle for receptacle in _FOR_LAMPS if receptacle in plan.receptacles)[:1]
     can_hold = tables().can_hold
@@ -559,14 +525,14 @@ def _choose(draw: np.random.Generator, choices: Sequence[_T]) -> _T:
     return choices[int(draw.integers(len(choices)))]
 
 
-# The expert: the fewest commands that reach the goal of a made game from its start.
+# The expert: the fewest commands from the start of a game to its goal.
 #
-# Every receptacle is one walk from every other, so a plan is decided by which things, which receptacle and
-# which tool it uses; all choices are tried. The commands between are those that nothing can do without.
+# All receptacles are one step apart, so a plan is determined by the choice of things, target and tool. All
+# choices are tried; the commands between are the necessary ones.
 
 
 class _Route:
-    """Commands so far, and what they have led to."""
+    """Commands of a plan, with the state that they lead to."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
@@ -596,9 +562,7 @@ class _Route:
 
 
 def shortest_plan(scene: Scene) -> tuple[str, ...]:
-    """The fewest commands from the start to the goal; of equally short plans the first in alphabetical
-    order.
-    """
+    """The shortest plan; of equally short ones the first in alphabetical order."""
     return min((tuple(route.commands) for route in _routes(scene)), key=lambda plan: (len(plan), plan))
 
 

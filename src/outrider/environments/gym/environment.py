@@ -19,8 +19,8 @@ from outrider.environments.gym.making import (
     package_version,
 )
 from outrider.environments.gym.spaces import observation_text
-from outrider.environments.scienceworld.tasks import STOP
 from outrider.environments.seeded import MAX_EXPERT_TURNS, ExpertTurns, MoveRecord, opening_message, task_seed
+from outrider.environments.text_games import STOP
 from outrider.errors import EnvironmentFault, OutriderError
 from outrider.types import Message, Step, Task
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from outrider.environments.scienceworld.tasks import parse_action
+from outrider.environments.text_games import parse_action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class TextAction(RawAction):
 
     def read(self, text: str) -> Read:
         """The text as it is written, with its white space collapsed."""
-        parsed = parse_action(text, lower=False)
-        return Read(problem=parsed.problem) if parsed.problem else Read(action=parsed.action)
+        action, problem = parse_action(text, lower=False)
+        return Read(problem=problem) if problem else Read(action=action)
 
     def probe(self, number: int) -> str:
         """A turn with which the environment is tried."""
@@ -74,12 +74,12 @@ class DiscreteAction:
 
     def read(self, text: str) -> Read:
         """Case does not matter."""
-        parsed = parse_action(text)
-        if parsed.problem:
-            return Read(problem=parsed.problem)
-        if parsed.action not in self._numbers:
-            return Read(problem=f"There is no action {parsed.action!r}. The actions are: {self._listing}.")
-        return Read(action=self._numbers[parsed.action])
+        action, problem = parse_action(text)
+        if problem:
+            return Read(problem=problem)
+        if action not in self._numbers:
+            return Read(problem=f"There is no action {action!r}. The actions are: {self._listing}.")
+        return Read(action=self._numbers[action])
 
     def probe(self, number: int) -> str:
         """A turn with which the environment is tried."""

@@ -29,8 +29,8 @@ from outrider.environments.openenv.spaces import (
     observation_text,
     require_fields,
 )
-from outrider.environments.scienceworld.tasks import STOP
 from outrider.environments.seeded import MAX_EXPERT_TURNS, ExpertTurns, MoveRecord, opening_message, task_seed
+from outrider.environments.text_games import STOP
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message, Step, Task
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from outrider.environments.scienceworld.tasks import parse_action
+from outrider.environments.text_games import parse_action
 from outrider.errors import ConfigError, EnvironmentFault
 from outrider.tokens.tool_calls import Arguments
 
@@ -35,10 +35,10 @@ class FieldAction:
 
     def read(self, text: str) -> Read:
         """The server decides whether the text can be that field."""
-        parsed = parse_action(text, verbatim=True)
-        if parsed.problem:
-            return Read(problem=parsed.problem)
-        return Read(action={self._name: _clean(parsed.action)})
+        command, problem = parse_action(text, verbatim=True)
+        if problem:
+            return Read(problem=problem)
+        return Read(action={self._name: _clean(command)})
 
 
 class JsonAction:
@@ -53,11 +53,11 @@ class JsonAction:
 
     def read(self, text: str) -> Read:
         """JSON as the standard has it: no NaN, no infinity."""
-        parsed = parse_action(text, verbatim=True)
-        if parsed.problem:
-            return Read(problem=parsed.problem)
+        command, problem = parse_action(text, verbatim=True)
+        if problem:
+            return Read(problem=problem)
         try:
-            action = json.loads(_clean(parsed.action), parse_constant=_finite, parse_float=_finite)
+            action = json.loads(_clean(command), parse_constant=_finite, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             return Read(problem=f"The action is no JSON ({error}). Write for example {self.probe}.")
         if not isinstance(action, dict):

@@ -1,15 +1,14 @@
-"""One ScienceWorld simulator in one Java process, spoken to over Py4J's wire protocol.
+"""A ScienceWorld simulator in a Java process, over Py4J's wire protocol.
 
-Py4J's own client is not used: it logs stack traces to the root logger when the process dies and has one
-time-out for all calls. Facts that the code relies on (ScienceWorld 1.2.3, Py4J 0.10.9, Java 17):
+Py4J's own client is not used: it logs stack traces to the root logger when the process dies, and has one
+time-out for all calls. The code relies on these facts (ScienceWorld 1.2.3, Py4J 0.10.9, Java 17):
 
-* The simulator prints to standard output; once the pipe is full, ``load`` hangs for ever. So the pipe is
-  drained.
-* It seeds its random draws from the variation when it loads, but its object sets are ordered by identity
-  hash. Making that constant (``-XX:hashCode=2``) makes every task replay identically, also in a fresh
-  process; measured cost: none (3-10 ms per step either way). Without it the order of a room's contents
-  changes between two loads, and with it what draws pick.
-* ``load`` answers an empty text on success and a text that starts with ERROR otherwise.
+* The simulator prints to standard output; if the pipe is full, ``load`` hangs. So the pipe is drained.
+* Its random draws are seeded by the variation, but its object sets are ordered by identity hash. With a
+  constant hash (``-XX:hashCode=2``) every task replays identically, also in a new process, at no measured
+  cost (3 to 10 ms per step either way). Otherwise the order of a room's contents, and with it the result of
+  draws, changes between two loads. * ``load`` returns an empty text on success, else a text that starts with
+  ERROR.
 """
 
 import json
@@ -21,22 +20,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, Protocol
 
 from outrider.environments.simulator_process import SimulatorFolder, drain_output
 from outrider.errors import EnvironmentFault
 
 _FIXED_ORDER: Final = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
-_ESCAPES: Final = MappingProxyType({"n": "\n", "r": "\r", "\\": "\\"})
+_ESCAPES: Final = {"n": "\n", "r": "\r", "\\": "\\"}
 _ESCAPED: Final = re.compile(r"\\([nr\\])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How to start a simulator process: ``java`` executable, class path, heap limit (``512m``), time limits
-    in seconds.
-    """
+    """How to start a simulator process."""
 
     java: str
     class_path: str
@@ -49,9 +45,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The start of an episode: task text, what the agent sees first, and the action templates (``open
-    OBJ``).
-    """
+    """The start of an episode. ``action_templates`` are, for example, ``open OBJ``."""
 
     task_text: str
     observation: str
@@ -60,8 +54,8 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The simulator after one action: ``score`` in -100..100, ``num_moves`` since the start (one action may
-    cost several).
+    """The state after an action: ``score`` from -100 to 100; ``num_moves`` since the start, where an action
+    may count several times.
     """
 
     observation: str
@@ -71,12 +65,10 @@ class Reply:
 
 
 class Simulator(Protocol):
-    """A simulator as the environment needs it. Every method raises :class:`EnvironmentFault` when it died or
-    stalled.
-    """
+    """A simulator. Every method raises EnvironmentFault if it died or stalled."""
 
     def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
-        """Start an episode."""
+        """Start an episode. If the process is deterministic, equal arguments give an equal episode."""
         ...
 
     def act(self, action: str) -> Reply:
@@ -84,15 +76,17 @@ class Simulator(Protocol):
         ...
 
     def valid_actions(self) -> tuple[str, ...]:
-        """All actions that would be understood now (200-1,400; 20-80 ms)."""
+        """All actions that the simulator would understand now (200 to 1,400; 20 to 80 ms)."""
         ...
 
     def gold_actions(self, *, task_name: str, variation: int, simplification: str) -> tuple[str, ...]:
-        """A winning action sequence for the episode that ``load`` with the same arguments starts."""
+        """A winning action sequence for the episode that ``load`` starts with the same arguments (0.1 to 8
+        s).
+        """
         ...
 
     def num_variations(self, task_name: str) -> int:
-        """How many variations the simulator has of a task."""
+        """The simulator's number of variations of a task."""
         ...
 
     def is_alive(self) -> bool:
@@ -105,19 +99,17 @@ class Simulator(Protocol):
 
 
 class JavaSimulator:
-    """A :class:`Simulator` in its own Java process. One request at a time: a lock guards the connection.
+    """A :class:`Simulator` in its own Java process. A lock allows one request at a time.
 
-    ``port`` is the process's loopback port; who connects must know a secret that only its standard output
-    told.
+    ``port`` is the process's loopback port. A connection needs a secret that the process prints to its
+    standard output.
     """
 
     def __init__(self, launch: Launch) -> None:
-        """Start the process (0.8-2.1 s). Raises :class:`EnvironmentFault` with Java's last words when it does
-        not come up.
-        """
+        """Start the process (0.8 to 2.1 s). Raises EnvironmentFault with Java's last output if it fails."""
         self._launch = launch
         self._lock = threading.Lock()
-        # The simulator writes a listing of object types into the directory that it runs in.
+        # The simulator writes a list of object types into its working directory.
         self._directory = SimulatorFolder()
         self._process = _spawn(launch, self._directory.name)
         self._last_lines: deque[bytes] = deque(maxlen=20)
@@ -143,7 +135,6 @@ class JavaSimulator:
         return self._process.pid
 
     def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
-        """Start an episode; equal arguments give an equal episode when the launch is deterministic."""
         self._load(task_name, variation, simplification, with_gold=False)
         return Opening(
             task_text=self._call("getTaskDescription"),
@@ -152,35 +143,30 @@ class JavaSimulator:
         )
 
     def act(self, action: str) -> Reply:
-        """Perform one action. The score is rounded as the published wrapper does."""
         observation = self._call("step", action)
         return Reply(
             observation=observation,
-            score=round(100 * float(self._call("getScore"))),
+            score=round(100 * float(self._call("getScore"))),  # as in the published wrapper
             completed=self._call("getCompleted") == "true",
             num_moves=int(self._call("getNumMoves")),
         )
 
     def valid_actions(self) -> tuple[str, ...]:
-        """All actions that would be understood now, in the simulator's order."""
         listing = json.loads(self._call("getValidActionObjectCombinationsJSON"))
         return tuple(str(entry["action"]) for entry in listing["validActions"])
 
     def gold_actions(self, *, task_name: str, variation: int, simplification: str) -> tuple[str, ...]:
-        """A winning action sequence; the simulator's own planner makes it while loading (0.1-8 s)."""
         self._load(task_name, variation, simplification, with_gold=True)
         return self._strings(self._call("getGoldActionSequence"))
 
     def num_variations(self, task_name: str) -> int:
-        """How many variations the simulator has of a task."""
         return int(self._call("getTaskMaxVariations", task_name))
 
     def is_alive(self) -> bool:
-        """Whether the process runs and no call has failed."""
         return self._connection is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """Kill the process and wait for it. Takes no lock, so it also ends a call that hangs in another
+        """Kill the process and wait for it. Takes no lock, so that it ends a call that hangs in another
         thread.
         """
         connection, self._connection = self._connection, None
@@ -199,7 +185,7 @@ class JavaSimulator:
             raise self._fault(f"cannot load {task_name} variation {variation}: {answer}")
 
     def _strings(self, reference: str) -> tuple[str, ...]:
-        """Read a Java list of texts and let go of it, or it would stay in the heap until the process ends."""
+        """Read a Java list of texts and release it; it would stay in the heap until the process ends."""
         num_entries = int(self._call("size", target=reference))
         entries = tuple(self._call("get", index, target=reference) for index in range(num_entries))
         self._request(f"m\nd\n{reference}\ne\n", self._launch.step_limit_s)
@@ -231,7 +217,8 @@ class JavaSimulator:
                 raise self._fault("died") from error
         if not line.startswith("!y"):
             raise self._fault(f"answered with an error: {_unescape(line)[:500]}")
-        return _decode(line[2:])
+        # A type letter, then a text with escapes, a number, ``true`` or an object name; empty for nothing.
+        return _unescape(line[3:]) if line[2:3] == "s" else line[3:]
 
     def _read_line(self, connection: socket.socket) -> str:
         while b"\n" not in self._pending:
@@ -243,7 +230,7 @@ class JavaSimulator:
         return line.decode("utf-8")
 
     def _handshake(self) -> tuple[int, str]:
-        """Port and secret that the process prints first; then keep its output flowing into nothing."""
+        """Read the port and the secret that the process prints first, then discard its output."""
         output = self._process.stdout
         if output is None:
             raise ValueError("no output pipe")
@@ -257,7 +244,7 @@ class JavaSimulator:
         return port, token
 
     def _fault(self, problem: str) -> EnvironmentFault:
-        """Kill the process and make the error that tells why."""
+        """Kill the process and return the error, with the process's last output."""
         self.close()
         self._errors.join(timeout=1.0)
         words = b"".join(self._last_lines).decode("utf-8", "replace").strip()
@@ -267,23 +254,14 @@ class JavaSimulator:
 
 
 def _spawn(launch: Launch, directory: str) -> subprocess.Popen[bytes]:
-    """Start Java on a free loopback port with a secret; it exits by itself when our end of its input
-    closes.
-    """
+    """Start Java on a free loopback port with a secret; it exits when its standard input is closed."""
     options = _FIXED_ORDER if launch.deterministic else ()
     command: Sequence[str] = (
-        launch.java,
-        f"-Xmx{launch.heap}",
-        *options,
-        "-classpath",
-        launch.class_path,
-        "py4j.GatewayServer",
-        "--die-on-broken-pipe",
-        "--enable-auth",
-        "0",
-    )
+        launch.java, f"-Xmx{launch.heap}", *options, "-classpath", launch.class_path,
+        "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0",
+    )  # fmt: skip
     try:
-        # Its own session: an interrupt typed at the terminal is for the trainer, which then closes its
+        # In its own session: an interrupt at the terminal must reach only the trainer, which closes its
         # simulators itself.
         return subprocess.Popen(
             command,
@@ -298,7 +276,7 @@ def _spawn(launch: Launch, directory: str) -> subprocess.Popen[bytes]:
 
 
 def _encode(argument: str | int | bool) -> str:
-    """One argument in Py4J's wire form: a type letter and the value on one line."""
+    """An argument in Py4J's wire format: a type letter and the value on one line."""
     if isinstance(argument, str):
         return "s" + argument.replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
     if isinstance(argument, bool):
@@ -306,96 +284,73 @@ def _encode(argument: str | int | bool) -> str:
     return f"i{argument}"
 
 
-def _decode(answer: str) -> str:
-    """The value of an answer as text: texts without their escapes, numbers, ``true``, object names; empty for
-    nothing.
-    """
-    return _unescape(answer[1:]) if answer[:1] == "s" else answer[1:]
-
-
 def _unescape(text: str) -> str:
     return _ESCAPED.sub(lambda match: _ESCAPES[match.group(1)], text)
 
 
-# A fixed number of simulators; an environment borrows one for one episode.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loan:
-    """A borrowed simulator and the place in the pool to which it returns."""
-
-    slot: int
-    simulator: Simulator
-
-
 class SimulatorPool:
-    """Up to ``num_workers`` simulators, started when first wanted and replaced when dead. Thread-safe.
+    """Up to ``num_workers`` simulators, started when first needed and replaced when dead. Thread-safe.
 
-    ``num_starts`` counts started simulators, ``num_replaced`` those of them that took the place of a dead
-    one.
+    ``num_starts`` counts started simulators, and ``num_replaced`` those of them that replaced a dead one.
     """
 
     def __init__(self, *, start: Callable[[], Simulator], num_workers: int, borrow_limit_s: float) -> None:
-        """Start nothing yet; ``borrow_limit_s`` bounds the wait for a free simulator."""
+        """``borrow_limit_s`` limits the wait for a free simulator."""
         self._start = start
         self._borrow_limit_s = borrow_limit_s
         self._num_workers = num_workers
         self._lock = threading.Lock()
-        self._simulators: dict[int, Simulator] = {}
+        self._running: list[Simulator] = []
         self._num_closings = 0
-        # Last in, first out: a started simulator is preferred to starting another one.
-        self._free: queue.LifoQueue[int] = queue.LifoQueue()
-        for slot in reversed(range(num_workers)):
-            self._free.put(slot)
+        # Last in, first out, so that a started simulator is preferred to starting another one (None).
+        self._free: queue.LifoQueue[Simulator | None] = queue.LifoQueue()
+        for _ in range(num_workers):
+            self._free.put(None)
         self.num_starts = 0
         self.num_replaced = 0
 
-    def borrow(self) -> Loan:
-        """A living simulator for one episode. Raises :class:`EnvironmentFault` when none comes free or none
-        starts.
-        """
+    def borrow(self) -> Simulator:
+        """A live simulator for one episode. Raises EnvironmentFault if none is free or none starts."""
         try:
-            slot = self._free.get(timeout=self._borrow_limit_s)
+            simulator = self._free.get(timeout=self._borrow_limit_s)
         except queue.Empty:
             raise EnvironmentFault(
                 f"no free ScienceWorld simulator within {self._borrow_limit_s:g} s: all {self._num_workers} "
                 "are on loan (raise num_workers, lower the rollout concurrency, "
                 "or close finished environments)"
             ) from None
+        if simulator is not None and simulator.is_alive():
+            return simulator
         try:
-            return Loan(slot=slot, simulator=self._live_simulator(slot))
+            return self._start_another(simulator)
         except BaseException:
-            self._free.put(slot)
+            self._free.put(simulator)
             raise
 
-    def release(self, loan: Loan) -> None:
+    def release(self, simulator: Simulator) -> None:
         """Return a borrowed simulator, dead or alive; call it once per loan."""
-        if not loan.simulator.is_alive():
-            loan.simulator.close()
-        self._free.put(loan.slot)
+        if not simulator.is_alive():
+            simulator.close()
+        self._free.put(simulator)
 
     def close(self) -> None:
         """Kill every simulator, also those on loan (their episodes end in a fault). May be called twice."""
         with self._lock:
-            simulators = list(self._simulators.values())
-            self._simulators.clear()
+            running, self._running = self._running, []
             self._num_closings += 1
-        for simulator in simulators:
+        for simulator in running:
             simulator.close()
 
-    def _live_simulator(self, slot: int) -> Simulator:
-        with self._lock:
-            simulator, num_closings = self._simulators.get(slot), self._num_closings
-        if simulator is not None and simulator.is_alive():
-            return simulator
-        if simulator is not None:
-            simulator.close()
+    def _start_another(self, dead: Simulator | None) -> Simulator:
+        num_closings = self._num_closings
+        if dead is not None:
+            dead.close()
         started = self._start()
         with self._lock:
             self.num_starts += 1
-            self.num_replaced += simulator is not None
+            self.num_replaced += dead is not None
             if num_closings == self._num_closings:
-                self._simulators[slot] = started
+                self._running = [*(other for other in self._running if other is not dead), started]
                 return started
         started.close()
         raise EnvironmentFault("the ScienceWorld pool was closed while a simulator started")

@@ -1,57 +1,51 @@
-"""ScienceWorld's 30 tasks as frozen data: names, number of variations, the simulator's own split, what
-replays exactly.
+"""ScienceWorld's 30 tasks and the texts of its agents. Measured on version 1.2.3 (Wang et al. 2022, arXiv
+2203.07540).
 
-Held here so that listing a split needs no Java;
-:func:`outrider.environments.scienceworld.environment.ScienceWorldTaskSet.make` compares the numbers with the
-simulator before the first rollout. Measured on ScienceWorld 1.2.3 (Wang et al. 2022, arXiv 2203.07540).
+The number of variations is data here, so that listing a split needs no Java; the task set compares it with
+the simulator before the first rollout.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
-from outrider.errors import ConfigError
+from outrider.environments.task_sets import Split, known_split
 from outrider.types import Task
 
 SIMULATOR_VERSION: Final = "1.2.3"
 
-NUM_VARIATIONS: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "boil": 30,
-        "melt": 30,
-        "freeze": 30,
-        "change-the-state-of-matter-of": 30,
-        "use-thermometer": 540,
-        "measure-melting-point-known-substance": 436,
-        "measure-melting-point-unknown-substance": 300,
-        "power-component": 20,
-        "power-component-renewable-vs-nonrenewable-energy": 20,
-        "test-conductivity": 900,
-        "test-conductivity-of-unknown-substances": 600,
-        "find-living-thing": 300,
-        "find-non-living-thing": 300,
-        "find-plant": 300,
-        "find-animal": 300,
-        "grow-plant": 126,
-        "grow-fruit": 126,
-        "chemistry-mix": 32,
-        "chemistry-mix-paint-secondary-color": 36,
-        "chemistry-mix-paint-tertiary-color": 36,
-        "lifespan-longest-lived": 125,
-        "lifespan-shortest-lived": 125,
-        "lifespan-longest-lived-then-shortest-lived": 125,
-        "identify-life-stages-1": 14,
-        "identify-life-stages-2": 10,
-        "inclined-plane-determine-angle": 168,
-        "inclined-plane-friction-named-surfaces": 1386,
-        "inclined-plane-friction-unnamed-surfaces": 162,
-        "mendelian-genetics-known-plant": 120,
-        "mendelian-genetics-unknown-plant": 480,
-    }
-)
+NUM_VARIATIONS: Final[Mapping[str, int]] = {
+    "boil": 30,
+    "melt": 30,
+    "freeze": 30,
+    "change-the-state-of-matter-of": 30,
+    "use-thermometer": 540,
+    "measure-melting-point-known-substance": 436,
+    "measure-melting-point-unknown-substance": 300,
+    "power-component": 20,
+    "power-component-renewable-vs-nonrenewable-energy": 20,
+    "test-conductivity": 900,
+    "test-conductivity-of-unknown-substances": 600,
+    "find-living-thing": 300,
+    "find-non-living-thing": 300,
+    "find-plant": 300,
+    "find-animal": 300,
+    "grow-plant": 126,
+    "grow-fruit": 126,
+    "chemistry-mix": 32,
+    "chemistry-mix-paint-secondary-color": 36,
+    "chemistry-mix-paint-tertiary-color": 36,
+    "lifespan-longest-lived": 125,
+    "lifespan-shortest-lived": 125,
+    "lifespan-longest-lived-then-shortest-lived": 125,
+    "identify-life-stages-1": 14,
+    "identify-life-stages-2": 10,
+    "inclined-plane-determine-angle": 168,
+    "inclined-plane-friction-named-surfaces": 1386,
+    "inclined-plane-friction-unnamed-surfaces": 162,
+    "mendelian-genetics-known-plant": 120,
+    "mendelian-genetics-unknown-plant": 480,
+}
 """Task name -> number of variations, in the simulator's own task order."""
 
 SIMPLIFICATIONS: Final = (
@@ -65,40 +59,19 @@ SIMPLIFICATIONS: Final = (
 
 
 def variations(task_name: str, split: str) -> range:
-    """The simulator's own variations of a split (``train``, ``valid``, ``test``): two quarters, one quarter,
-    the rest.
-    """
+    """The simulator's own variations of a split: train is the first half, valid and test a quarter each."""
     num_variations = NUM_VARIATIONS[task_name]
     quarter = num_variations // 4
-    bounds = {
-        "train": (0, 2 * quarter),
-        "valid": (2 * quarter, 3 * quarter),
-        "test": (3 * quarter, num_variations),
+    bounds: dict[Split, range] = {
+        "train": range(2 * quarter),
+        "valid": range(2 * quarter, 3 * quarter),
+        "test": range(3 * quarter, num_variations),
     }
-    if split not in bounds:
-        raise ConfigError(f"unknown split {split!r}; ScienceWorld has {', '.join(bounds)}")
-    return range(*bounds[split])
-
-
-def is_electrical(task_name: str) -> bool:
-    """Whether the task needs ``connect`` actions, which the simplification ``noElectricalAction`` removes."""
-    return "power-component" in task_name or "conductivity" in task_name
-
-
-def replays_exactly(task_name: str, *, deterministic: bool) -> bool:
-    """Whether the same actions lead to the same state again, so that a fork may replay a prefix.
-
-    Measured in deterministic mode, gold paths mixed with other actions, twice in one process and once in a
-    fresh one: all 30 tasks. Without it no task: even where scores repeat, the order in which a room's
-    contents are listed does not.
-    """
-    return deterministic and task_name in NUM_VARIATIONS
+    return bounds[known_split(split, "ScienceWorld")]
 
 
 def make_tasks(task_names: Sequence[str], split: str, limit: int | None) -> tuple[Task, ...]:
-    """The frozen list of a split: tasks in the given order, the first ``limit`` variations of each (all for
-    None).
-    """
+    """The tasks of a split: the first ``limit`` variations (None: all) of every task, in the given order."""
     return tuple(
         Task(
             key=f"scienceworld/{name}/{variation}",
@@ -110,25 +83,9 @@ def make_tasks(task_names: Sequence[str], split: str, limit: int | None) -> tupl
     )
 
 
-def hash_tasks(tasks: Sequence[Task]) -> str:
-    """SHA-256 over the simulator version and the task keys in order: equal exactly when two panels hold the
-    same episodes.
-    """
-    digest = hashlib.sha256(f"scienceworld {SIMULATOR_VERSION}\n".encode())
-    for task in tasks:
-        digest.update(task.key.encode() + b"\n")
-    return digest.hexdigest()
-
-
-# Texts of a ScienceWorld agent: the prompt, the action tag, the simulator's refusals.
-
-
-STOP: Final = "</action>"
-MAX_ACTION_CHARACTERS: Final = 200
-_TAGGED: Final = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
 _UNREADABLE: Final = ("No known action matches that input", "Unknown action.")
 _AMBIGUOUS: Final = "Ambiguous request"
-# What the simulator's checks of an action say (version 1.2.3); each is the whole observation, on one line.
+# Messages of the simulator's checks of an action (version 1.2.3); each is the whole observation, on one line.
 _REFUSED: Final = re.compile(
     r"It'?s not clear how to .+|I'm not sure .+|You can't .+"
     r"|That can't be moved there.*|That object (?:already appears|does not appear) to be in the inventory\."
@@ -157,89 +114,36 @@ INSTRUCTIONS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedAction:
-    """The command in a policy message, or ``problem``: what was wrong, in words for the policy (one of them
-    is empty).
-    """
-
-    action: str = ""
-    problem: str = ""
-
-
-def parse_action(text: str, *, lower: bool = True, verbatim: bool = False) -> ParsedAction:
-    """Read the one ``<action>...</action>`` of a message; everything around it is free thought. Never raises.
-
-    The command's white space is collapsed and, with ``lower``, it is lower-cased, as the simulator's parser
-    expects. ``verbatim`` keeps what stands between the tags, of any length: a program, or JSON.
-    """
-    commands = _TAGGED.findall(text)
-    if not commands:
-        return ParsedAction(
-            problem="No command found. Write exactly one command as <action>command</action>."
-        )
-    if len(commands) > 1:
-        return ParsedAction(
-            problem=(
-                f"Found {len(commands)} commands; nothing was done. Write exactly one "
-                "<action>command</action>."
-            )
-        )
-    action = commands[0].strip() if verbatim else " ".join(commands[0].split())
-    action = action.lower() if lower and not verbatim else action
-    if not action:
-        return ParsedAction(problem="The command is empty. Write one command as <action>command</action>.")
-    if len(action) > MAX_ACTION_CHARACTERS and not verbatim:
-        return ParsedAction(
-            problem=f"The command is longer than {MAX_ACTION_CHARACTERS} characters; nothing was done."
-        )
-    return ParsedAction(action=action)
-
-
-def render_action(action: str) -> str:
-    """A policy message that holds the command and nothing else."""
-    return f"<action>{action}{STOP}"
-
-
 def render_prompt(*, task_text: str, observation: str, action_templates: Sequence[str]) -> str:
-    """The first user message: how to act, the task, and what the agent sees."""
+    """The first user message: instructions, task and first observation."""
     instructions = INSTRUCTIONS.format(templates=", ".join(action_templates))
     return f"{instructions}\n\nTask: {task_text.strip()}\n\n{observation.strip()}"
 
 
-def render_valid_actions(actions: Sequence[str], limit: int) -> str:
-    """The list of commands that are understood now, cut to ``limit`` with the number left out stated."""
-    listing = "\n".join(actions[:limit])
-    num_hidden = len(actions) - limit
-    return f"Commands understood now:\n{listing}" + (f"\n... and {num_hidden} more" if num_hidden > 0 else "")
-
-
 def is_unreadable(observation: str) -> bool:
-    """Whether the simulator could not read the command at all."""
+    """Whether the simulator could not parse the command."""
     return observation.startswith(_UNREADABLE)
 
 
 def is_refused(observation: str) -> bool:
-    """Whether the simulator read the command and did not do it. It costs a move all the same, and time
-    passes.
+    """Whether the simulator parsed the command but did not execute it; it counts as a move all the same.
 
-    A question back (:func:`is_ambiguous`) is no refusal: the simulator waits for its answer and takes nothing
-    else.
+    A question (:func:`is_ambiguous`) is no refusal, because the simulator waits for its answer.
     """
     return _REFUSED.fullmatch(observation.strip()) is not None
 
 
 def is_ambiguous(observation: str) -> bool:
-    """Whether the simulator asks which of several meanings the command has (costs no move)."""
+    """Whether the simulator asks which of several meanings the command has; this does not count as a move."""
     return observation.startswith(_AMBIGUOUS)
 
 
 def nearest_action(action: str, valid_actions: Sequence[str]) -> str | None:
-    """The valid action with the largest Jaccard similarity of white-space words; the first of equals; None
-    when none shares a word.
+    """The valid action with the largest Jaccard similarity of words, the first one if several are equal; None
+    if none shares a word.
 
-    This is the "action correction" of EMPO²'s released wrapper (arXiv 2602.23008, agl-envs). Beware: it can
-    turn a harmless unknown command into a real ``focus on`` that ends the episode at -100.
+    This is the "action correction" of EMPO²'s released wrapper (arXiv 2602.23008, agl-envs). It can turn a
+    harmless unknown command into a ``focus on`` that ends the episode with a score of -100.
     """
     if action in valid_actions:
         return action
@@ -248,8 +152,6 @@ def nearest_action(action: str, valid_actions: Sequence[str]) -> str | None:
 
 
 def word_jaccard(left: str, right: str) -> float:
-    """Size of the intersection over size of the union of two texts' white-space words; 0 for two empty
-    texts.
-    """
+    """Jaccard similarity of the words of two texts; 0 for two empty texts."""
     words, others = set(left.split()), set(right.split())
     return len(words & others) / len(words | others) if words | others else 0.0

@@ -1,4 +1,9 @@
-"""Which TextWorld games can be made (Côté et al. 2018, arXiv 1806.11532): the settings of the four kinds."""
+"""Making TextWorld games (Côté et al. 2018, arXiv 1806.11532), and the folder of made games.
+
+A child process (``python -m`` of this module) makes the games with a fixed hash seed, because TextWorld's
+iteration over sets reaches the bytes of some games, and because its generator keeps state for the whole
+process. A game is kept only if its own walkthrough wins it.
+"""
 
 import hashlib
 import json
@@ -17,13 +22,23 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
+from outrider.environments.task_sets import Split
 from outrider.environments.textworld.play import StoryGame, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault
 from outrider.seeding import stream
 
 MAX_ROOMS: Final = 100
-
-Split = Literal["train", "valid", "test"]
+PACKAGE_VERSION: Final = "1.7.0"
+MAX_ATTEMPTS: Final = 20
+"""Number of draws after which a game is considered impossible with its settings."""
+_FORMAT: Final = 1  # raise it when our way of making games changes: old ones are then made again
+_IMPOSSIBLE: Final = 3  # exit status of the child
+_LEAD_S: Final = 60.0  # starting Python and loading the package, on a busy machine
+# Variables that would change games without changing their key.
+_SWITCHES: Final = ("INFORM_HOME", "TEXTWORLD_DEBUG", "TEXTWORLD_I6_DEBUG")
+_SERIAL: Final = slice(0x12, 0x18)  # of a Z-machine story: the day of compilation; outside of the checksum
+# The rollouts of a group need the same game at once: one thread makes it, the others wait.
+_MAKING: Final = threading.Lock()
 
 
 class QuestGame(Settings):
@@ -32,13 +47,13 @@ class QuestGame(Settings):
     type: Literal["quest"] = "quest"
     num_rooms: Annotated[int, Field(ge=1, le=MAX_ROOMS)] = 2
     num_objects: Annotated[int, Field(ge=1)] = 4
-    """Things in the house; a quest that needs more gets more."""
+    """Number of things in the house; more if the quest needs them."""
     quest_length: Annotated[int, Field(ge=1)] = 3
-    """Commands that the quest is made from; with several goals the shortest way can be shorter."""
+    """Number of commands that the quest is made from; with several goals the shortest way can be shorter."""
     quest_breadth: Annotated[int, Field(ge=1)] = 1
-    """Goals that the quest consists of, each a point."""
+    """Number of goals, each worth a point."""
     goal_only: bool = False
-    """Tell only the last command of the quest, neither the way there nor other goals."""
+    """Describe only the last command of the quest, neither the way there nor other goals."""
 
     @model_validator(mode="after")
     def _validate(self) -> "QuestGame":
@@ -50,14 +65,14 @@ class QuestGame(Settings):
 
 
 class CoinCollector(Settings):
-    """A chain of rooms with a coin at its end. Level 1-100 is its length; 101-150 the same with as many dead
-    ends, 201-233 with twice as many.
+    """A chain of rooms with a coin at its end. Levels 1 to 100 are its length; 101 to 150 are the same with
+    as many dead ends, 201 to 233 with twice as many.
     """
 
     type: Literal["coin_collector"] = "coin_collector"
     level: Annotated[int, Field(ge=1, le=300)] = 5
     goal_only: bool = True
-    """Tell only to take the coin and not the way there."""
+    """Describe only the goal and not the way there."""
 
     @model_validator(mode="after")
     def _validate(self) -> "CoinCollector":
@@ -70,27 +85,25 @@ class CoinCollector(Settings):
 
 
 class TreasureHunter(Settings):
-    """A maze with one thing to take and one that loses the game; level 11 adds closed doors, level 21 locked
-    ones.
+    """A maze with one thing to take and one that loses the game. From level 11 doors are closed, from level
+    21 locked.
     """
 
     type: Literal["treasure_hunter"] = "treasure_hunter"
     level: Annotated[int, Field(ge=1, le=30)] = 5
     goal_only: bool = True
-    """Tell only the thing to take and not the way there."""
+    """Describe only the thing to take and not the way there."""
 
 
 class Cooking(Settings):
-    """Find a recipe, fetch and prepare its ingredients, eat (the First TextWorld Problems). Wrong preparation
-    loses.
-
-    The splits differ in foods and preparations, as in the competition.
+    """Find a recipe, fetch and prepare its ingredients, and eat (the First TextWorld Problems). A wrong
+    preparation loses the game. The splits differ in foods and preparations, as in the competition.
     """
 
     type: Literal["cooking"] = "cooking"
     num_ingredients: Annotated[int, Field(ge=1, le=5)] = 1
     num_to_find: Annotated[int, Field(ge=0, le=5)] = 1
-    """Ingredients that are not in the inventory at the start."""
+    """Number of ingredients that are not in the inventory at the start."""
     num_rooms: Literal[1, 6, 9, 12] = 1
     open: bool = False
     """Whether doors and containers start closed."""
@@ -109,32 +122,12 @@ class Cooking(Settings):
 GameSettings = Annotated[QuestGame | CoinCollector | TreasureHunter | Cooking, Field(discriminator="type")]
 
 
-# The shelf of made TextWorld games on disk, and how they are made.
-#
-# Games are made by a child process (``python -m`` of this module) with a fixed order of hashing: TextWorld's
-# own order of sets reaches the bytes of some games, and its generator keeps state for the whole process. A
-# game is kept only when its own walkthrough wins it.
-
-
-PACKAGE_VERSION: Final = "1.7.0"
-MAX_ATTEMPTS: Final = 20
-"""Draws after which a game counts as impossible with its settings."""
-_FORMAT: Final = 1  # raise it when our way of making games changes: old ones are then made again
-_IMPOSSIBLE: Final = 3  # exit status of the child
-_LEAD_S: Final = 60.0  # starting Python and loading the package, on a busy machine
-# would change games behind the shelf's back
-_SWITCHES: Final = ("INFORM_HOME", "TEXTWORLD_DEBUG", "TEXTWORLD_I6_DEBUG")
-_SERIAL: Final = slice(0x12, 0x18)  # of a Z-machine story: the day of compilation; outside of the checksum
-# the rollouts of a group want the same game at once: one makes it, the others wait
-_MAKING: Final = threading.Lock()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GameShelf:
-    """The made games of one kind and seed, each in a folder of its own that appears whole or not at all.
+    """The made games of one kind and seed, each in a folder of its own.
 
-    Processes may share a shelf: of two that make the same game, the first to finish puts it there. A kill
-    leaves at most a hidden folder of unfinished work.
+    Folders appear atomically, and processes may share a shelf: if two make the same game, that of the first
+    to finish is kept. A kill leaves at most a hidden folder of unfinished work.
     """
 
     root: Path
@@ -145,7 +138,7 @@ class GameShelf:
 
     @property
     def name(self) -> str:
-        """Kind and a hash over all that decides what the games are."""
+        """Kind, and a hash of everything that determines the games."""
         key = {
             "format": _FORMAT,
             "game": self.game.model_dump(mode="json"),
@@ -156,27 +149,23 @@ class GameShelf:
         return f"{self.game.type}-{digest[:12]}"
 
     def story(self, split: Split, index: int) -> Path:
-        """Path of a game's story file, made or not; its description lies beside it."""
+        """Path of a game's story file, whether it exists or not; its description is next to it."""
         return self.root / self.name / f"{split}-{index}" / "game.z8"
 
     def ensure(self, keys: Sequence[tuple[Split, int]]) -> None:
-        """Make what is missing (2-5 s per game), with up to ``num_makers`` processes.
+        """Make the missing games (2 to 5 s per game) with up to ``num_makers`` processes.
 
-        Raises :class:`ConfigError` where the settings allow no game and :class:`EnvironmentFault` where
-        making fails.
+        Raises ConfigError if no game is possible with the settings, and EnvironmentFault if making fails.
         """
-        if not self._missing(keys):
+        if all(self.story(*key).exists() for key in keys):
             return
         with _MAKING:
-            missing = self._missing(keys)
+            missing = [key for key in keys if not self.story(*key).exists()]
             shares = [
                 missing[first :: self.num_makers] for first in range(min(self.num_makers, len(missing)))
             ]
             with ThreadPoolExecutor(max_workers=self.num_makers) as pool:
                 list(pool.map(self._make, shares))
-
-    def _missing(self, keys: Sequence[tuple[Split, int]]) -> list[tuple[Split, int]]:
-        return [key for key in keys if not self.story(*key).exists()]
 
     def _make(self, keys: Sequence[tuple[Split, int]]) -> None:
         folder = self.root / self.name
@@ -201,7 +190,7 @@ class GameShelf:
 
 
 class _Order(Settings):
-    """Order to the child for one game."""
+    """The child's standard input."""
 
     root: Path
     game: GameSettings
@@ -224,14 +213,12 @@ def _run_child(order: _Order, *, limit_s: float) -> "subprocess.CompletedProcess
 
 
 def main() -> int:
-    """The child: make the games of an order read from standard input, each moved to its place when it is
-    whole.
-    """
+    """Main function of the child. Each game is moved to its final location when it is complete."""
     parent = os.getppid()
     order = _Order.model_validate_json(sys.stdin.read())
     shelf = GameShelf(root=order.root, game=order.game, game_seed=order.game_seed)
     for split, index in order.wanted:
-        if os.getppid() != parent:  # killed: nobody waits for the rest
+        if os.getppid() != parent:  # the parent was killed
             return 1
         target = shelf.story(split, index).parent
         folder = order.work / target.name
@@ -249,9 +236,7 @@ def main() -> int:
 
 
 def _make_game(order: _Order, split: Split, index: int, folder: Path) -> None:
-    """Draw games until one's walkthrough wins it. The draws follow the seeds alone, so everyone ends at the
-    same game.
-    """
+    """Draw games until the walkthrough of one wins it. The draws depend on the seeds only."""
     from textworld.generator import compile_inform7_game, generate_inform7_source
 
     problem = ""
@@ -261,7 +246,7 @@ def _make_game(order: _Order, split: Split, index: int, folder: Path) -> None:
             source = generate_inform7_source(game)
         except OSError:
             raise
-        # no quest of this length, no name left, no way out of a room: the next draw may do
+        # For example, no quest of this length or no name left; the next draw may succeed.
         except Exception as error:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
             continue
@@ -273,7 +258,12 @@ def _make_game(order: _Order, split: Split, index: int, folder: Path) -> None:
         data = bytearray(story.read_bytes())
         data[_SERIAL] = b"000000"
         story.write_bytes(data)
-        if _is_won(story):
+        started = StoryGame.start(story, with_commands=False)
+        try:
+            replies = [started.act(command) for command in walkthrough(story)]
+        finally:
+            started.close()
+        if any(reply.won and reply.score == started.max_score for reply in replies):
             return
         problem = "its walkthrough does not win it"
     raise ConfigError(f"no TextWorld game with {order.game!r} in {MAX_ATTEMPTS} draws; the last: {problem}")
@@ -304,15 +294,6 @@ def _draw(
         options.quest_length, options.quest_breadth = settings.quest_length, settings.quest_breadth
         return make_game(options)
     return CHALLENGES[f"tw-{settings.type}"][1]({"level": settings.level}, options)
-
-
-def _is_won(story: Path) -> bool:
-    game = StoryGame.start(story, with_commands=False)
-    try:
-        replies = [game.act(command) for command in walkthrough(story)]
-    finally:
-        game.close()
-    return any(reply.won and reply.score == game.opening.max_score for reply in replies)
 
 
 if __name__ == "__main__":

@@ -1,109 +1,72 @@
-"""Playing one made TextWorld game: what it shows, what it answers, and its copies."""
+"""A TextWorld game in play."""
 
+import copy
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from outrider.environments.text_games import Reply
 from outrider.errors import EnvironmentFault
 
-# Games with the same rules share one object of the package that holds them. Its parser is not re-entrant, and
-# its rules remember what they were applied to: a game that lists commands adds to that whenever it starts,
-# moves or is copied, and the copy of any game walks through it ("dictionary changed size during iteration").
-# So all of these take turns.
+# Games with the same rules share one object of the package. Its parser is not re-entrant, and its rules
+# remember what they were applied to: a game that lists commands adds to that whenever it starts, moves or is
+# copied, and copying any game iterates over it ("dictionary changed size during iteration"). Hence one lock
+# for all of it.
 _RULES: Final = threading.Lock()
-# A traced game reports its actions so, between the lines that a player reads. Those with a parenthesis are
-# parts of others.
+# Reports of a traced game between the lines that a player reads. Those with a parenthesis are parts of
+# others.
 _TRACED: Final = re.compile(r"\[[^]]+\]\n?")
 _DONE: Final = re.compile(r"\[[^]()]+ - succeeded\]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """Answer of a game: its text, the points so far, and whether the game has ended.
-
-    ``refused``: the command was not done, whether the game did not understand it or did not allow it.
-    """
-
-    text: str
-    score: int
-    won: bool = False
-    lost: bool = False
-    refused: bool = False
+INSTRUCTIONS: Final = (
+    "You play a text adventure and reach its goal by typing commands, one a turn.\n"
+    "You may think first. Then write exactly one command between <action> and </action>, for example "
+    "<action>look</action>. The next message tells what happened.\n"
+    "Commands, where OBJ stands for a thing that you can see or carry (for example: open fridge):\n"
+    "{templates}"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """How a game starts: its goal and first room in words, the commands with their gaps, the points that it
-    can give.
-    """
-
-    text: str
-    command_templates: tuple[str, ...]
-    max_score: int
-
-
-class Game(Protocol):
-    """A started game. Calls of one game must not overlap; those of different games may."""
-
-    opening: Opening
-
-    def act(self, command: str) -> Reply:
-        """Perform a command. Raises EnvironmentFault when the interpreter broke."""
-        ...
-
-    def commands(self) -> tuple[str, ...]:
-        """The commands that the game understands now, sorted; needs a game that was started for it."""
-        ...
-
-    def copy(self) -> "Game":
-        """The same game at the same point, independent from then on."""
-        ...
-
-    def close(self) -> None:
-        """End the interpreter; may be called twice."""
-        ...
+def render_opening(command_templates: Iterable[str], text: str) -> str:
+    """The first message: instructions, goal and first room. Gaps of a template are written as OBJ."""
+    templates = sorted({re.sub(r"\{.*?\}", "OBJ", template) for template in command_templates})
+    return f"{INSTRUCTIONS.format(templates=', '.join(templates))}\n\n{text}"
 
 
 class StoryGame:
-    """A story file in the package's interpreter, which loads a library of its own for every game (0.02-0.5
-    s).
-    """
+    """A story file in the package's interpreter, which loads a library per game (0.02 to 0.5 s)."""
 
     def __init__(self, environment: Any, state: Any, *, with_commands: bool) -> None:
-        """Take over a started environment of the package; use :meth:`start`."""
+        """``environment`` is a started environment of the package; see :meth:`start`."""
         self._environment = environment
         self._state = state
         self._with_commands = with_commands
-        templates = {re.sub(r"\{.*?\}", "OBJ", template) for template in state["command_templates"]}
-        self.opening = Opening(
-            text=clean(state["feedback"]),
-            command_templates=tuple(sorted(templates)),
-            max_score=int(state["max_score"]),
-        )
+        self.opening = render_opening(state["command_templates"], clean(state["feedback"]))
+        self.max_score = int(state["max_score"])
 
     @classmethod
     def start(cls, story: Path, *, with_commands: bool) -> "StoryGame":
-        """Start a game; ``with_commands`` follows its logic too, which halves the speed. Raises
-        EnvironmentFault.
+        """Start a game. ``with_commands``: track the possible commands, which halves the speed.
+
+        Raises EnvironmentFault.
         """
-        with _faults(f"cannot start the game {story} (delete its folder to have it made again)"):
+        with _faults(f"cannot start the game {story} (delete its folder to make it again)"):
             import textworld
 
             infos = textworld.EnvInfos(admissible_commands=with_commands)
             with _RULES:
                 environment = textworld.start(str(story), infos)
                 state = environment.reset()
-                # as the package does itself where it follows the game's logic
+                # The package does the same when it tracks the game's logic.
                 environment.unwrapped._send("tw-trace-actions")
                 return cls(environment, state, with_commands=with_commands)
 
     def act(self, command: str) -> Reply:
-        """Play one command. Raises EnvironmentFault when the interpreter breaks."""
         with _faults("the game broke"), _RULES if self._with_commands else nullcontext():
             self._state, _, _ = self._environment.step(command)
             state = self._state
@@ -117,32 +80,29 @@ class StoryGame:
             )
 
     def commands(self) -> tuple[str, ...]:
-        """Those that the game admits now."""
+        """The possible commands; only for a game that was started ``with_commands``."""
         return tuple(self._state["admissible_commands"])
 
     def copy(self) -> "StoryGame":
-        """An independent game in the same state."""
         with _faults("the game cannot be copied"), _RULES:
-            twin = StoryGame.__new__(StoryGame)
-            twin._environment, twin._state, twin.opening = self._environment.copy(), self._state, self.opening
-            twin._with_commands = self._with_commands
+            twin = copy.copy(self)
+            twin._environment = self._environment.copy()
             return twin
 
     def close(self) -> None:
-        """Release the interpreter."""
         self._environment.close()
 
 
 def walkthrough(story: Path) -> tuple[str, ...]:
-    """The commands that win a made game. Raises EnvironmentFault where its description cannot be read."""
+    """The commands that win a game. Raises EnvironmentFault if its description cannot be read."""
     with _faults(f"cannot read the description of {story}"):
         description = json.loads(story.with_suffix(".json").read_text(encoding="utf-8"))
         return tuple(str(command) for command in description["metadata"]["walkthrough"])
 
 
 def clean(text: str) -> str:
-    """A game's text for a player: without banner, status line and prompt, the question after the end, and
-    empty lines.
+    """A game's text without banner, status line, prompt, the question after the end, and repeated blank
+    lines.
     """
     text = re.sub(r"(?m)^[ _|\\/$<>]*[_|$][ _|\\/$<>]*$", "", text)
     text = re.sub(r"\n>[^\n]*\Z", "", text.rstrip())
@@ -155,6 +115,6 @@ def clean(text: str) -> str:
 def _faults(operation: str) -> Iterator[None]:
     try:
         yield
-    # whatever a package of this size raises, the episode is lost and the run goes on
+    # The package raises all kinds of exceptions; the run must survive each of them.
     except Exception as error:
         raise EnvironmentFault(f"TextWorld: {operation}: {type(error).__name__}: {error}") from error

@@ -1,7 +1,10 @@
-"""WebShop's products and instructions, read from the files of the 1,000-product set or from the small
-catalogue shipped here.
+"""WebShop's products, instructions and goals, from the files of the 1,000-product set or a small catalogue.
 
-The shipped catalogue is invented; it serves tests and demos, and its scores compare with nothing published.
+The shipped catalogue is invented, for tests and demos; its scores are not comparable with published ones.
+
+The released environments shuffle goals and draw prices from a random stream per worker, so the same index is
+a different goal in every worker, and training goals occur in validation. Here everything is determined by the
+catalogue and ``goal_seed``.
 """
 
 import hashlib
@@ -21,16 +24,20 @@ from outrider.seeding import stream, stream_seed
 from outrider.types import Task
 
 SHIPPED: Final = "catalogue.json"
-# The original's price of a product without one, in dollars.
+# The original's price of a product without a price, in dollars.
 DEFAULT_PRICE: Final = 100.0
 _CATEGORY_MARK: Final = "\u203a"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """One product. ``prices`` are dollars: one, or the two ends of a range. ``categories`` go from wide to
-    narrow; ``query`` is the search under which the product was collected. ``options`` maps a name to its
-    different values.
+    """One product.
+
+    Attributes:
+        prices: in dollars: one, or the two ends of a range.
+        categories: from wide to narrow.
+        query: the search with which the product was collected.
+        options: from a name to its different values.
     """
 
     product_id: str
@@ -47,14 +54,14 @@ class Product:
 
     @property
     def price_tag(self) -> str:
-        """The price as a page shows it."""
+        """The price on a page."""
         return " to ".join(f"${price}" for price in self.prices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """A shopper's wish. ``options`` are the (name, value) pairs wanted, the name empty where none is known;
-    None stands for every combination of the product's options, each a goal of its own.
+    """A shopper's request. ``options`` are pairs of name (or empty) and value; None stands for every
+    combination of the product's options, each a goal of its own.
     """
 
     text: str
@@ -110,6 +117,8 @@ class _Human(_Record):
 
 
 class _Bundle(_Record):
+    """Format of the shipped catalogue."""
+
     products: tuple[_Listed, ...]
     attributes: dict[str, _Synthetic]
 
@@ -124,12 +133,16 @@ _ValueT = TypeVar("_ValueT")
 def load_catalogue(
     products: Path | None, attributes: Path | None, human_goals: Path | None = None
 ) -> Catalogue:
-    """The catalogue of two files (the formats of ``products_1k.json`` and ``items_ins_v2_1000.json``), or the
-    shipped one where they are None. With ``human_goals`` (the format of ``items_human_ins.json``) its
-    instructions replace the synthetic ones.
+    """Load a catalogue.
 
-    Raises DataError, naming the file and the entry, for a missing or malformed file, a product id that occurs
-    twice and a catalogue without any instruction.
+    Args:
+        products: file in the format of ``products_1k.json``; None for the shipped catalogue.
+        attributes: file in the format of ``items_ins_v2_1000.json``.
+        human_goals: file in the format of ``items_human_ins.json``, whose instructions replace the synthetic
+            ones.
+
+    Raises DataError with the file and the entry for a missing or malformed file, a duplicate product id, and
+    a catalogue without instructions.
     """
     if products is None or attributes is None:
         source = SHIPPED
@@ -178,7 +191,7 @@ def _products(
     products: dict[str, Product] = {}
     seen: set[str] = set()
     for entry in listed:
-        # A page's buttons are read without regard to case, so ids must differ in more than that.
+        # Names on a page are not case-sensitive.
         if entry.id.lower() in seen:
             raise DataError(f"{source}: duplicate product id {entry.id!r}")
         seen.add(entry.id.lower())
@@ -201,7 +214,7 @@ def _product(product_id: str, details: _Details, attributes: tuple[str, ...]) ->
         categories=tuple(part.strip() for part in details.product_category.split(_CATEGORY_MARK)),
         query=details.query.lower().strip(),
         attributes=attributes,
-        # A value listed twice is one value, or it would make the same goal twice.
+        # Without repeated values, which would make the same goal twice.
         options={name: tuple(dict.fromkeys(values)) for name, values in details.options.items()},
     )
 
@@ -214,49 +227,41 @@ def _synthetic(product_id: str, record: _Synthetic, source: str) -> tuple[Instru
 
 def _human(records: tuple[_Human, ...]) -> tuple[Instruction, ...]:
     """As in the original, an instruction without attributes is left out."""
-    instructions: list[Instruction] = []
-    for record in records:
-        raw_options = record.instruction_options
-        options = (
-            tuple(raw_options.items())
-            if isinstance(raw_options, dict)
-            else tuple(("", value) for value in raw_options)
+    return tuple(
+        Instruction(
+            text=record.instruction.strip("."),
+            attributes=record.instruction_attributes,
+            options=tuple(options.items())
+            if isinstance(options := record.instruction_options, dict)
+            else tuple(("", value) for value in options),
         )
-        if record.instruction_attributes:
-            instructions.append(
-                Instruction(
-                    text=record.instruction.strip("."),
-                    attributes=record.instruction_attributes,
-                    options=options,
-                )
-            )
-    return tuple(instructions)
-
-
-# WebShop's goals: one list, one price draw and one split for every worker.
-#
-# The released environments shuffle goals and draw prices from a stream of each worker, so that the same index
-# is another goal in another worker and training goals turn up in validation. Here everything follows from the
-# catalogue and ``goal_seed``.
+        for record in records
+        if record.instruction_attributes
+    )
 
 
 SplitUnit: TypeAlias = Literal["goal", "product"]
 
-# The original's index ranges: test 0-499, valid 500-1499, train the rest. A small catalogue gives each a
-# fifth at most.
+# The original's index ranges are test 0-499, valid 500-1499, train the rest. In a small catalogue, test and
+# valid are a fifth each at most.
 NUM_TEST: Final = 500
 NUM_VALID: Final = 1000
 _LARGEST_SHARE: Final = 5
-# A limit is the larger of two different ones among the next four tens of dollars above the price, up to 990.
+# A price limit is the larger of two different draws among the next four multiples of $10 above the price, up
+# to $990.
 _LIMITS: Final = tuple(float(dollars) for dollars in range(10, 1000, 10))
 _NUM_LIMITS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """The task of one episode. ``text`` is the whole instruction; ``options`` are (name, value) pairs, the
-    name empty where it is not known; ``price_limit`` is in dollars, None for no limit. ``key`` is unique in a
-    list of goals.
+    """The goal of one episode.
+
+    Attributes:
+        key: unique in a list of goals.
+        text: the whole instruction.
+        options: pairs of name (or empty) and value.
+        price_limit: in dollars, or None.
     """
 
     key: str
@@ -268,20 +273,18 @@ class Goal:
 
     @property
     def request(self) -> str:
-        """The instruction without the price: what to search for."""
+        """The instruction without the price limit."""
         return self.text.removesuffix(_price_text(self.price_limit))
 
 
 def draw_prices(catalogue: Catalogue, seed: int) -> dict[str, float]:
-    """One price per product in dollars: its own, or a point drawn uniformly from its range."""
+    """One price per product in dollars; drawn uniformly if the product has a range."""
     return {key: _price(item, seed) for key, item in catalogue.products.items()}
 
 
 def build_goals(catalogue: Catalogue, prices: Mapping[str, float], seed: int) -> tuple[Goal, ...]:
-    """All goals in catalogue order: each instruction with every combination of its product's options, or with
-    its own.
-
-    All combinations of an instruction share one drawn price limit, as in the original.
+    """All goals in catalogue order: each instruction with its options, or with every combination of its
+    product's options. As in the original, all goals of an instruction share one drawn price limit.
     """
     return tuple(
         goal
@@ -292,12 +295,12 @@ def build_goals(catalogue: Catalogue, prices: Mapping[str, float], seed: int) ->
 
 
 def split_goals(goals: Sequence[Goal], *, seed: int, unit: SplitUnit) -> dict[str, tuple[Goal, ...]]:
-    """The splits ``test``, ``valid`` and ``train`` over one fixed order: the first 500 goals, the next 1,000
-    and the rest (a fifth of all goals at most for each of the first two).
+    """Split goals in one fixed order: test is the first 500, valid the next 1,000 (each at most a fifth of
+    all goals), and train the rest.
 
-    Goals of one wording are never parted, and with ``product`` those of one product; such a block goes to the
-    first split that has room for all of it. The order sorts by a hash of seed and key, so that it is the same
-    everywhere and does not depend on the order of the catalogue.
+    Goals with the same wording (with ``product``: of the same product) are in the same split, the first one
+    with enough room. The order is by a hash of seed and key, and so independent of the order of the
+    catalogue.
     """
     blocks: dict[str, list[Goal]] = defaultdict(list)
     for goal in goals:
@@ -315,7 +318,7 @@ def split_goals(goals: Sequence[Goal], *, seed: int, unit: SplitUnit) -> dict[st
 
 
 def make_task(goal: Goal) -> Task:
-    """The goal as frozen task data; :func:`read_goal` reads it back."""
+    """The goal as a task; the inverse of :func:`read_goal`."""
     return Task(
         key=goal.key,
         question=goal.text,
@@ -329,7 +332,7 @@ def make_task(goal: Goal) -> Task:
 
 
 def read_goal(task: Task) -> Goal:
-    """The goal of a task. Raises ConfigError for a task of another family."""
+    """The goal of a task. Raises ConfigError for a task of another environment."""
     match dict(task.metadata):
         case {
             "product": str(product_id),
@@ -337,67 +340,48 @@ def read_goal(task: Task) -> Goal:
             "options": [*options],
             "price_limit": limit,
         }:
-            return Goal(
-                key=task.key,
-                product_id=product_id,
-                text=task.question,
-                attributes=tuple(str(attribute) for attribute in attributes),
-                options=tuple(_pair(task, pair) for pair in options),
-                price_limit=float(limit) if isinstance(limit, int | float) else None,
-            )
-    raise ConfigError(f"{task.key} is not a WebShop task")
-
-
-def _pair(task: Task, pair: object) -> tuple[str, str]:
-    match pair:
-        case [str(name), str(value)]:
-            return name, value
+            pairs = []
+            for option in options:
+                match option:
+                    case [str(name), str(value)]:
+                        pairs.append((name, value))
+            if len(pairs) == len(options):
+                return Goal(
+                    key=task.key,
+                    product_id=product_id,
+                    text=task.question,
+                    attributes=tuple(map(str, attributes)),
+                    options=tuple(pairs),
+                    price_limit=float(limit) if isinstance(limit, int | float) else None,
+                )
     raise ConfigError(f"{task.key} is not a WebShop task")
 
 
 def _goals(item: Product, instruction: Instruction, index: int, price: float, seed: int) -> Iterator[Goal]:
     limit = _price_limit(price, seed, item.product_id, index)
-    if instruction.options is None:
-        names = sorted(item.options)
-        choices = [
-            tuple(zip(names, values, strict=True))
-            for values in product(*(item.options[name] for name in names))
-        ]
-        for options in choices:
-            extra = ", and ".join(f"{name}: {value}" for name, value in options)
-            text = instruction.text + (f" with {extra}" if extra else "")
-            yield _goal(item.product_id, _digest(options), text, instruction.attributes, options, limit)
-    else:
-        yield _goal(
-            item.product_id,
-            f"human-{index}",
-            instruction.text,
-            instruction.attributes,
-            instruction.options,
-            limit,
+
+    def goal(name: str, text: str, options: tuple[tuple[str, str], ...]) -> Goal:
+        return Goal(
+            key=f"webshop/{item.product_id}/{name}",
+            product_id=item.product_id,
+            text=text + _price_text(limit),
+            attributes=instruction.attributes,
+            options=options,
+            price_limit=limit,
         )
 
-
-def _goal(
-    product_id: str,
-    name: str,
-    text: str,
-    attributes: tuple[str, ...],
-    options: tuple[tuple[str, str], ...],
-    limit: float | None,
-) -> Goal:
-    return Goal(
-        key=f"webshop/{product_id}/{name}",
-        product_id=product_id,
-        text=text + _price_text(limit),
-        attributes=attributes,
-        options=options,
-        price_limit=limit,
-    )
+    if instruction.options is not None:
+        yield goal(f"human-{index}", instruction.text, instruction.options)
+        return
+    names = sorted(item.options)
+    for values in product(*(item.options[name] for name in names)):
+        options = tuple(zip(names, values, strict=True))
+        extra = ", and ".join(f"{name}: {value}" for name, value in options)
+        yield goal(_digest(options), instruction.text + (f" with {extra}" if extra else ""), options)
 
 
 def _digest(options: Sequence[tuple[str, str]]) -> str:
-    """A short name of an option combination that no other combination and no other order of goals changes."""
+    """A short name of an option combination, independent of other combinations and of the order of goals."""
     return hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16] if options else "plain"
 
 

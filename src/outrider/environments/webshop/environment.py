@@ -1,9 +1,13 @@
-"""Texts of a WebShop agent: the prompt, the pages, the action tag and what is said about a bad one."""
+"""WebShop: buying a product in a text web shop by an instruction (Yao et al. 2022, arXiv 2207.01206).
 
+The pages, the goals and the score are written anew. The score of an episode that buys nothing is 0. Without
+files of your own, the environment uses a small invented catalogue.
+"""
+
+import copy
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, TypeAlias
@@ -11,21 +15,21 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.task_sets import known_split, split_size
+from outrider.environments.text_games import STOP, TAGGED, SimpleFactory
 from outrider.environments.tool_qa.tag_protocol import neutralise
 from outrider.environments.webshop import catalogue as webshop_goals
 from outrider.environments.webshop import pages as webshop_pages
 from outrider.environments.webshop import reward as webshop_reward
 from outrider.environments.webshop.catalogue import Catalogue, Goal, SplitUnit, load_catalogue
-from outrider.environments.webshop.pages import Page, Shop, Sight
+from outrider.environments.webshop.pages import Page, Shop
 from outrider.environments.webshop.reward import OptionScoring, PurchaseScore, RewardKind
 from outrider.errors import ConfigError, DataError
 from outrider.tools.search import terms
 from outrider.types import Message, Step, Task
 
-STOP: Final = "</action>"
 MAX_ACTION_CHARACTERS: Final = 500
 SEPARATOR: Final = " [SEP] "
-_TAGGED: Final = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
 _ACTION: Final = re.compile(r"(search|click) ?\[(.*)\]", re.IGNORECASE)
 
 INSTRUCTIONS: Final = (
@@ -41,142 +45,88 @@ NO_SEARCH_BAR: Final = "This page has no search bar, so nothing was done. Go bac
 NO_SUCH_NAME: Final = "Nothing on this page has that name, so nothing was done."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShopAction:
-    """A readable action. The name of a click is in lower case; white space is collapsed."""
-
-    verb: Literal["search", "click"]
-    argument: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
-    """Text that is no action; ``problem`` says why in words for the policy."""
-
-    problem: str
-
-
-ParsedAction: TypeAlias = ShopAction | Unreadable
-
-
-def parse_action(text: str) -> ParsedAction:
-    """Read the one ``<action>...</action>`` of a message; everything around it is free thought. Never
-    raises.
-    """
-    actions = _TAGGED.findall(text)
-    if not actions:
-        return Unreadable(problem="No action found. Write exactly one, as <action>search[words]</action>.")
-    if len(actions) > 1:
-        return Unreadable(problem=f"Found {len(actions)} actions, so nothing was done. Write exactly one.")
-    action = " ".join(actions[0].split())
-    if len(action) > MAX_ACTION_CHARACTERS:
-        return Unreadable(
-            problem=f"The action is longer than {MAX_ACTION_CHARACTERS} characters, so nothing was done."
-        )
-    read = _ACTION.fullmatch(action)
-    if read is None or not read[2].strip():
-        return Unreadable(problem="The action must read search[words] or click[name], so nothing was done.")
-    argument = read[2].strip()
-    return ShopAction(verb="search", argument=argument) if read[1].lower() == "search" else _click(argument)
-
-
-def render_action(verb: Literal["search", "click"], argument: str) -> str:
-    """A policy message that holds the action and nothing else."""
-    return f"<action>{verb}[{argument}]{STOP}"
-
-
-def render_prompt(request: str, page: str) -> str:
-    """The first user message: how to act, what to buy, and the first page."""
-    return f"{INSTRUCTIONS}\n\nRequest: {neutralise(request)}\n\n{page}"
-
-
-def render_page(sight: Sight, clickables: Sequence[str] | None) -> str:
-    """The page in one line and, unless ``clickables`` is None, the actions that it allows in another.
-
-    Scraped texts may hold what reads as a tag or as a chat template's special token; their ``<`` becomes
-    ``&lt;``.
-    """
-    page = f"Page: {SEPARATOR.join(sight.fields)}"
-    if clickables is not None:
-        actions = [f"click[{name}]" for name in clickables] or ["search[words]"]
-        page += "\nActions: " + " ".join(actions)
-    return neutralise(page)
-
-
-def _click(name: str) -> ShopAction:
-    return ShopAction(verb="click", argument=name.lower())
-
-
-# WebShop: buying what an instruction asks for in a text web shop (Yao et al. 2022, arXiv 2207.01206),
-# written new.
-#
-# The score is the task score of :mod:`outrider.environments.webshop.reward`, 0 for an episode that never
-# buys. Without files of your own it plays on a small invented catalogue.
-
-
 _COUNTED: Final = ("num_turns", "num_invalid", "num_inadmissible", "num_searches", "num_cut_pages")
 # Leaves room for the verb and the brackets.
 _MAX_QUERY_CHARACTERS: Final = MAX_ACTION_CHARACTERS - 20
+Verb: TypeAlias = Literal["search", "click"]
+
+
+def parse_action(text: str) -> tuple[Verb, str] | str:
+    """Find the one ``<action>...</action>`` of a turn; text around it is ignored. Never raises.
+
+    Returns:
+        The verb and its argument, with white space collapsed and the name of a click in lower case. Or a text
+        for the policy that explains what is wrong with the turn.
+    """
+    actions = TAGGED.findall(text)
+    if not actions:
+        return "No action found. Write exactly one, as <action>search[words]</action>."
+    if len(actions) > 1:
+        return f"Found {len(actions)} actions, so nothing was done. Write exactly one."
+    action = " ".join(actions[0].split())
+    if len(action) > MAX_ACTION_CHARACTERS:
+        return f"The action is longer than {MAX_ACTION_CHARACTERS} characters, so nothing was done."
+    match = _ACTION.fullmatch(action)
+    if match is None or not match[2].strip():
+        return "The action must read search[words] or click[name], so nothing was done."
+    argument = match[2].strip()
+    return ("search", argument) if match[1].lower() == "search" else ("click", argument.lower())
+
+
+def render_action(verb: Verb, argument: str) -> str:
+    """A turn that consists of the action only."""
+    return f"<action>{verb}[{argument}]{STOP}"
 
 
 class WebShopConfig(EnvironmentSettings):
-    """Which catalogue, which goals, and how a purchase is scored and paid."""
+    """Which catalogue and goals are used, and how a purchase is scored."""
 
     input_paths: ClassVar[frozenset[str]] = frozenset({"products", "attributes", "human_goals"})
 
     type: Literal["webshop"] = "webshop"
     products: Path | None = None
-    """Products in the format of ``products_1k.json``; None for the small catalogue shipped here."""
+    """Products in the format of ``products_1k.json``; None for the small shipped catalogue."""
     attributes: Path | None = None
-    """Their attributes and synthetic instructions in the format of ``items_ins_v2_1000.json``; goes with
+    """Their attributes and synthetic instructions in the format of ``items_ins_v2_1000.json``; required with
     ``products``.
     """
     human_goals: Path | None = None
-    """Human instructions by product in the format of the original's ``items_human_ins.json``, in place of the
-    synthetic ones. A bare list of instructions names no products and cannot be scored.
+    """Human instructions by product in the format of the original's ``items_human_ins.json``, instead of the
+    synthetic ones. A list of instructions without products cannot be scored.
     """
     goal_seed: int = 0
-    """Draws the prices and orders the goals, for all workers alike. Another value gives another benchmark."""
+    """Seed of the prices and of the order of goals. Another value gives another benchmark."""
     split_by: SplitUnit = "goal"
-    """Unit that no two splits share: a goal and its wording, or even a product."""
+    """What two splits never share: a goal and its wording, or a product."""
     num_train: Annotated[int, Field(ge=1)] | None = None
-    """Only the first goals of the split; None keeps all."""
+    """Number of goals of the split: the first ones; None for all."""
     num_valid: Annotated[int, Field(ge=1)] | None = None
-    """The same for ``valid``."""
     num_test: Annotated[int, Field(ge=1)] | None = None
-    """The same for ``test``."""
     option_scoring: OptionScoring = "fixed"
-    """``released`` compares option values as the original engine does, which makes some goals impossible to
-    fulfil.
-    """
+    """``released`` compares option values as the original engine does, which makes some goals impossible."""
     reward: RewardKind = "score"
     """The return of a purchase: the task score, or 10 for a perfect one and 0 otherwise (``success10``)."""
     invalid_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Subtracted from the return for every turn that cannot be read as an action; verl-agent takes 0.1."""
+    """Subtracted from the return for every turn without a readable action; verl-agent uses 0.1."""
     show_actions: bool = True
-    """List the actions that a page allows below it (up to twice the text)."""
+    """List the possible actions below every page (up to twice the text)."""
     show_attributes: bool = False
-    """Give items a sub-page with their attributes, which are what the reward looks for."""
+    """Add a sub-page with the attributes of an item, which the reward compares."""
     max_page_chars: Annotated[int, Field(ge=1)] = 2000
-    """Characters of an item's description, features, reviews or attributes that are shown; cuts are
-    counted.
-    """
+    """Limit of characters for an item's description, features, reviews or attributes."""
 
     @model_validator(mode="after")
-    def _both_files(self) -> "WebShopConfig":
+    def _validate(self) -> "WebShopConfig":
         if (self.products is None) != (self.attributes is None):
-            raise ValueError("products and attributes go together: set both or neither")
+            raise ValueError("products and attributes belong together: set both or neither")
         return self
 
 
 class WebShopEnvironment:
-    """One shopping episode. Chat protocol: the action in ``<action>...</action>``, the next page as a user
-    message.
-    """
+    """One shopping episode. The next page is a user message."""
 
     def __init__(self, *, task: Task, config: WebShopConfig, shop: Shop) -> None:
-        """Raises ConfigError for a task of another family or another catalogue."""
-        self._task = task
+        """Raises ConfigError for a task of another environment or another catalogue."""
         self._goal = webshop_goals.read_goal(task)
         if self._goal.product_id not in shop.products:
             raise ConfigError(f"{task.key}: the catalogue has no product {self._goal.product_id!r}")
@@ -185,35 +135,36 @@ class WebShopEnvironment:
         self._start()
 
     def reset(self, seed: int) -> Sequence[Message]:
-        """Go to the search page. Nothing is drawn, so the seed is not used: all rollouts of a task start
-        equal.
-        """
+        """Go to the search page. ``seed`` is not used, because nothing is drawn."""
         self._start()
-        return (Message(role="user", content=render_prompt(self._goal.text, self._look())),)
+        prompt = f"{INSTRUCTIONS}\n\nRequest: {neutralise(self._goal.text)}\n\n{self._look()}"
+        return (Message(role="user", content=prompt),)
 
     def step(self, message: Message) -> StepResult:
-        """Do the one action of the message. What cannot be read, and what the page does not allow, changes
-        nothing and is answered in words; the former is ``invalid``, the latter ``refused``. Raises
-        RuntimeError after the end of the episode.
+        """Execute the action of the turn. A turn without a readable action is ``invalid``, and an action that
+        the page does not allow is ``refused``. Raises RuntimeError after the end of the episode.
         """
         if self._done:
             raise RuntimeError("the WebShop episode has ended")
         self._counts["num_turns"] += 1
         action = parse_action(message.content)
-        if isinstance(action, Unreadable):
+        if isinstance(action, str):
             self._counts["num_invalid"] += 1
-            answer = Message(role="user", content=action.problem)
+            answer = Message(role="user", content=action)
             return StepResult(message=answer, reward=0.0 - self._config.invalid_penalty, invalid=True)
-        if action.verb == "search":
-            return self._search(action.argument)
-        if action.argument == webshop_pages.BUY and action.argument in self._shop.clickables(self._page):
+        verb, argument = action
+        if verb == "search":
+            if self._page.kind != "search":
+                return self._refuse(NO_SEARCH_BAR)
+            self._counts["num_searches"] += 1
+            return self._go(self._shop.search(argument))
+        if argument == webshop_pages.BUY and argument in self._shop.clickables(self._page):
             return self._buy()
-        next_page = self._shop.click(self._page, action.argument)
+        next_page = self._shop.click(self._page, argument)
         return self._refuse(NO_SUCH_NAME) if next_page is None else self._go(next_page)
 
     def result(self) -> EpisodeResult:
-        """The return, success (a task score of exactly 1.0) and the parts of the score, all 0 before a
-        purchase.
+        """The return, success (a task score of exactly 1.0) and the parts of the score, 0 before a purchase.
         """
         bought = self._bought
         score = 0.0 if bought is None else bought.value
@@ -234,26 +185,19 @@ class WebShopEnvironment:
         )
 
     def copy(self) -> "WebShopEnvironment":
-        """The same episode so far, independent from then on: pages are values, the shop is read only."""
-        twin = WebShopEnvironment(task=self._task, config=self._config, shop=self._shop)
-        twin._page, twin._bought, twin._done = self._page, self._bought, self._done
+        """An independent episode in the same state: pages are immutable and the shop is read only."""
+        twin = copy.copy(self)
         twin._counts = self._counts.copy()
         return twin
 
     def close(self) -> None:
-        """Nothing of its own to release."""
+        """Nothing to release."""
 
     def _start(self) -> None:
         self._page = Page()
         self._bought: PurchaseScore | None = None
         self._done = False
         self._counts: Counter[str] = Counter()
-
-    def _search(self, words: str) -> StepResult:
-        if self._page.kind != "search":
-            return self._refuse(NO_SEARCH_BAR)
-        self._counts["num_searches"] += 1
-        return self._go(self._shop.search(words))
 
     def _go(self, page: Page) -> StepResult:
         self._page = page
@@ -283,28 +227,18 @@ class WebShopEnvironment:
         )
 
     def _look(self) -> str:
-        sight = self._shop.look(self._page)
-        self._counts["num_cut_pages"] += sight.is_cut
-        return render_page(sight, self._shop.clickables(self._page) if self._config.show_actions else None)
-
-
-class WebShopFactory:
-    """Makes environments over one shop, which they share."""
-
-    def __init__(self, *, config: WebShopConfig, shop: Shop) -> None:
-        self._config = config
-        self._shop = shop
-
-    def __call__(self, task: Task) -> WebShopEnvironment:
-        """A fresh environment for one episode of the task."""
-        return WebShopEnvironment(task=task, config=self._config, shop=self._shop)
-
-    def close(self) -> None:
-        """Nothing is held."""
+        fields, is_cut = self._shop.look(self._page)
+        self._counts["num_cut_pages"] += is_cut
+        page = f"Page: {SEPARATOR.join(fields)}"
+        if self._config.show_actions:
+            actions = [f"click[{name}]" for name in self._shop.clickables(self._page)] or ["search[words]"]
+            page += "\nActions: " + " ".join(actions)
+        # Scraped texts may contain tags or special tokens of a chat template; their "<" becomes "&lt;".
+        return neutralise(page)
 
 
 class WebShopTaskSet:
-    """Goals, shop and scripted shopper over one catalogue, loaded once."""
+    """The goals of a catalogue, which is loaded once."""
 
     Settings = WebShopConfig
     name = "webshop"
@@ -313,7 +247,6 @@ class WebShopTaskSet:
     stateful = True
 
     def __init__(self, config: WebShopConfig) -> None:
-        """Read nothing."""
         self.config = config
 
     @cached_property
@@ -339,47 +272,39 @@ class WebShopTaskSet:
         )
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The frozen list of ``train``, ``valid`` or ``test``. Raises DataError for another split, bad files
-        or no goals.
-        """
-        limits = {
-            "train": self.config.num_train,
-            "valid": self.config.num_valid,
-            "test": self.config.num_test,
-        }
-        if split not in limits:
-            raise DataError(f"webshop: unknown split {split!r}, expected one of {', '.join(limits)}")
-        goals = self._splits[split][: limits[split]]
+        """The tasks of a split. Raises DataError for bad files, or if the split has no goals."""
+        known = known_split(split, "WebShop")
+        goals = self._splits[known][: split_size(self.config, known)]
         if not goals:
             raise DataError(f"webshop: the catalogue has too few goals for the split {split!r}")
         return tuple(webshop_goals.make_task(goal) for goal in goals)
 
-    def make(self) -> WebShopFactory:
-        """Load the catalogue and build the index; raises DataError when a file is missing or malformed."""
-        return WebShopFactory(config=self.config, shop=self._shop)
+    def make(self) -> SimpleFactory:
+        """Load the catalogue and build the index. Raises DataError if a file is missing or malformed."""
+        shop = self._shop
+        return SimpleFactory(lambda task: WebShopEnvironment(task=task, config=self.config, shop=shop))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """A shopper who knows the product: it searches, opens it, chooses the options and buys. None where no
-        search finds it.
+        """Search for the product, open it, choose the options and buy. None if no search finds it.
 
-        It searches with the words of the instruction, or with the product's title where that shows the
-        product on an earlier page of results. Nothing is drawn, so the seed is not used.
+        The query is the instruction, or the product's title if that shows the product on an earlier page of
+        results.
         """
         goal = webshop_goals.read_goal(task)
         environment = self.make()(task)
         environment.reset(seed)
         steps: list[Step] = []
-        for verb, argument in self._plan(goal) or ():
+        for verb, argument in self._plan(goal):
             text = render_action(verb, argument)
             outcome = environment.step(Message(role="assistant", content=text))
             steps.append(Step(text=text, observation=outcome.text, is_terminal=outcome.done))
         return tuple(steps) or None
 
-    def _plan(self, goal: Goal) -> list[tuple[Literal["search", "click"], str]] | None:
-        """The oracle's actions, or None when the product is not among the results of either query."""
+    def _plan(self, goal: Goal) -> list[tuple[Verb, str]]:
+        """The expert's actions; empty if neither query finds the product."""
         texts = (goal.request, self._shop.products[goal.product_id].title)
         queries = [" ".join(terms(text))[:_MAX_QUERY_CHARACTERS] for text in texts]
         matches: list[tuple[int, int]] = []
@@ -388,16 +313,13 @@ class WebShopTaskSet:
             if goal.product_id in results:
                 matches.append((results.index(goal.product_id) // webshop_pages.RESULTS_PER_PAGE, index))
         if not matches:
-            return None
+            return []
         num_turns, index = min(matches)
-        names = [webshop_pages.NEXT] * num_turns + [
-            goal.product_id,
-            *(value for _, value in goal.options),
-            webshop_pages.BUY,
-        ]
+        values = [value for _, value in goal.options]
+        names = [webshop_pages.NEXT] * num_turns + [goal.product_id, *values, webshop_pages.BUY]
         return [("search", queries[index]), *(("click", name) for name in names)]
 
 
 def _share(num_hit: int, total: int) -> float:
-    """Asking for nothing leaves nothing to miss."""
+    """1 if there is nothing to match."""
     return num_hit / total if total else 1.0

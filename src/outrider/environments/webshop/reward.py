@@ -1,9 +1,9 @@
-"""WebShop's task score: what a purchase is worth for a goal (Yao et al. 2022, arXiv 2207.01206, equation 1).
+"""WebShop's task score of a purchase (Yao et al. 2022, arXiv 2207.01206, equation 1).
 
-Written from the rules of the paper and of the authors' engine, with two differences. The engine compares the
-nouns of two titles as a tagger of spaCy finds them; here all words of a title count, except numbers, single
-letters and words like "for" and "with". More words count, so that two titles share a smaller part of them, or
-share an adjective that was no noun. And the list of colours is our own.
+It follows the rules of the paper and of the authors' engine, with two differences. The engine compares the
+nouns of two titles, as found by spaCy's tagger; here all words count, except numbers, single letters and
+words like "for" and "with", so two titles share a smaller part of their words, or share an adjective. And the
+list of colours is our own.
 """
 
 import re
@@ -20,7 +20,7 @@ RewardKind: TypeAlias = Literal["score", "success10"]
 SUCCESS: Final = 1.0
 SUCCESS_RETURN: Final = 10.0
 _CLOSE: Final = 85
-"""Similarity (0 to 100) above which two texts count as the same."""
+"""Similarity (0 to 100) above which two texts count as equal."""
 _WORD: Final = re.compile(r"[^\W_]+")
 _TITLE_WORD: Final = re.compile(r"[^\W\d_]{2,}")
 _FUNCTION_WORDS: Final = frozenset(
@@ -30,8 +30,7 @@ _FUNCTION_WORDS: Final = frozenset(
         "which will with without you your"
     )
 )
-# Option values are compared by the first of these that they contain, as the engine does with a list of its
-# own.
+# Option values are compared by the first colour that they contain. The engine has a list of its own.
 COLOURS: Final = tuple(
     _WORD.findall(
         "amber apricot aqua ash azure beige black blue bronze brown burgundy camel charcoal chocolate copper "
@@ -45,9 +44,7 @@ COLOURS: Final = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurchaseScore:
-    """Degree to which a purchase fulfils a goal. ``type_factor`` is 0, 0.1, 0.5 or 1; ``value`` is the task
-    score in [0, 1].
-    """
+    """How well a purchase matches a goal. ``type_factor`` is 0, 0.1, 0.5 or 1."""
 
     num_attributes_hit: int
     num_attributes: int
@@ -58,37 +55,16 @@ class PurchaseScore:
 
     @property
     def value(self) -> float:
-        """The task score."""
-        return task_score(
-            num_attributes_hit=self.num_attributes_hit,
-            num_attributes=self.num_attributes,
-            num_options_hit=self.num_options_hit,
-            num_options=self.num_options,
-            price_ok=self.price_ok,
-            type_factor=self.type_factor,
-        )
-
-
-def task_score(
-    *,
-    num_attributes_hit: int,
-    num_attributes: int,
-    num_options_hit: int,
-    num_options: int,
-    price_ok: bool,
-    type_factor: float,
-) -> float:
-    """The type factor times the share of attributes, options and price limit that are met, in [0, 1]
-    (equation 1).
-    """
-    return (
-        type_factor * (num_attributes_hit + num_options_hit + price_ok) / (num_attributes + num_options + 1)
-    )
+        """The task score in [0, 1]: the type factor times the share of matched attributes, options and price
+        limit (equation 1).
+        """
+        num_hit = self.num_attributes_hit + self.num_options_hit + self.price_ok
+        return self.type_factor * num_hit / (self.num_attributes + self.num_options + 1)
 
 
 def training_return(score: float, kind: RewardKind) -> float:
-    """The return of an episode that ends with this task score: the score itself, or 10 for exactly 1.0 and 0
-    for anything less (as verl-agent trains, arXiv 2505.10978).
+    """The return for a task score: the score itself, or 10 for exactly 1.0 and else 0 (as in verl-agent,
+    arXiv 2505.10978).
     """
     if kind == "score":
         return score
@@ -106,9 +82,17 @@ def score_purchase(
     price_limit: float | None,
     option_scoring: OptionScoring,
 ) -> PurchaseScore:
-    """Score the purchase of ``bought`` at ``price`` dollars with the options ``chosen`` for a goal: the
-    product ``target``, its ``attributes``, (name, value) ``options`` and a limit in dollars (None for no
-    limit).
+    """Score a purchase for a goal.
+
+    Args:
+        bought: the bought product.
+        price: its price in dollars.
+        chosen: the chosen options by name.
+        target: the goal's product.
+        attributes: the goal's attributes.
+        options: the goal's options as pairs of name and value.
+        price_limit: the goal's limit in dollars, or None.
+        option_scoring: see :func:`num_options_hit`.
     """
     return PurchaseScore(
         num_attributes_hit=num_attributes_hit(bought, attributes),
@@ -121,10 +105,11 @@ def score_purchase(
 
 
 def type_factor(bought: Product, target: Product) -> float:
-    """Whether it is the kind of product that was wanted: 0 when the titles share no word, 0.1 when they share
-    less than a tenth of the wanted title's words; else 1 when the products were collected under the same
-    query, share two categories or more than a fifth of those words, and 0.5 when none of this holds. A wanted
-    title without words shares a fifth.
+    """Similarity of the products' kinds.
+
+    0 if the titles share no word, and 0.1 if they share less than a tenth of the target title's words.
+    Otherwise 1 if the products have the same query, or share two categories or more than a fifth of those
+    words, else 0.5. A target title without words counts as sharing a fifth.
     """
     words = title_words(target.title)
     share = len(words & title_words(bought.title)) / len(words) if words else 0.2
@@ -136,13 +121,13 @@ def type_factor(bought: Product, target: Product) -> float:
 
 
 def title_words(title: str) -> frozenset[str]:
-    """The different words of a title that say what it names (module docstring), lower case."""
+    """The content words of a title in lower case; see the module's docstring."""
     return frozenset(_TITLE_WORD.findall(title.lower())) - _FUNCTION_WORDS
 
 
 def num_attributes_hit(bought: Product, attributes: Sequence[str]) -> int:
-    """How many wanted attributes the product has: the attribute's text stands in its title, features or
-    description, or one of its own attributes is similar (above 85 of 100).
+    """Number of attributes that the product has: the text occurs in its title, features or description, or
+    one of its own attributes is similar (above 85 of 100).
     """
     texts = (bought.title.lower(), " ".join(bought.features).lower(), bought.description.lower())
     return sum(
@@ -153,13 +138,13 @@ def num_attributes_hit(bought: Product, attributes: Sequence[str]) -> int:
 
 
 def num_options_hit(chosen: Sequence[str], options: Sequence[tuple[str, str]], scoring: OptionScoring) -> int:
-    """How many wanted (name, value) options are among the values chosen.
+    """Number of options, as pairs of name and value, that match a chosen value.
 
-    Values are reduced to the first colour in them, then compared by similarity (above 85 of 100), so that
-    "large" meets "x-large" and one blue another: the engine's own leniency. ``fixed`` compares values with
-    values. ``released`` repeats the engine's slip: where a name is known it compares with the text of the
-    pair, from which no colour is taken unless it is the whole value. A value that merely contains a colour
-    ("standard" contains "tan") is then lost even when chosen rightly.
+    Values are reduced to the first colour that they contain, then compared by similarity (above 85 of 100).
+    As in the engine, "large" therefore matches "x-large", and one shade of blue another. ``fixed`` compares
+    values with values. ``released`` reproduces a bug of the engine: if a name is known, it compares with the
+    text of the pair, which is reduced to a colour only if the colour is the whole value. A value that merely
+    contains a colour, for example "standard" ("tan"), then never matches.
     """
     values = [_reduced(value) for value in chosen]
     if scoring == "released":
@@ -176,18 +161,19 @@ def num_options_hit(chosen: Sequence[str], options: Sequence[tuple[str, str]], s
 
 
 def token_set_ratio(left: str, right: str) -> int:
-    """Similarity of two texts as sets of words, 0 to 100; 0 when one has no words.
+    """Token set ratio of ``thefuzz``: similarity of two texts as sets of words, 0 to 100; 0 if one has no
+    words.
 
-    The token set ratio of ``thefuzz``. Shared words, shared words with the left rest, shared words with the
-    right rest: the largest similarity among these three sorted and joined texts, a pair's being twice the
-    length of their longest common subsequence over both lengths.
+    It is the largest similarity among three sorted and joined texts: the shared words, the shared words with
+    the other words of ``left``, and with those of ``right``. The similarity of a pair is twice the length of
+    its longest common subsequence, divided by the sum of the lengths.
     """
     words, others = set(_WORD.findall(left.lower())), set(_WORD.findall(right.lower()))
     if not words or not others:
         return 0
     shared = sorted(words & others)
     if shared and (words <= others or others <= words):
-        return 100  # what the rule below gives, without its cost
+        return 100  # a shortcut with the result of the rule below
     texts = [" ".join(shared + sorted(rest)) for rest in (set(), words - others, others - words)]
     return max(_ratio(first, second) for first, second in combinations(texts, 2))
 

@@ -30,7 +30,6 @@ _HOST = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*(?::[0-9]{1,5})?|\[[0
 class FetchSettings(Settings):
     """Live pages over http and https. Their content changes, so a run is not reproducible."""
 
-
     # Lists, because the table of a tool is compared with that of a checkpoint, and JSON has no tuples.
     allowed_hosts: list[str] = Field(min_length=1)
     """The only hosts that are contacted, also after redirects. For example ``en.wikipedia.org``,
@@ -397,8 +396,7 @@ class PageCollection:
         return len(self._texts)
 
     def find(self, name: str) -> Page | None:
-        """Find a page by url, title or id; None if there is none. Raises Refused if several have the title.
-        """
+        """Find a page by url, title or id, or return None. Raises Refused if several have the title."""
         key = _key(name)
         for table in (self._url_index, self._title_index, self._id_index):
             addresses = table.get(key, [])
@@ -590,8 +588,7 @@ class Fetcher:
             raise ToolFault(f"browser: {host}: {reason[:200]}") from error
 
     def _resolve_in_time(self, url: httpx2.URL, ends: float) -> str:
-        """Resolve in a daemon thread, because the system's resolver has no time limit. Raises TimeoutError.
-        """
+        """Resolve in a daemon thread, because the system resolver has no time limit. Raises TimeoutError."""
         future: Future[str] = Future()
 
         def run() -> None:

@@ -237,8 +237,7 @@ class Browser:
         """Nothing to release."""
 
     def _open(self, text: str) -> tuple[Page, str]:
-        """Find the page and the question. The longest matching name wins, because titles may contain a bar.
-        """
+        """Find the page and the question. The longest matching name wins, because titles may have bars."""
         parts = text.split("|")
         for num in range(min(len(parts), _MAX_BARS), 0, -1):
             name = "|".join(parts[:num]).strip()
