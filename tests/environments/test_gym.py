@@ -15,17 +15,17 @@ from pydantic import ValidationError
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra gym")
 
 from outrider.environments.base import CopyableEnvironment, EpisodeResult, StepResult  # noqa: E402
-from outrider.environments.gym.environment import (  # noqa: E402
+from outrider.environments.gym.environment import (  # noqa: E402  # noqa: E402
     GymEnvironment,
     GymTaskSet,
 )
-from outrider.environments.gym.making import (  # noqa: E402
+from outrider.environments.gym.making import (  # noqa: E402  # noqa: E402
     GymConfig,
     IsolatedRandom,
     RandomState,
     Recipe,
 )
-from outrider.environments.gym.spaces import (  # noqa: E402
+from outrider.environments.gym.spaces import (  # noqa: E402  # noqa: E402
     TextAction,
     observation_text,
     plain,

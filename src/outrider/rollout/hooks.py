@@ -8,8 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from outrider import deprecated
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.episode import Episode
+from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task

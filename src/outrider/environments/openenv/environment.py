@@ -8,8 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.episode import Episode
+from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.environments.openenv.server import (
     CAPACITY,
     NOT_VALID,

@@ -14,10 +14,9 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
-from outrider.environments.task_sets import known_split, split_size
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, known_split, split_size
 from outrider.environments.text_games import STOP, TAGGED, SimpleFactory
-from outrider.environments.tool_qa.tag_protocol import neutralise
+from outrider.environments.tool_qa.rewards import neutralise
 from outrider.environments.webshop import catalogue as webshop_goals
 from outrider.environments.webshop import pages as webshop_pages
 from outrider.environments.webshop import reward as webshop_reward
@@ -164,8 +163,7 @@ class WebShopEnvironment:
         return self._refuse(NO_SUCH_NAME) if next_page is None else self._go(next_page)
 
     def result(self) -> EpisodeResult:
-        """The return, success (a task score of exactly 1.0) and the parts of the score, 0 before a purchase.
-        """
+        """The return, success (a task score of 1.0), and the parts of the score; 0 if nothing was bought."""
         bought = self._bought
         score = 0.0 if bought is None else bought.value
         parts = {"type_factor": 0.0, "price_ok": 0.0, "share_attributes": 0.0, "share_options": 0.0}
