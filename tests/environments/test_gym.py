@@ -15,20 +15,19 @@ from pydantic import ValidationError
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra gym")
 
 from outrider.environments.base import CopyableEnvironment, EpisodeResult, StepResult  # noqa: E402
-from outrider.environments.gym.environment import (  # noqa: E402  # noqa: E402
+from outrider.environments.gym.environment import (  # noqa: E402
     GymEnvironment,
     GymTaskSet,
 )
-from outrider.environments.gym.making import (  # noqa: E402  # noqa: E402
+from outrider.environments.gym.making import (  # noqa: E402
     GymConfig,
     IsolatedRandom,
-    RandomState,
     Recipe,
 )
-from outrider.environments.gym.spaces import (  # noqa: E402  # noqa: E402
-    TextAction,
+from outrider.environments.gym.spaces import (  # noqa: E402
     observation_text,
     plain,
+    text_action,
 )
 from outrider.errors import ConfigError, EnvironmentFault, InvalidResult, ToolUnavailable  # noqa: E402
 from outrider.plugins.listing import plugin_digests  # noqa: E402
@@ -196,11 +195,10 @@ def test_episodes_in_threads_keep_their_draws_and_the_process_its_own() -> None:
 
 
 def test_one_that_hangs_does_not_stop_the_others_for_ever() -> None:
-    state = RandomState.from_seed(0)
     with (
-        IsolatedRandom(state, timeout_s=1.0).inside(),
+        IsolatedRandom(0, timeout_s=1.0).inside(),
         pytest.raises(EnvironmentFault, match=r"has not returned for 0\.01 s"),
-        IsolatedRandom(state, timeout_s=0.01).inside(),
+        IsolatedRandom(0, timeout_s=0.01).inside(),
     ):
         pass
 
@@ -352,7 +350,7 @@ class Paying:
 
 def paid(**values: Any) -> tuple[StepResult, EpisodeResult]:
     config = GymConfig(source="factory", id="a:b", success_key="won")
-    recipe = Recipe(make=lambda: Paying(**values), action=TextAction(), observation="text")
+    recipe = Recipe(make=lambda: Paying(**values), action=text_action(), observation="text")
     environment = GymEnvironment(recipe=recipe, config=config, seed=0)
     environment.reset(0)
     return say(environment, "<action>go</action>"), environment.result()

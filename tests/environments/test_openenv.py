@@ -24,7 +24,7 @@ from outrider.environments.openenv.environment import (
 )
 from outrider.environments.openenv.server import (
     OpenEnvConfig,  # noqa: E402
-    StartedServer,  # noqa: E402
+    Server,  # noqa: E402
 )
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.plugins.listing import plugin_digests  # noqa: E402
@@ -40,7 +40,7 @@ EXPERTS = "tests.environments.openenv_experts"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server = StartedServer(COMMAND, start_limit_s=120)
+    server = Server(COMMAND, start_limit_s=120)
     try:
         yield server.address()[0]
     finally:
@@ -179,7 +179,9 @@ def test_an_expert_hears_the_answers_and_its_code_is_recorded(url: str) -> None:
 
 def test_as_many_sessions_as_the_server_has(url: str) -> None:
     """More are refused before the run; as many play beside each other, and one more waits for a free one."""
-    with pytest.raises(ConfigError, match=f"takes {NUM_SESSIONS} sessions .*num_sessions = {NUM_SESSIONS}"):
+    with pytest.raises(
+        ConfigError, match=f"allows {NUM_SESSIONS} concurrent sessions .*num_sessions = {NUM_SESSIONS}"
+    ):
         OpenEnvTaskSet(of(url, num_sessions=NUM_SESSIONS + 1)).make()
     config = of(url, num_sessions=NUM_SESSIONS)
     assert config.max_concurrent == NUM_SESSIONS
@@ -275,7 +277,7 @@ def test_a_server_that_dies_in_an_episode_is_started_again_and_every_rollout_has
     """
     family = OpenEnvTaskSet(of(None, command=(*COMMAND, str(tmp_path / "died")), num_sessions=2))
     tasks, factory = family.tasks("train")[:2], family.make()
-    server: Any = factory._contact.server
+    server: Any = factory.server
     first = server._process._process.pid
 
     def policy(request: Any, text: str) -> str:
@@ -307,7 +309,7 @@ def test_a_server_that_dies_in_an_episode_is_started_again_and_every_rollout_has
 def test_a_server_that_hangs_as_a_whole_is_replaced() -> None:
     family = OpenEnvTaskSet(of(None, step_limit_s=20.0))
     factory = family.make()
-    server: Any = factory._contact.server
+    server: Any = factory.server
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
     os.killpg(server._process._process.pid, signal.SIGSTOP)

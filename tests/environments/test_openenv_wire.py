@@ -18,9 +18,9 @@ from outrider.environments.openenv.environment import (
 )
 from outrider.environments.openenv.server import OpenEnvConfig  # noqa: E402
 from outrider.environments.openenv.spaces import (  # noqa: E402
-    FieldAction,
-    JsonAction,
     describe_errors,
+    field_action,
+    json_action,
     make_action,
     observation_text,  # noqa: E402
 )
@@ -55,18 +55,18 @@ GARBAGE: dict[str, tuple[str | bytes | None, str]] = {
     "a list": ("[]", "what is no answer"),
     "no data": ('{"type": "observation"}', "what is no answer"),
     "deep": ("[" * 100_000, "what is no JSON"),
-    "a state": ('{"type": "state", "data": {"step_count": 1}}', "answered what is no observation"),
+    "a state": ('{"type": "state", "data": {"step_count": 1}}', "did not return an observation"),
     "no observation": (
         json.dumps({"type": "observation", "data": {"reward": 1, "done": True}}),
-        "no observation",
+        "not return an observation",
     ),
     "a text as reward": (
         json.dumps({"type": "observation", "data": {"observation": {}, "reward": "1", "done": True}}),
-        "no observation",
+        "not return an observation",
     ),
     "no number": (observed("x", float("nan")), "gave the reward nan"),
     "no finite number": (observed("x", float("inf")), "gave the reward inf"),
-    "a huge reward": (observed("x", 10**400), "answered what is no observation"),
+    "a huge reward": (observed("x", 10**400), "did not return an observation"),
     "an error": ('{"type": "error", "data": {"code": "SESSION_ERROR", "message": "gone"}}', "failed: gone"),
     "a bare error": ('{"type": "error", "data": {}}', r"no reason given \(UNKNOWN\)"),
     "another field": (
@@ -104,7 +104,7 @@ def test_so_it_is_at_the_start(what: str) -> None:
     with fake_server(lambda kind, data: GARBAGE[what][0]) as server:
         with pytest.raises(EnvironmentFault, match=GARBAGE[what][1].replace("step", "reset")):
             started(server.url, takes_seeds=False)
-        with pytest.raises(ToolUnavailable, match="the OpenEnv server fake does not play"):
+        with pytest.raises(ToolUnavailable, match="the OpenEnv server fake does not run"):
             OpenEnvTaskSet(of(server.url)).make()
 
 
@@ -134,12 +134,12 @@ def test_what_is_no_openenv_server_is_told_before_the_first_rollout(pages: dict[
         OpenEnvTaskSet(of(server.url)).make()  # it has ended
 
 
-@given(st.text(), st.sampled_from([FieldAction("row", FIELDS["row"]), JsonAction(FIELDS, ())]))
+@given(st.text(), st.sampled_from([field_action("row", FIELDS["row"]), json_action(FIELDS, ())]))
 def test_any_text_is_an_action_that_can_be_sent_or_is_told_what_is_wrong(text: str, action: Any) -> None:
     for turn in (text, f"<action>{text}</action>", f'<action>{{"a": {text}}}</action>'):
-        read = action.read(turn)
-        assert bool(read.problem) != bool(read.action) or read.action == {}
-        assert json.loads(json.dumps(read.action, allow_nan=False).encode()) == read.action
+        value, problem = action.read(turn)
+        assert bool(problem) != bool(value) or value == {}
+        assert json.loads(json.dumps(value, allow_nan=False).encode()) == value
 
 
 def test_how_actions_are_written_is_the_schema_s() -> None:
@@ -147,19 +147,20 @@ def test_how_actions_are_written_is_the_schema_s() -> None:
         make_action({"properties": {"row": FIELDS["row"], "metadata": {}}}, None),
         {"properties": FIELDS},
     )
-    assert one.probe == "<action>2</action>" and one.probe in one.instructions
-    assert one.read("I go <action> 3\n4 </action>").action == {"row": "3\n4"}
+    assert one.probes == ("<action>2</action>",) and one.probes[0] in one.instructions
+    assert one.read("I go <action> 3\n4 </action>") == ({"row": "3\n4"}, "")
     both = make_action(several, None)
-    assert both.probe == '<action>{"row": 2, "word": "a"}</action>' and both.probe in both.instructions
-    assert '{"word": "a"}' in make_action({**several, "required": ["word"]}, None).probe
-    assert make_action({**several, "required": ["word"]}, "word").read("<action>b</action>").action == {
+    assert both.probes == ('<action>{"row": 2, "word": "a"}</action>',)
+    assert both.probes[0] in both.instructions
+    assert '{"word": "a"}' in make_action({**several, "required": ["word"]}, None).probes[0]
+    assert make_action({**several, "required": ["word"]}, "word").read("<action>b</action>")[0] == {
         "word": "b"
     }
     named = {"way": {"$ref": "#/$defs/Way"}, "far": {"anyOf": [{"const": 3}, {"type": "null"}]}}
     schema = {"properties": named, "$defs": {"Way": {"enum": ["north", "south"], "type": "string"}}}
-    assert '{"way": "north", "far": 3}' in make_action(schema, None).probe
-    assert "is no number" in both.read('<action>{"row": 1e999}</action>').problem
-    assert "No command found" in both.read("nothing").problem
+    assert '{"way": "north", "far": 3}' in make_action(schema, None).probes[0]
+    assert "is no number" in both.read('<action>{"row": 1e999}</action>')[1]
+    assert "No command found" in both.read("nothing")[1]
     assert describe_errors([{"loc": ["a", 1], "msg": "too long"}, {"msg": "bad"}, "?"]) == (
         "The action was not accepted (a.1: too long; bad)."
     )
@@ -181,7 +182,7 @@ def test_observations_are_text_as_it_is_or_json() -> None:
         ({"server_url": "localhost:8000"}, "is an address such as"),
         ({"server_url": "http://a:b"}, "is an address such as"),
         ({"server_url": "http://me:secret@a"}, "a user name or a password"),
-        ({"server_url": URL, "reset_options": {"seed": 1}}, "holds a seed"),
+        ({"server_url": URL, "reset_options": {"seed": 1}}, "contains a seed"),
         ({"server_url": URL, "num_train": 0, "num_valid": 0, "num_test": 0}, "nothing to play"),
         ({"server_url": URL, "expert": "no path"}, "import path"),
     ],

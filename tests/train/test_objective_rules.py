@@ -127,7 +127,7 @@ def prepared(kind: type[ObjectiveSettings], seed: int) -> list[Trace]:
     return traces
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=6)
 @given(
     kind=st.sampled_from(
         [ObjectiveSettings] * 3 + [LuffySettings, RolloutReplaySettings, OffPolicyObjective]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import api
@@ -65,7 +65,6 @@ def played(
     return steps, algorithm
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     drawn=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=4),
     nums=st.tuples(*[st.integers(1, 7)] * 3),

@@ -1,7 +1,8 @@
 """GiGPO (arXiv 2505.10978): an episode advantage, plus a step advantage among the turns that acted on the
-same observation.
+same observation. Deviations: docs/algorithms/gigpo.md.
 
-Formulas are in :mod:`outrider.algorithms.gigpo`; deviations are in docs/algorithms/gigpo.md.
+Sequences over turns hold one value a policy turn, rollout after rollout. float64 throughout; sums are rounded
+once, so that no value depends on the order of the rollouts.
 """
 
 import math
@@ -18,18 +19,13 @@ from outrider.algorithms.advantages import (
     Float64Array,
     RolloutAdvantages,
     group_normalized_advantages_per_rollout,
+    has_spread,
 )
 from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings, require_unassigned
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.presets import GIGPO_PRESETS, GigpoPreset, with_preset
 from outrider.trace import Leaf, Node, Trace, policy_turns
 from outrider.types import Origin
-
-# GiGPO's formulas (arXiv 2505.10978) as pure functions over the policy turns of one task's group.
-#
-# Sequences over turns hold one value a policy turn, rollout after rollout. float64 throughout; sums are
-# rounded once, so that no value depends on the order of the rollouts.
-
 
 Normalization = Literal["none", "std"]
 Similarity: TypeAlias = Literal["exact"] | float
@@ -72,36 +68,36 @@ def anchor_groups(anchors: Sequence[str], *, similarity: Similarity = "exact") -
 
 
 def episode_advantages_per_turn(
-    scores: Sequence[float],
+    scores: Sequence[float] | Float64Array,
     *,
-    population: Sequence[float],
+    population: Sequence[float] | Float64Array,
     normalization: Normalization,
-    eps: float = 1e-6,
-    spread_tolerance: float = 1e-9,
 ) -> Float64Array:
     """``A^E = (R - mean P) / F`` (Eq. 3) for the score R of every turn: its episode's return, less the turn's
     own penalty.
 
     ``population`` P is what mean and std count: one score per rollout in the paper, one per turn in the
-    released code. F is 1 for ``none`` and ``std P + eps`` (sample std) for ``std``. A population of one, or
-    whose spread is within ``spread_tolerance * max(1, max |P|)``, gives exactly 0.
+    released code. F is 1 for ``none`` and ``std P + 1e-6`` (sample std) for ``std``. A population of one, or
+    without spread, gives exactly 0.
     """
-    counted = np.array(population, dtype=np.float64)
-    return _deviations(np.array(scores, dtype=np.float64), counted, normalization, eps, spread_tolerance)
+    values, counted = np.array(scores, dtype=np.float64), np.array(population, dtype=np.float64)
+    if not has_spread(counted):
+        return np.zeros(values.size)
+    mean = math.fsum(counted) / counted.size
+    if normalization == "none":
+        return values - mean
+    centred = counted - mean
+    variance = math.fsum(centred * centred) / (counted.size - 1)
+    return (values - mean) / (math.sqrt(variance) + 1e-6)
 
 
 def step_advantages_per_turn(
-    step_returns: Sequence[float],
-    *,
-    groups: Sequence[int],
-    normalization: Normalization,
-    eps: float = 1e-6,
-    spread_tolerance: float = 1e-9,
+    step_returns: Sequence[float], *, groups: Sequence[int], normalization: Normalization
 ) -> Float64Array:
     """``A^S = (R_t - mean) / F`` (Eq. 7) within the anchor group of each turn; ``groups`` as from
     :func:`anchor_groups`.
 
-    Every turn counts once, also where one rollout met its anchor several times. F, groups of one and groups
+    Every turn counts once, also if one rollout met its anchor several times. F, groups of one and groups
     without spread are as in :func:`episode_advantages_per_turn`. Raises ValueError for sequences of unequal
     length.
     """
@@ -113,28 +109,10 @@ def step_advantages_per_turn(
         members.setdefault(group, []).append(turn)
     advantages = np.zeros(len(returns))
     for turns in members.values():
-        advantages[turns] = _deviations(returns[turns], returns[turns], normalization, eps, spread_tolerance)
+        advantages[turns] = episode_advantages_per_turn(
+            returns[turns], population=returns[turns], normalization=normalization
+        )
     return advantages
-
-
-def _deviations(
-    values: Float64Array,
-    population: Float64Array,
-    normalization: Normalization,
-    eps: float,
-    spread_tolerance: float,
-) -> Float64Array:
-    if population.size < 2:
-        return np.zeros(values.size)
-    spread, scale = float(np.ptp(population)), max(1.0, float(np.abs(population).max()))
-    if spread <= spread_tolerance * scale:
-        return np.zeros(values.size)
-    mean = math.fsum(population) / population.size
-    if normalization == "none":
-        return values - mean
-    centred = population - mean
-    variance = math.fsum(centred * centred) / (population.size - 1)
-    return (values - mean) / (math.sqrt(variance) + eps)
 
 
 def _leaders(anchors: Sequence[str], *, threshold: float) -> dict[str, str]:

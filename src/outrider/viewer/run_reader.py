@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
-from outrider.files import readable
+from outrider.errors import DataError
+from outrider.files import parsed, readable, whole_lines
 from outrider.printing import is_graded
 from outrider.types import Json
 from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks
@@ -171,6 +172,16 @@ class Evaluation:
     mean_return: float | None = None
 
     @property
+    def score(self) -> float:
+        """Mean success over tasks. Raises KeyError if no rollout has a result."""
+        return self.metrics["score"].value
+
+    @property
+    def conditions(self) -> tuple[str, float, str]:
+        """Split, temperature and panel: only scores with the same ones can be compared."""
+        return self.split, self.temperature, self.panel_hash
+
+    @property
     def graded_return(self) -> float | None:
         """The mean return if it differs from the share of solved tasks, else None."""
         score = self.metrics.get("score")
@@ -235,6 +246,16 @@ def read_run(run_dir: Path) -> RunData:
         evaluations=tuple(evaluation for evaluation in evaluations if evaluation is not None),
         notes=tuple(notes),
     )
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file of a run, without a last line that is being written; none if the file is
+    missing. Raises DataError for a damaged line.
+    """
+    try:
+        return [parsed(line) for line in whole_lines(path)]
+    except ValueError as error:
+        raise DataError(f"{path.name} is damaged: {error}") from error
 
 
 def task_evaluation_message(folder: Path) -> str:
@@ -377,23 +398,31 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     return evaluation
 
 
-# What a run was warned of: the lines of ``notes.jsonl`` in capitals, and those of faults.
-
-
 _ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faults)")
-_LONGER: Final = "to the same bits as far as it went"  # a run that was given more, as documented
+_LONGER: Final = "to the same bits as far as it went"  # a finished run that was given more steps
+
+
+def live_state(run: Path) -> dict[str, Any] | None:
+    """The content of ``live.json``: stage, units done, fields and time; None if there is none."""
+    try:
+        state = json.loads((run / LIVE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def read_notes(run: Path) -> list[dict[str, Any]]:
+    """The lines of ``notes.jsonl`` with a text; none if the run kept no notes."""
+    try:
+        return [line for _, line in readable(run / NOTES) if line and "text" in line]
+    except OSError:
+        return []
 
 
 def read_alarms(run: Path) -> list[dict[str, Any]]:
-    """Warnings with their step (None: before training) and time, in order; none of a run that kept no
-    notes.
-    """
-    try:
-        lines = [value for _, value in readable(run / NOTES) if value is not None]
-    except OSError:
-        return []
+    """The notes that are warnings, with their step (None: before training) and time, in order."""
     return [
-        {"step": line.get("step"), "time": line.get("time"), "text": str(line["text"])}
-        for line in lines
-        if "text" in line and _ALARM.match(str(line["text"])) and _LONGER not in str(line["text"])
+        {"step": note.get("step"), "time": note.get("time"), "text": text}
+        for note in read_notes(run)
+        if _ALARM.match(text := str(note["text"])) and _LONGER not in text
     ]

@@ -9,14 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from outrider.files import is_locked, readable
+from outrider.files import is_locked
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import score
 from outrider.rollout.evaluate import gain_over_start
-from outrider.viewer.answers import live_state
 from outrider.viewer.progress import compact, duration
 from outrider.viewer.report import SHARES
-from outrider.viewer.run_reader import NOTES, Evaluation, RunData, finite, read_alarms, read_run
+from outrider.viewer.run_reader import (
+    Evaluation,
+    RunData,
+    finite,
+    live_state,
+    read_alarms,
+    read_notes,
+    read_run,
+)
 
 _COLUMNS: Final = 80
 _NUM_ALARMS: Final = 3
@@ -141,7 +148,7 @@ class RunSnapshot:
 
 def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
     """Read the run's files; what is missing or damaged is left out. ``now``: seconds since 1970."""
-    data, live, notes = read_run(run), live_state(run), _notes(run)
+    data, live, notes = read_run(run), live_state(run), [str(note["text"]) for note in read_notes(run)]
     status = _status(run, data, live)
     lines = [
         f"{run}: {_describe_status(run, status, live)}",
@@ -190,10 +197,3 @@ def _last_steps(data: RunData) -> Iterator[str]:
         values = ((name, finite(record.get(key))) for name, key in STEP_FIELDS.items())
         fields = "".join(f"  {name} {compact(item):>5}" for name, item in values if item is not None)
         yield f"step {record['step']!s:>{len(total)}}/{total}{fields}"
-
-
-def _notes(run: Path) -> list[str]:
-    try:
-        return [str(line["text"]) for _, line in readable(run / NOTES) if line and "text" in line]
-    except OSError:
-        return []

@@ -1,92 +1,61 @@
-"""From a turn's text to an action of the environment's space."""
+"""Actions and observations of Gymnasium's spaces as text."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
 
+from outrider.environments.seeded import ActionFormat
 from outrider.environments.text_games import parse_action
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """An action, or ``problem``: what was wrong, in words for the policy."""
-
-    action: Any = None
-    problem: str = ""
+NUM_PROBES: Final = 5
 
 
-class RawAction:
-    """The whole text of a turn."""
-
-    instructions = ""
-
-    def read(self, text: str) -> Read:
-        """Never a problem: the environment looks for its own marks."""
-        return Read(action=text)
-
-    def probe(self, number: int) -> str:
-        """A turn with which the environment is tried; GEM's games read what is boxed."""
-        return f"\\boxed{{{number + 1}}}"
+def raw_action() -> ActionFormat:
+    """The whole text of a turn, for environments that look for their own marks."""
+    boxes = tuple(f"\\boxed{{{number}}}" for number in range(1, NUM_PROBES + 1))  # as GEM's games read
+    return ActionFormat(instructions="", probes=boxes, read=lambda text: (text, ""))
 
 
-class TextAction(RawAction):
-    """The text between ``<action>`` and ``</action>``."""
+def text_action(words: Sequence[str] = ()) -> ActionFormat:
+    """The text between the tags with white space collapsed.
 
-    instructions = "Write one action a turn, for example <action>look</action>."
-
-    def read(self, text: str) -> Read:
-        """The text as it is written, with its white space collapsed."""
-        action, problem = parse_action(text, lower=False)
-        return Read(problem=problem) if problem else Read(action=action)
-
-    def probe(self, number: int) -> str:
-        """A turn with which the environment is tried."""
-        return f"<action>{number + 1}</action>"
-
-
-class WordAction(TextAction):
-    """One of the words of an environment that lists them. The environment reads the text and judges it: some
+    ``words`` are the actions of an environment that lists them. It checks the text itself: some environments
     look for the word inside a mark of their own, such as GEM's games inside a box.
     """
+    instructions = f"Write one action a turn, for example <action>{words[0] if words else 'look'}</action>."
+    if words:
+        instructions += f" The actions are: {', '.join(words)}."
+    texts = tuple(words) or tuple(map(str, range(1, NUM_PROBES + 1)))
+    return ActionFormat(
+        instructions=instructions,
+        probes=tuple(f"<action>{text}</action>" for text in texts),
+        read=lambda text: parse_action(text, lower=False),
+    )
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = words
-        example = f"Write one action a turn, for example <action>{words[0]}</action>."
-        self.instructions = f"{example} The actions are: {', '.join(words)}."
 
-    def probe(self, number: int) -> str:
-        """A turn with which the environment is tried."""
-        return f"<action>{self._words[number % len(self._words)]}</action>"
+def discrete_action(names: Sequence[str], first: int) -> ActionFormat:
+    """The name of an action of a discrete space between the tags, in upper or lower case.
 
+    ``first`` is the space's smallest number.
+    """
+    numbers = {" ".join(name.lower().split()): first + number for number, name in enumerate(names)}
+    listing = ", ".join(names)
+    example = f"Write one action a turn, for example <action>{names[0]}</action>."
 
-class DiscreteAction:
-    """One of a discrete space's actions between the tags; ``first`` is the space's smallest number."""
-
-    def __init__(self, names: Sequence[str], first: int) -> None:
-        self._numbers = {" ".join(name.lower().split()): first + number for number, name in enumerate(names)}
-        self._listing = ", ".join(names)
-        example = f"Write one action a turn, for example <action>{names[0]}</action>."
-        self.instructions = f"{example} The actions are: {self._listing}."
-
-    def read(self, text: str) -> Read:
-        """Case does not matter."""
+    def read(text: str) -> tuple[int | None, str]:
         action, problem = parse_action(text)
-        if problem:
-            return Read(problem=problem)
-        if action not in self._numbers:
-            return Read(problem=f"There is no action {action!r}. The actions are: {self._listing}.")
-        return Read(action=self._numbers[action])
+        if not problem and action not in numbers:
+            problem = f"There is no action {action!r}. The actions are: {listing}."
+        return numbers.get(action), problem
 
-    def probe(self, number: int) -> str:
-        """A turn with which the environment is tried."""
-        return f"<action>{list(self._numbers)[number % len(self._numbers)]}</action>"
-
-
-# Observations as text.
+    return ActionFormat(
+        instructions=f"{example} The actions are: {listing}.",
+        probes=tuple(f"<action>{name}</action>" for name in numbers),
+        read=read,
+    )
 
 
 ObservationMode = Literal["text", "render", "json"]
@@ -95,8 +64,8 @@ _ESCAPE: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 def observation_text(observation: Any, info: Mapping[str, Any], mode: ObservationMode, rendered: Any) -> str:
-    """What the policy reads. ``rendered`` is what ``render`` gave; GEM's games put text around an observation
-    by ``info["prefix"]`` and ``info["suffix"]``.
+    """The text of an observation. ``rendered`` is the result of ``render``; GEM's games add text before and
+    after with ``info["prefix"]`` and ``info["suffix"]``.
     """
     if mode == "render":
         body = plain(str(rendered))
@@ -109,31 +78,30 @@ def observation_text(observation: Any, info: Mapping[str, Any], mode: Observatio
 
 
 def plain(rendered: str) -> str:
-    """A terminal's picture without its escapes. What was coloured stands in brackets: often the colour alone
-    says where the player is.
+    """A terminal's picture without its escapes. Coloured text is put in brackets, because often only the
+    colour shows where the player is.
     """
     return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", rendered))
 
 
 def _keyed(value: Any) -> Any:
-    """With keys that JSON can have: a dictionary's may be numbers of NumPy's or tuples."""
+    """Convert keys that JSON does not allow, such as numbers of NumPy and tuples."""
     if isinstance(value, Mapping):
-        return {_key(key): _keyed(item) for key, item in value.items()}
+        return {
+            key
+            if (key is None or isinstance(key, str | int | float)) and not isinstance(key, np.generic)
+            else str(key): _keyed(item)
+            for key, item in value.items()
+        }
     return [_keyed(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _key(key: Any) -> Any:
-    if isinstance(key, np.generic):
-        return str(key)
-    return key if key is None or isinstance(key, str | int | float) else str(key)
 
 
 def _listed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        # Row by row, so that numbers of less than double precision come by themselves.
+        # Row by row, so that numbers of less than double precision are converted one by one.
         return (
             list(value) if value.dtype.kind == "f" and value.ndim and value.itemsize < 8 else value.tolist()
         )
     if isinstance(value, np.floating):
-        return float(str(value))  # the shortest digits of its own precision: 0.1 and not 0.10000000149
+        return float(str(value))  # the shortest digits of its own precision: 0.1, not 0.10000000149
     return value.item() if isinstance(value, np.generic) else str(value)

@@ -1,12 +1,11 @@
-"""One episode in a session of an OpenEnv server."""
+"""Environments behind OpenEnv servers: ``environment.type = "openenv"``."""
 
 import importlib.util
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.environments.openenv.server import (
@@ -21,98 +20,92 @@ from outrider.environments.openenv.server import (
     fetch_description,
 )
 from outrider.environments.openenv.spaces import (
-    FieldAction,
-    JsonAction,
     describe_errors,
     make_action,
     observation_text,
     require_fields,
 )
-from outrider.environments.seeded import MAX_EXPERT_TURNS, ExpertTurns, MoveRecord, opening_message, task_seed
+from outrider.environments.seeded import (
+    MAX_EXPERT_TURNS,
+    MoveRecord,
+    SeedTaskSet,
+    opening_message,
+    task_seed,
+)
 from outrider.environments.text_games import STOP
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message, Step, Task
 
 Solve = Callable[[str], Generator[str, str, Any]]
-"""An expert: called with the prompt, it yields the text of a turn and is sent the answer."""
-_PAUSE_S: Final = 0.2  # between looks at whether the server has a free session
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contact:
-    """How a server is spoken to, which :func:`outrider.environments.openenv.environment.check_server` has
-    found out.
-    """
-
-    name: str
-    server: Server
-    action: FieldAction | JsonAction
-    config: OpenEnvConfig
+"""An expert: it is called with the prompt, yields the text of a turn and is sent the observation."""
+_PAUSE_S: Final = 0.2  # between checks whether the server has a free session
+_NUM_STEPS: Final = 2
+_NUM_SEEDS: Final = 2
 
 
 class OpenEnvEnvironment:
-    """Chat protocol: the policy's turn holds an action, the observation comes as a user message.
+    """One episode in a session of its own. The observation is a user message, and the return the sum of the
+    server's rewards.
 
-    The return is the sum of the server's rewards. An action that the server's schema refuses is answered in
-    words; whatever else the server fails at is a fault.
+    An action that the server's schema rejects is an invalid turn; every other error of the server is a fault.
     """
 
-    def __init__(self, *, contact: Contact, seed: int) -> None:
-        """Nothing is opened before :meth:`reset`. ``seed`` is the task's."""
-        self._contact = contact
-        self._config = contact.config
+    def __init__(self, factory: "OpenEnvFactory", *, seed: int) -> None:
+        """``seed`` is the task's. Nothing is opened before :meth:`reset`."""
+        self._factory = factory
+        self._config = factory.config
         self._seed = seed
         self._lock = threading.Lock()  # close() may come from another thread
         self._closed = threading.Event()
         self._session: Session | None = None
         self._num_restarts = 0
-        self._record = self._new_record()
+        self._record = MoveRecord(name=self._factory.name, settings=self._config)
 
     def reset(self, seed: int) -> Sequence[Message]:
-        """A session at the task's seed. ``seed`` changes nothing: a group plays one game."""
+        """Open a session and reset it to the task's seed; ``seed`` is not used."""
         self._leave()
-        self._record = self._new_record()
+        self._record = MoveRecord(name=self._factory.name, settings=self._config)
         reply = self._checked(self._opened(), "reset")
         if reply["done"]:
             self._leave()
-            raise EnvironmentFault(f"{self._contact.name} ended the episode before its first turn")
-        text = self._written(reply)
-        return (opening_message(self._config, self._contact.action.instructions, text),)
+            raise EnvironmentFault(f"{self._factory.name} ended the episode before its first turn")
+        text = observation_text(reply["observation"], self._config.observation)
+        return (opening_message(self._config, self._factory.action.instructions, text),)
 
     def step(self, message: Message) -> StepResult:
-        """Do the turn's action. Text that holds none changes nothing and is answered in words."""
+        """Execute the action of the turn."""
         record, session = self._record, self._session
         if record.done:
             raise RuntimeError("the episode has ended")
         if session is None:
-            raise EnvironmentFault(f"{self._contact.name} was never reset, or its session is closed")
+            raise EnvironmentFault(f"{self._factory.name} was never reset, or its session is closed")
         record.num_turns += 1
-        read = self._contact.action.read(message.content)
-        if read.problem:
-            return record.record_invalid(read.problem)
-        answer = self._request(session, "step", read.action, self._config.step_limit_s)
+        action, problem = self._factory.action.read(message.content)
+        if problem:
+            return record.record_invalid(problem)
+        answer = self._request(session, "step", action, self._config.step_limit_s)
         if answer.code == NOT_VALID:
             return record.record_invalid(describe_errors(answer.data.get("errors")))
         reply = self._checked(answer, "step")
         key = self._config.success_key
         result = record.record_move(
-            self._written(reply),
+            observation_text(reply["observation"], self._config.observation),
             reply["reward"],
             terminated=reply["done"],
             success=None if key is None else reply["observation"].get(key),
         )
         if result.done:
-            self._leave()  # others may wait for a session
+            self._leave()  # other episodes may wait for a session
         return result
 
     def result(self) -> EpisodeResult:
-        """The sum of rewards so far; ``num_restarts``: how often the server was started again for it."""
+        """The record so far. ``num_restarts`` counts restarts of the server for this episode."""
         record = self._record.result()
         metrics = {**record.metrics, "num_restarts": float(self._num_restarts)}
         return EpisodeResult(episode_return=record.episode_return, success=record.success, metrics=metrics)
 
     def solved(self, solve: Solve) -> tuple[Step, ...]:
-        """The steps of an expert from the beginning. Raises :class:`EnvironmentFault` for what it raises."""
+        """Play an expert from the beginning. Raises EnvironmentFault if it raises an exception."""
         opening = self.reset(0)[0].content
         steps: list[Step] = []
         try:
@@ -129,17 +122,17 @@ class OpenEnvEnvironment:
             raise
         except Exception as error:
             raise EnvironmentFault(
-                f"{self._contact.name}: expert raised {type(error).__name__}: {error}"
+                f"{self._factory.name}: expert raised {type(error).__name__}: {error}"
             ) from error
         return tuple(steps)
 
     def close(self) -> None:
-        """End the session, for good; may be called twice. Another thread that waits for it gets a fault."""
+        """End the session, for good; may be called twice. A pending call of another thread is a fault."""
         self._closed.set()
         self._leave()
 
     def _opened(self) -> Answer:
-        """The answer to ``reset`` in a new session: waits for a free one, and starts a dead server again."""
+        """Reset a new session. Waits for a free one, and restarts a dead server."""
         seeded = {"seed": self._seed} if self._config.takes_seeds else {}
         deadline = time.monotonic() + self._config.borrow_limit_s
         while True:
@@ -152,28 +145,26 @@ class OpenEnvEnvironment:
             self._leave()
             if time.monotonic() >= deadline or self._closed.wait(_PAUSE_S):
                 raise EnvironmentFault(
-                    f"{self._contact.name} has no free session: {answer.error_text}; "
-                    "environment.num_sessions is "
-                    ""
-                    f"{self._config.num_sessions}"
+                    f"{self._factory.name} has no free session: {answer.error_text}; "
+                    f"environment.num_sessions is {self._config.num_sessions}"
                 )
 
     def _connected(self) -> Session:
-        url, restarted = self._contact.server.address()
+        url, restarted = self._factory.server.address()
         self._num_restarts += restarted
         try:
             session = Session(url, limit_s=self._config.step_limit_s)
         except ServerSilent:
-            if not self._contact.server.suspect(url):
+            if not self._factory.server.suspect(url):
                 raise
-            url, restarted = self._contact.server.address()
+            url, restarted = self._factory.server.address()
             self._num_restarts += restarted
             session = Session(url, limit_s=self._config.step_limit_s)
         with self._lock:
             self._session = session
-        if self._closed.is_set():  # the loop gave this reset up: nobody else would close it
+        if self._closed.is_set():  # closed during the wait; nothing else would close the session
             self._leave()
-            raise EnvironmentFault(f"{self._contact.name}: the episode was closed while it waited")
+            raise EnvironmentFault(f"{self._factory.name}: the episode was closed while it waited")
         return session
 
     def _request(self, session: Session, kind: str, data: Mapping[str, Any], limit_s: float) -> Answer:
@@ -184,18 +175,15 @@ class OpenEnvEnvironment:
             raise
 
     def _checked(self, answer: Answer, kind: str) -> dict[str, Any]:
-        """Observation, reward (0.0 for none) and whether the episode is over."""
-        problem = f"failed: {answer.error_text}" if answer.code else "answered what is no observation"
+        """Observation, reward (0.0 if there is none) and ``done`` of an answer. Raises EnvironmentFault."""
+        problem = f"failed: {answer.error_text}" if answer.code else "did not return an observation"
         match answer.data if not answer.code else {}:
             case {"observation": dict(observation), "reward": int() | float() | None as reward,
                   "done": bool(done)}:  # fmt: skip
-                with suppress(OverflowError):  # an integer of hundreds of digits is no reward
+                with suppress(OverflowError):  # an integer with hundreds of digits
                     return {"observation": observation, "reward": float(reward or 0.0), "done": done}
         self._leave()
-        raise EnvironmentFault(f"{self._contact.name}: {kind} {problem}")
-
-    def _written(self, reply: Mapping[str, Any]) -> str:
-        return observation_text(reply["observation"], self._config.observation)
+        raise EnvironmentFault(f"{self._factory.name}: {kind} {problem}")
 
     def _leave(self) -> None:
         with self._lock:
@@ -203,173 +191,133 @@ class OpenEnvEnvironment:
         if session is not None:
             session.close()
 
-    def _new_record(self) -> MoveRecord:
-        return MoveRecord(name=self._contact.name, settings=self._config)
 
+class OpenEnvFactory:
+    """Makes environments, and owns the server if it was started here."""
 
-# Trying a server before the first rollout: what it is, how it is spoken to, how many sessions it takes, and
-# whether its seeds decide its games.
+    def __init__(self, server: Server, config: OpenEnvConfig) -> None:
+        """Check the server before the first rollout: its schemas, its number of sessions, and its seeds.
 
+        Raises ToolUnavailable if it fails, and ConfigError if it does not match the settings.
+        """
+        description = describe_server(server, config)
+        fields = [*config.observation, *([config.success_key] if config.success_key else [])]
+        require_fields(description.observation, fields)
+        self.name = description.name
+        self.server = server
+        self.config = config
+        self.action = make_action(description.action, config.action_field)
+        try:
+            self._check_sessions()
+            if config.takes_seeds:
+                self._check_seeds()
+        except EnvironmentFault as error:
+            raise ToolUnavailable(f"the OpenEnv server {self.name} does not run: {error}") from error
 
-_NUM_STEPS = 2
-_NUM_SEEDS = 2
+    def __call__(self, task: Task) -> OpenEnvEnvironment:
+        """A new episode. Raises ConfigError for a task of another environment."""
+        return OpenEnvEnvironment(self, seed=task_seed(task, self.name))
+
+    def close(self) -> None:
+        self.server.close()
+
+    def _check_sessions(self) -> None:
+        """Open as many sessions as in the settings. Sessions of others, which end, are no reason to fail."""
+        config, url = self.config, self.server.address()[0]
+        with ExitStack() as opened:
+            sessions: list[Session] = []
+            for _ in range(config.num_sessions):
+                sessions.append(Session(url, limit_s=config.step_limit_s))
+                opened.callback(sessions[-1].close)
+            for session in sessions:
+                answer = session.request("state", limit_s=config.load_limit_s)
+                most = answer.data.get("max_sessions")
+                if answer.code == CAPACITY and isinstance(most, int) and most < config.num_sessions:
+                    raise ConfigError(
+                        f"{self.name} allows {most} concurrent sessions (max_concurrent_envs): set "
+                        f"environment.num_sessions = {most}"
+                    )
+
+    def _check_seeds(self) -> None:
+        for seed in range(self.config.first_seed, self.config.first_seed + _NUM_SEEDS):
+            if self._play(seed) != self._play(seed):
+                raise ConfigError(
+                    f"{self.name} plays another game when it is reset to the seed {seed} again: set "
+                    "environment.takes_seeds = false (methods that fork by replay then reject it)"
+                )
+
+    def _play(self, seed: int) -> list[object]:
+        """Observations and rewards of a few steps. A failed step is also a result; a failed reset is not."""
+        environment = OpenEnvEnvironment(self, seed=seed)
+        try:
+            results: list[object] = [environment.reset(0)]
+            for _ in range(_NUM_STEPS):
+                try:
+                    result = environment.step(Message(role="assistant", content=self.action.probes[0]))
+                except EnvironmentFault as fault:
+                    return [*results, str(fault)]
+                results.append(result)
+                if result.done:
+                    break
+            return results
+        finally:
+            environment.close()
 
 
 def describe_server(server: Server, config: OpenEnvConfig) -> ServerDescription:
-    """What the server says of itself. Raises :class:`ToolUnavailable` where it does not."""
+    """The server's description. Raises ToolUnavailable if there is none."""
     try:
         return fetch_description(server.address()[0], config.step_limit_s)
     except EnvironmentFault as error:
         raise ToolUnavailable(f"no OpenEnv server: {error}") from error
 
 
-def check_server(server: Server, config: OpenEnvConfig) -> Contact:
-    """How the server is spoken to. Raises :class:`ToolUnavailable` where it fails, :class:`ConfigError` where
-    it is not what the settings say.
-    """
-    description = describe_server(server, config)
-    fields = [*config.observation, *([config.success_key] if config.success_key else [])]
-    require_fields(description.observation, fields)
-    action = make_action(description.action, config.action_field)
-    contact = Contact(name=description.name, server=server, action=action, config=config)
-    try:
-        _require_sessions(contact)
-        if config.takes_seeds:
-            _require_seeds(contact)
-    except EnvironmentFault as error:
-        raise ToolUnavailable(f"the OpenEnv server {description.name} does not play: {error}") from error
-    return contact
-
-
-def _require_sessions(contact: Contact) -> None:
-    """As many at a time as the settings say. Somebody else's sessions, which end, are no reason to refuse."""
-    config, url = contact.config, contact.server.address()[0]
-    with ExitStack() as opened:
-        sessions: list[Session] = []
-        for _ in range(config.num_sessions):
-            sessions.append(Session(url, limit_s=config.step_limit_s))
-            opened.callback(sessions[-1].close)
-        for session in sessions:
-            answer = session.request("state", limit_s=config.load_limit_s)
-            most = answer.data.get("max_sessions")
-            if answer.code == CAPACITY and isinstance(most, int) and most < config.num_sessions:
-                raise ConfigError(
-                    f"{contact.name} takes {most} sessions at a time (max_concurrent_envs): "
-                    f"environment.num_sessions = {most}"
-                )
-
-
-def _require_seeds(contact: Contact) -> None:
-    config = contact.config
-    for seed in range(config.first_seed, config.first_seed + _NUM_SEEDS):
-        first, again = (_play(contact, seed) for _ in range(2))
-        if first != again:
-            raise ConfigError(
-                f"{contact.name} plays another game when it is reset to the seed {seed} again: "
-                "environment.takes_seeds = false (methods that fork by replay are then refused)"
-            )
-
-
-def _play(contact: Contact, seed: int) -> list[object]:
-    """What the policy would read, and the rewards, of a few steps. A step may fail, which tells as much of a
-    game as another answer; a reset may not.
-    """
-    environment = OpenEnvEnvironment(contact=contact, seed=seed)
-    try:
-        seen: list[object] = [environment.reset(0)]
-        for _ in range(_NUM_STEPS):
-            try:
-                result = environment.step(Message(role="assistant", content=contact.action.probe))
-            except EnvironmentFault as fault:
-                return [*seen, str(fault)]
-            seen.append(result)
-            if result.done:
-                break
-        return seen
-    finally:
-        environment.close()
-
-
-# Environments behind OpenEnv servers: ``environment.type = "openenv"``.
-
-
-class OpenEnvFactory:
-    """Makes environments, and owns the server where it was started here."""
-
-    def __init__(self, contact: "Contact") -> None:
-        self._contact = contact
-
-    def __call__(self, task: Task) -> "OpenEnvEnvironment":
-        """A fresh episode of the task. Raises :class:`ConfigError` for a task of another environment."""
-        return OpenEnvEnvironment(contact=self._contact, seed=task_seed(task, self._contact.name))
-
-    def close(self) -> None:
-        """Kill the server that was started here; may be called twice."""
-        self._contact.server.close()
-
-
-class OpenEnvTaskSet:
+class OpenEnvTaskSet(SeedTaskSet):
     """The seeds of one server."""
 
     Settings = OpenEnvConfig
     name = "openenv"
-    protocol: Literal["inline", "chat"] = "chat"
-    stateful = True
     stop = (STOP,)
 
     def __init__(self, config: OpenEnvConfig) -> None:
-        """Start and ask nothing."""
+        super().__init__(config.expert)
         self.config = config
-        self._described: ServerDescription | None = None
-        self._server: Server | None = None  # started to ask it; the next factory takes it over
-        self._expert: ExpertTurns[OpenEnvEnvironment] = ExpertTurns(
-            config.expert, self.make, lambda environment, solve, seed: environment.solved(solve)
-        )
+        self._description: ServerDescription | None = None
+        self._server: Server | None = None  # started for its description; the next factory takes it over
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """One task per seed of ``train``, ``valid`` or ``test``. They name the server and its version, which
-        may play other games: a resumed run refuses another one. Raises :class:`ToolUnavailable` where the
-        server does not answer.
+        """One task per seed. The metadata name the server's version: another one may have other games, so a
+        resumed run rejects it. Raises ToolUnavailable if the server does not answer.
         """
-        if self._described is None:
-            self._described = self._describe_server()
-        description = self._described
+        if self._description is None:
+            self._server = self._open_server()
+            self._description = describe_server(self._server, self.config)
+        description = self._description
         return self.config.seed_tasks(split, description.name, {"server_version": description.version})
 
     def make(self) -> OpenEnvFactory:
-        """Try the server. Raises :class:`ToolUnavailable` or :class:`ConfigError`."""
-        from outrider.environments.openenv.server import make_server
-
-        _require_package()
-        server, self._server = self._server or make_server(self.config), None
+        """Check the server. Raises ToolUnavailable or ConfigError."""
+        server, self._server = self._open_server(), None
         try:
-            return OpenEnvFactory(check_server(server, self.config))
+            return OpenEnvFactory(server, self.config)
         except BaseException:
             server.close()
             raise
 
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """The turns of ``expert``, played on a server of their own where one is started. See
-        :class:`outrider.environments.seeded.ExpertTurns`.
-        """
-        return self._expert.steps(task, seed)
+    def play_expert(self, environment: OpenEnvEnvironment, solve: Any, seed: int) -> Sequence[Step]:
+        return environment.solved(solve)
 
     def close(self) -> None:
-        """Kill the servers that were started to ask them and for experts; may be called twice."""
-        self._expert.close()
+        """Kill the servers that were started for descriptions and experts; may be called twice."""
+        super().close()
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
-    def _describe_server(self) -> "ServerDescription":
-        from outrider.environments.openenv.server import make_server
-
-        _require_package()
-        if self._server is None:
-            self._server = make_server(self.config)
-        return describe_server(self._server, self.config)
-
-
-def _require_package() -> None:
-    if importlib.util.find_spec("websockets") is None:
-        raise ToolUnavailable("OpenEnv servers are spoken to by websockets: pip install 'outrider[openenv]'")
+    def _open_server(self) -> Server:
+        if importlib.util.find_spec("websockets") is None:
+            raise ToolUnavailable("OpenEnv servers need websockets: pip install 'outrider[openenv]'")
+        config = self.config
+        return self._server or Server(
+            config.command, url=config.server_url, start_limit_s=config.start_limit_s
+        )

@@ -1,11 +1,11 @@
-"""From a turn's text to an action of the server's schema."""
+"""Actions and observations of an OpenEnv server's schemas as text."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
+from outrider.environments.seeded import ActionFormat
 from outrider.environments.text_games import parse_action
 from outrider.errors import ConfigError, EnvironmentFault
 from outrider.tokens.tool_calls import Arguments
@@ -16,62 +16,48 @@ _EXAMPLES: Final[Mapping[str, Any]] = {
 _MAX_PROBLEMS: Final = 5  # problems of one action
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """An action, or ``problem``: what was wrong, in words for the policy."""
+def field_action(name: str, schema: Mapping[str, Any]) -> ActionFormat:
+    """The text between the tags becomes one field of the action; the server checks it."""
+    probe = f"<action>{_example(schema)}</action>"
 
-    action: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
+    def read(text: str) -> tuple[Mapping[str, Any], str]:
+        action, problem = parse_action(text, verbatim=True)
+        return ({}, problem) if problem else ({name: _clean(action)}, "")
+
+    return ActionFormat(
+        instructions=f"Write one action a turn, for example {probe}.", probes=(probe,), read=read
+    )
 
 
-class FieldAction:
-    """The text between ``<action>`` and ``</action>``, as it is, becomes one field of the action."""
+def json_action(properties: Mapping[str, Any], required: Sequence[str]) -> ActionFormat:
+    """A JSON object between the tags with the fields of the action; NaN and infinity are rejected."""
+    names = required or list(properties)
+    example = {name: _example(properties.get(name, {})) for name in names}
+    probe = f"<action>{json.dumps(example)}</action>"
 
-    def __init__(self, name: str, schema: Mapping[str, Any]) -> None:
-        self._name = name
-        self.probe = f"<action>{_example(schema)}</action>"
-        """A turn with which the server is tried."""
-        self.instructions = f"Write one action a turn, for example {self.probe}."
-
-    def read(self, text: str) -> Read:
-        """The server decides whether the text can be that field."""
-        command, problem = parse_action(text, verbatim=True)
+    def read(text: str) -> tuple[Mapping[str, Any], str]:
+        content, problem = parse_action(text, verbatim=True)
         if problem:
-            return Read(problem=problem)
-        return Read(action={self._name: _clean(command)})
-
-
-class JsonAction:
-    """A JSON object between the tags: the fields of the action."""
-
-    def __init__(self, properties: Mapping[str, Any], required: Sequence[str]) -> None:
-        names = required or list(properties)
-        example = {name: _example(properties.get(name, {})) for name in names}
-        self.probe = f"<action>{json.dumps(example)}</action>"
-        """A turn with which the server is tried."""
-        self.instructions = f"Write one action a turn, a JSON object, for example {self.probe}."
-
-    def read(self, text: str) -> Read:
-        """JSON as the standard has it: no NaN, no infinity."""
-        command, problem = parse_action(text, verbatim=True)
-        if problem:
-            return Read(problem=problem)
+            return {}, problem
         try:
-            action = json.loads(_clean(command), parse_constant=_finite, parse_float=_finite)
+            action = json.loads(_clean(content), parse_constant=_finite, parse_float=_finite)
         except (ValueError, RecursionError) as error:
-            return Read(problem=f"The action is no JSON ({error}). Write for example {self.probe}.")
+            return {}, f"The action is no JSON ({error}). Write for example {probe}."
         if not isinstance(action, dict):
-            return Read(problem=f"The action is no JSON object. Write for example {self.probe}.")
-        return Read(action=action)
+            return {}, f"The action is no JSON object. Write for example {probe}."
+        return action, ""
+
+    instructions = f"Write one action a turn, a JSON object, for example {probe}."
+    return ActionFormat(instructions=instructions, probes=(probe,), read=read)
 
 
-def make_action(schema: Mapping[str, Any], chosen: str | None) -> FieldAction | JsonAction:
-    """How actions of a schema are written. Raises :class:`ConfigError` for a field that it lacks."""
+def make_action(schema: Mapping[str, Any], chosen: str | None) -> ActionFormat:
+    """The format of a schema's actions. Raises ConfigError if ``chosen`` is not a field of it."""
     fields = Arguments.from_schema({"parameters": schema})
     properties = {
         name: _resolved(value, schema) for name, value in fields.properties.items() if name != "metadata"
     }
-    # of several kinds of actions the first one is the example
+    # With several kinds of actions the first one is the example.
     needed = dict.fromkeys((*fields.required, *(fields.alternatives[0] if fields.alternatives else ())))
     required = [name for name in needed if name in properties]
     if chosen is not None:
@@ -80,17 +66,17 @@ def make_action(schema: Mapping[str, Any], chosen: str | None) -> FieldAction | 
             raise ConfigError(f"the server's actions have no field {chosen!r} (their fields: {known})")
         if others := [name for name in required if name != chosen]:
             raise ConfigError(
-                f"the server's actions need {', '.join(others)} besides {chosen}: leave action_field out, "
-                "and actions are written as JSON"
+                f"the server's actions need {', '.join(others)} besides {chosen}: remove action_field to "
+                "write actions as JSON"
             )
-        return FieldAction(chosen, properties[chosen])
+        return field_action(chosen, properties[chosen])
     if len(properties) == 1:
-        return FieldAction(*next(iter(properties.items())))
-    return JsonAction(properties, required)
+        return field_action(*next(iter(properties.items())))
+    return json_action(properties, required)
 
 
 def describe_errors(errors: Any) -> str:
-    """What the server's own check of an action found, in words for the policy."""
+    """The errors of the server's own check of an action, in words for the policy."""
     problems = []
     for error in errors if isinstance(errors, list) else ():
         if isinstance(error, Mapping):
@@ -103,7 +89,7 @@ def describe_errors(errors: Any) -> str:
 
 
 def _resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a field: that which it refers to (an enumeration, say), or the first of several."""
+    """The schema of a field after references (for example, to an enumeration); the first one of several."""
     if not isinstance(value, Mapping):
         return {}
     if isinstance(several := value.get("anyOf"), list) and several:
@@ -125,7 +111,7 @@ def _example(schema: Mapping[str, Any]) -> Any:
 
 
 def _clean(text: str) -> str:
-    """Without half characters, which no message can carry."""
+    """Replace lone surrogates, which cannot be sent."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -136,12 +122,10 @@ def _finite(text: str) -> float:
     return number
 
 
-# Observations of a server as text.
-
-
 def observation_text(observation: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """What the policy reads: one field as it is, several with their names, all of several as JSON. Raises
-    :class:`EnvironmentFault` for an observation that lacks a field.
+    """The text of an observation: one field as it is, several with their names, and all fields as JSON.
+
+    Raises EnvironmentFault if a field is missing.
     """
     if missing := [name for name in fields if name not in observation]:
         raise EnvironmentFault(f"the server's observation lacks {', '.join(missing)}")
@@ -153,7 +137,7 @@ def observation_text(observation: Mapping[str, Any], fields: Sequence[str]) -> s
 
 
 def require_fields(schema: Mapping[str, Any], fields: Sequence[str]) -> None:
-    """Raises :class:`ConfigError` for a field that no observation of the schema has."""
+    """Raises ConfigError for a field that is not in the schema of observations."""
     properties = schema.get("properties")
     known = [name for name in properties if name not in ("done", "reward", "metadata")] if properties else []
     if missing := [name for name in fields if name not in known]:

@@ -1,4 +1,4 @@
-"""Which environment of verifiers is played, under which Python, and how its rows are split."""
+"""Environments of the package verifiers: ``environment.type = "verifiers"``."""
 
 import os
 import sys
@@ -17,15 +17,17 @@ from outrider.environments.agent.programs import (
     WorkerProcess,
     recipe_folders,
 )
+from outrider.environments.base import SPLITS, Split, known_split, require_tasks, split_size
 from outrider.errors import DataError, ToolUnavailable
 from outrider.types import Step, Task
 
-SPLITS: Final = ("train", "valid", "test")
+# A process of its own plays the episodes, and is restarted if it dies.
+_PLAYER: Final = Path(__file__).with_name("player.py")
 
 
 class VerifiersConfig(ProgramConfig):
-    """A taskset of the package verifiers (the Environments Hub's) with its agents and rewards. Its agents ask
-    the policy as they would ask any endpoint.
+    """A taskset of the package verifiers (and the Environments Hub) with its agents and rewards. Its agents
+    call the policy like any other endpoint.
     """
 
     starts_quickly: ClassVar[bool] = False
@@ -33,61 +35,48 @@ class VerifiersConfig(ProgramConfig):
 
     type: Literal["verifiers"] = "verifiers"
     id: Annotated[str, Field(min_length=1)]
-    """The taskset: a package that is installed where verifiers is, or a module beside the recipe."""
+    """The taskset: a package that is installed together with verifiers, or a module next to the recipe."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The environment's config, as in ``[env]`` of a verifiers file: ``taskset``, ``id``, agents by name."""
     python: Path | None = None
-    """The interpreter that has verifiers and the taskset; None: the one that runs Outrider."""
+    """The interpreter with verifiers and the taskset; None: the interpreter of Outrider."""
     num_train: Annotated[int, Field(ge=0)] = 64
-    """Rows of ``train``: the first ones of the taskset."""
+    """Number of rows of ``train``: the first ones of the taskset."""
     num_valid: Annotated[int, Field(ge=0)] = 16
-    """The rows behind those."""
+    """Number of rows of ``valid``: the next ones."""
     num_test: Annotated[int, Field(ge=0)] = 32
-    """And the rows behind those."""
+    """Number of rows of ``test``: the next ones."""
     first_row: Annotated[int, Field(ge=0)] = 0
-    """Rows in front of the first one that is used."""
+    """Number of rows that are skipped at the start."""
     shuffle_seed: int | None = None
-    """Shuffle the taskset (verifiers' own order of this seed) before it is split. None: its own order."""
+    """Seed with which verifiers shuffles the taskset before it is split. None: its own order."""
     start_limit_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that the import and the taskset's data may take."""
+    """Time limit in seconds for the import and the taskset's data."""
 
     @model_validator(mode="after")
     def _validate(self) -> "VerifiersConfig":
-        if self.num_train + self.num_valid + self.num_test == 0:
-            raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
+        require_tasks(self)
         taskset = self.options.get("taskset", {})
         if not isinstance(taskset, dict) or "id" in taskset:
-            raise ValueError("options.taskset is a table without an id: the taskset is environment.id")
+            raise ValueError("options.taskset is a table without an id; set environment.id instead")
         return self
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that are read, the first ones that are left out among them."""
-        return self.first_row + self.num_train + self.num_valid + self.num_test
-
-    def split_rows(self, split: str) -> range:
-        """The rows of a split."""
-        numbers = dict(zip(SPLITS, (self.num_train, self.num_valid, self.num_test), strict=True))
+    def first_row_after(self, split: Split) -> int:
+        """Number of the first row after a split."""
         begin = self.first_row
-        for name in SPLITS[: SPLITS.index(split)]:
-            begin += numbers[name]
-        return range(begin, begin + numbers[split])
-
-
-# The trainer's end of the process that plays episodes of verifiers, which is started again when it dies.
-
-
-_PLAYER: Final = Path(__file__).with_name("player") / "__main__.py"
+        for name in SPLITS[: SPLITS.index(split) + 1]:
+            begin += split_size(self, name) or 0
+        return begin
 
 
 def launch(config: VerifiersConfig, *, lists: bool) -> WorkerProcess:
-    """Start the process; with ``lists`` its first line holds the rows. Raises ToolUnavailable."""
-    # -P: the folder of the program holds modules of ours, which would hide others' of the same names
+    """Start the process; with ``lists`` its first line contains the rows. Raises ToolUnavailable."""
+    # -P: modules in the program's folder must not hide others with the same name.
     command = [os.path.expanduser(config.python or sys.executable), "-P", str(_PLAYER)]
     request = {
         "id": config.id,
         "options": config.options,
-        "num_rows": config.num_rows,
+        "num_rows": config.first_row_after("test"),
         "shuffle_seed": config.shuffle_seed,
         "path": recipe_folders(),
         "lists": lists,
@@ -105,16 +94,16 @@ def launch(config: VerifiersConfig, *, lists: bool) -> WorkerProcess:
         if "No module named 'verifiers'" not in str(error):
             raise
         raise ToolUnavailable(
-            f"{command[0]} has no verifiers: install it in an environment of its own (its pins exclude "
-            "those of others) and name the interpreter of that one in environment.python"
+            f"{command[0]} has no verifiers: install it in an environment of its own (its version pins are "
+            "not compatible with others) and set environment.python to the interpreter of it"
         ) from error
 
 
 class Episodes(RestartingProcess):
-    """Plays them in one process. Called from several threads."""
+    """Plays episodes in one process. Thread-safe."""
 
     def __init__(self, config: VerifiersConfig) -> None:
-        """Start the process. Raises ToolUnavailable where the environment cannot be loaded."""
+        """Start the process. Raises ToolUnavailable if the environment cannot be loaded."""
         super().__init__(lambda: launch(config, lists=False))
 
     def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
@@ -127,11 +116,8 @@ class Episodes(RestartingProcess):
         return self.begin(request, on_end)
 
 
-# Environments of the package verifiers: ``environment.type = "verifiers"``.
-
-
 class VerifiersTaskSet:
-    """The rows of a taskset, which verifiers' agents work on."""
+    """The rows of a taskset."""
 
     Settings = VerifiersConfig
     name = "verifiers"
@@ -139,35 +125,33 @@ class VerifiersTaskSet:
     stateful = True
 
     def __init__(self, config: VerifiersConfig) -> None:
-        """Start nothing."""
         self.config = config
         self.stop: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._rows: tuple[Task, ...] | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The rows of a split, in the taskset's order. They name the versions of verifiers and of the
-        taskset, which decide what they are. Raises ToolUnavailable where these cannot be loaded, DataError
-        for two rows with one key.
+        """The rows of a split, in the taskset's order. The metadata name the versions of verifiers and of the
+        taskset, which determine the rows. Raises ToolUnavailable if these cannot be loaded, and DataError for
+        two rows with the same key.
         """
-        if split not in SPLITS:
-            raise DataError(f"verifiers: unknown split {split!r}, expected one of {', '.join(SPLITS)}")
+        known = known_split(split, "verifiers")
         with self._lock:
             if self._rows is None:
                 self._rows = _listed(self.config)
-        rows = self.config.split_rows(split)
-        return self._rows[rows.start : rows.stop]
+        end = self.config.first_row_after(known)
+        return self._rows[end - (split_size(self.config, known) or 0) : end]
 
     def make(self) -> ProgramFactory:
-        """Start the process that plays, and the server that agents ask. Raises ToolUnavailable."""
+        """Start the process that plays, and the server that agents call. Raises ToolUnavailable."""
         return ProgramFactory(self.config, lambda: Episodes(self.config))
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """None: nobody knows what an agent would have to be told."""
+        """None: a taskset has no turns of an expert."""
         return None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def _listed(config: VerifiersConfig) -> tuple[Task, ...]:

@@ -163,7 +163,7 @@ class WebShopEnvironment:
         return self._refuse(NO_SUCH_NAME) if next_page is None else self._go(next_page)
 
     def result(self) -> EpisodeResult:
-        """The return, success (a task score of 1.0), and the parts of the score; 0 if nothing was bought."""
+        """Return, success (a task score of exactly 1.0) and the parts of the score, 0 before a purchase."""
         bought = self._bought
         score = 0.0 if bought is None else bought.value
         parts = {"type_factor": 0.0, "price_ok": 0.0, "share_attributes": 0.0, "share_options": 0.0}
