@@ -15,8 +15,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.task_sets import SPLITS, Split, known_split, split_size
+from outrider.environments.base import SPLITS, Split, known_split, split_size
 from outrider.environments.tool_qa.environment import (
+    EpisodeConfig,
+    ToolEnvironmentFactory,
     ToolName,
     load_tools,
     tool_tags,
@@ -24,9 +26,7 @@ from outrider.environments.tool_qa.environment import (
     validate_tools,
     waiting_s,
 )
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
-from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.tag_protocol import stop_strings
+from outrider.environments.tool_qa.rewards import RewardConfig, stop_strings
 from outrider.errors import ConfigError, DataError, ToolFault, ToolUnavailable
 from outrider.tokens.call_formats import ProtocolName
 from outrider.tools.concurrency import SingleFlightCache
