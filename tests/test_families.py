@@ -13,7 +13,7 @@ from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.errors import ModelError
-from outrider.rollout.context import truncate_text
+from outrider.rollout.episode import truncate_text
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
 from outrider.tokens.call_formats import CALL_FORMATS, convert_calls

@@ -20,7 +20,7 @@ from outrider.environments.agent.requests import (  # noqa: E402
 from outrider.environments.agent.responses import read_response, response_events  # noqa: E402
 from outrider.environments.agent.responses import response as written  # noqa: E402
 from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
-from outrider.environments.base import turn_message  # noqa: E402
+from outrider.environments.episode import Episode  # noqa: E402
 from outrider.errors import EnvironmentFault  # noqa: E402
 from outrider.rollout.base import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
@@ -290,6 +290,6 @@ def test_or_whose_tools_break_the_reading(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: Any) -> Any:
         raise SystemExit(3)
 
-    monkeypatch.setattr("outrider.environments.base.read_turn", broken)
+    monkeypatch.setattr("outrider.environments.episode.read_turn", broken)
     with pytest.raises(EnvironmentFault, match="BadTools cannot read a turn: SystemExit: 3"):
-        turn_message(BadTools(), "x")  # type: ignore[arg-type]
+        Episode(BadTools()).read("x")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from outrider.config import require_paths
 from outrider.engines.names import find_model
-from outrider.environments.base import EnvironmentFactory, TaskSet, prompt_tools
+from outrider.environments.base import EnvironmentFactory, TaskSet
+from outrider.environments.episode import open_episode
 from outrider.environments.task_sets import make_task_set
 from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders
@@ -51,12 +52,11 @@ def first_prompt(factory: EnvironmentFactory, task: Task, *, run_seed: int, step
     try:
         environment = factory(task)
         try:
-            messages = tuple(environment.reset(reset_seed(run_seed, step, task.key)))
-            tools = tuple(prompt_tools(environment))
+            episode = open_episode(environment)
+            messages = episode.start(reset_seed(run_seed, step, task.key))
+            tools = tuple(episode.tools)
         finally:
             environment.close()
-        if wrong := [message for message in messages if not isinstance(message, Message)]:
-            raise TypeError(f"reset returned a {type(wrong[0]).__name__} among the messages")
     except OutriderError:
         raise
     except Exception as error:  # somebody else's code

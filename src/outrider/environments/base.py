@@ -1,24 +1,21 @@
 """Conversion of what the code of others returns (rewards, success flags, metrics) to Python's own types.
 
-The one place where such values are checked: :func:`~outrider.environments.base.take_step` and
-:func:`~outrider.environments.base.episode_result` use these functions, as do the adapters and the agent
-programs. Scalars of NumPy, PyTorch and other array libraries are read by their ``item()``, so none of them is
-imported.
+The one place where such values are checked: :class:`~outrider.environments.episode.Episode` uses these
+functions, as do the adapters and the agent programs. Scalars of NumPy, PyTorch and other array libraries are
+read by their ``item()``, so none of them is imported.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, runtime_checkable
 
 from outrider import deprecated
 from outrider.config import Settings
-from outrider.environments.conversations import OwnConversations, Refusal, Refusing
-from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult, ToolFault
-from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
-from outrider.types import Message, Step, Task, ToolSchema
+from outrider.errors import InvalidResult, NonFiniteResult
+from outrider.types import Message, Step, Task
 
 _MAX_CHARS: Final = 60
 _TEXT: Final = (str, bytes, bytearray, complex)  # what float() would read, or what silently loses a part
@@ -132,9 +129,6 @@ def _is_date(value: Any) -> bool:
 # The environment contract: one task in, messages out, and the environment keeps the record of the return.
 
 
-_T = TypeVar("_T")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Outcome of one policy message.
@@ -213,7 +207,8 @@ def as_messages(value: object, name: str) -> tuple[Message, ...]:
     return messages
 
 
-def _as_names(value: object) -> tuple[str, ...]:
+def as_names(value: object) -> tuple[str, ...]:
+    """The names of the tools that ran, as a tuple. Raises InvalidResult for anything else."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise InvalidResult(f"tools is {describe(value)}, no sequence of names")
     names = tuple(value)
@@ -278,7 +273,7 @@ class EnvironmentSettings(Settings):
 
     @property
     def keeps_conversations(self) -> bool:
-        """Whether episodes are :class:`~outrider.environments.conversations.OwnConversations`."""
+        """Whether episodes are of the kind :class:`~outrider.environments.conversations.ExternalAgent`."""
         return False
 
 
@@ -315,152 +310,6 @@ class CopyableEnvironment(Env, Protocol):
     def copy(self) -> "CopyableEnvironment":
         """An environment in the same state, independent from then on; no action is done again."""
         ...
-
-
-@runtime_checkable
-class NativeTools(Env, Protocol):
-    """An environment whose policy calls tools natively. Its ``step`` gets the turn read: words, thinking,
-    calls that fit their schemas, and what was wrong with the others (``Message.problems``). It answers with
-    messages of the role ``tool``.
-    """
-
-    @property
-    def tool_schemas(self) -> Sequence[ToolSchema]:
-        """The tools that the prompt tells of and that calls are checked against; fixed from ``reset`` on."""
-        ...
-
-    @property
-    def call_format(self) -> str:
-        """The form of the calls."""
-        ...
-
-
-def prompt_tools(environment: Env) -> Sequence[ToolSchema]:
-    """The tools that a prompt tells of."""
-    if isinstance(environment, OwnConversations):
-        return environment.request.tools
-    return environment.tool_schemas if isinstance(environment, NativeTools) else ()
-
-
-def is_answer(environment: Env, turn: Message) -> bool:
-    """Whether a turn is an answer as a whole, as native turns without calls are: if the token limit cuts it,
-    it is not the answer that the policy was writing. A program of a user's own decides itself what a turn is.
-    Valid until the environment has acted on the turn.
-    """
-    if isinstance(environment, OwnConversations) or not isinstance(environment, NativeTools):
-        return False
-    return not (turn.tool_calls or turn.problems)
-
-
-def turn_message(environment: Env, text: str) -> Message:
-    """A turn of the policy as an environment is given it, from its text. Raises EnvironmentFault for
-    whatever breaks in an environment that reads turns itself or names tools.
-    """
-    if isinstance(environment, OwnConversations):
-        return _guarded(environment, lambda: environment.read(text))
-    if not isinstance(environment, NativeTools):
-        return Message(role="assistant", content=text)
-    return _guarded(environment, lambda: _read_calls(environment, text))
-
-
-def recorded_turn(environment: Env, text: str) -> str:
-    """A recorded turn as the environment reads it: imported chats have their calls in the Hermes form.
-
-    Raises EnvironmentFault as :func:`turn_message` does.
-    """
-    if not isinstance(environment, OwnConversations | NativeTools):
-        return text
-
-    def rewrite() -> str:
-        form = environment.call_format
-        return text if form is None else convert_calls(text, get_call_format(form), prompt_tools(environment))
-
-    return _guarded(environment, rewrite)
-
-
-def _guarded(environment: Env, read: Callable[[], _T]) -> _T:
-    """Of one rollout, what would end the run."""
-    try:
-        return read()
-    except (ToolFault, EnvironmentFault, InvalidResult):
-        raise
-    except (Exception, SystemExit) as error:  # a plug-in's code
-        kind = type(environment).__name__
-        raise EnvironmentFault(f"{kind} cannot read a turn: {type(error).__name__}: {error}") from error
-
-
-def _read_calls(environment: NativeTools, text: str) -> Message:
-    turn = read_turn(text, get_call_format(environment.call_format), environment.tool_schemas)
-    return Message(
-        role="assistant",
-        content=turn.content,
-        reasoning=turn.reasoning,
-        tool_calls=turn.tool_calls,
-        problems=turn.problems,
-    )
-
-
-def start_episode(environment: Env, seed: int) -> tuple[Message, ...]:
-    """Reset the environment; its prompt. Raises InvalidResult for what is no prompt."""
-    messages = as_messages(environment.reset(seed), "what reset returned")
-    if not messages:
-        raise InvalidResult("reset gives no message: the policy would have no prompt")
-    return messages
-
-
-def take_step(environment: Env, message: Message) -> StepResult:
-    """Act with one policy message; the answer with its numbers and flags in Python's own types.
-
-    Raises InvalidResult for other values and for what is no :class:`StepResult`, NonFiniteResult for a reward
-    that is NaN or infinite.
-    """
-    return _converted(environment.step(message), "step")
-
-
-def take_refusal(environment: Refusing, refusal: Refusal) -> StepResult | None:
-    """Refuse the request of a program; the answer with its numbers and flags in Python's own types, or None
-    if the program ended because its conversation is too long.
-
-    Raises InvalidResult and NonFiniteResult as :func:`take_step` does.
-    """
-    found: object = environment.refuse(refusal)
-    return None if found is None else _converted(found, "refuse")
-
-
-def _converted(found: object, method: str) -> StepResult:
-    """The result that ``method`` of an environment returned, with its fields checked and converted."""
-    if not isinstance(found, StepResult):
-        raise InvalidResult(f"what {method} returned is {describe(found)}, no StepResult")
-    if found.message is not None and not isinstance(found.message, Message):
-        raise InvalidResult(f"message is {describe(found.message)}, no Message")
-    return replace(
-        found,
-        messages=as_messages(found.messages, "messages"),
-        reward=as_float(found.reward, "reward"),
-        done=as_bool(found.done, "done"),
-        invalid=as_bool(found.invalid, "invalid"),
-        refused=as_bool(found.refused, "refused"),
-        truncated=as_bool(found.truncated, "truncated"),
-        num_tool_calls=as_count(found.num_tool_calls, "num_tool_calls"),
-        tools=_as_names(found.tools),
-    )
-
-
-def episode_result(environment: Env) -> EpisodeResult:
-    """The record of the episode with its numbers and flags in Python's own types.
-
-    Raises InvalidResult for other values and for what is no :class:`EpisodeResult`, NonFiniteResult for NaN
-    and infinity.
-    """
-    result = environment.result()
-    if not isinstance(result, EpisodeResult):
-        raise InvalidResult(f"what result returned is {describe(result)}, no EpisodeResult")
-    return replace(
-        result,
-        episode_return=as_float(result.episode_return, "episode_return"),
-        success=as_bool(result.success, "success"),
-        metrics=as_metrics(result.metrics),
-    )
 
 
 class TaskSet(Protocol):
@@ -503,55 +352,6 @@ class EnvironmentFactory(Protocol):
 
     def close(self) -> None:
         """Release what the environments share; may be called twice."""
-        ...
-
-
-def play_steps(environment: Env, texts: Sequence[str]) -> tuple[Step, ...]:
-    """Act with texts that are known beforehand until they or the episode end (a gold path may be longer than
-    needed).
-    """
-    steps: list[Step] = []
-    for text in texts:
-        outcome = take_step(environment, turn_message(environment, text))
-        steps.append(Step(text=text, observation=outcome.text, is_terminal=outcome.done))
-        if outcome.done:
-            break
-    return tuple(steps)
-
-
-@runtime_checkable
-class CallCapped(Protocol):
-    """A factory with a cap on what a batch may spend, a part of which it can have where several processes
-    play one batch.
-    """
-
-    def set_share(self, begin: int, end: int, num_groups: int) -> None:
-        """From the next batch on, have the part of the cap that is due to the groups ``begin`` to ``end`` of
-        ``num_groups``; the parts of all groups add up to the cap.
-        """
-        ...
-
-    def num_spent(self) -> int:
-        """What has been spent of this batch's part."""
-        ...
-
-    def resume_batch(self, num_spent: int) -> None:
-        """Be within a bounded batch, so much of whose part is spent: another process spent it, or this one in
-        rounds before one that broke.
-        """
-        ...
-
-
-@runtime_checkable
-class RoundAware(Protocol):
-    """A factory whose environments share something that is decided between rounds, when none of them acts."""
-
-    def begin_batch(self, *, limited: bool) -> None:
-        """A batch of rollouts begins; ``limited``: what a batch may spend is bounded."""
-        ...
-
-    def begin_round(self) -> None:
-        """All running episodes wait for the policy's next turns."""
         ...
 
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal, Protocol, Self
 
-from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult, play_steps
+from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult
+from outrider.environments.episode import Episode
 from outrider.errors import EnvironmentFault
 from outrider.types import Message, Step, Task
 
@@ -286,7 +287,7 @@ def play_commands(environment: Env, commands: Sequence[str], seed: int) -> Seque
     """Play commands in a new episode and close it. Returns None if the episode is no success."""
     try:
         environment.reset(seed)
-        steps = play_steps(environment, [render_action(command) for command in commands])
+        steps = Episode(environment).play([render_action(command) for command in commands])
     finally:
         environment.close()
     return steps if environment.result().success else None

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Protocol, cast
 
 from outrider.engines.base import Engine
-from outrider.environments.base import Env, EnvironmentFactory, RoundAware
+from outrider.environments.base import Env, EnvironmentFactory
+from outrider.environments.conversations import ExternalAgent
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.batching import LoopLag, RoundBatcher, StreamBatcher, StreamingEngine, run_to_end
@@ -26,6 +27,7 @@ from outrider.rollout.branching import (
     fork_environment,
 )
 from outrider.rollout.episode import EpisodeRunner, Sampling
+from outrider.rollout.external_agent import ExternalAgentRunner
 from outrider.rollout.faults import (
     FaultLog,
     cancelled_leaf,
@@ -37,6 +39,7 @@ from outrider.rollout.faults import (
 )
 from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens import ChatRenderer
+from outrider.tools.concurrency import CallBudget
 from outrider.trace import Leaf, Trace
 from outrider.types import Origin, Task
 
@@ -134,28 +137,6 @@ class Scheduler:
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
             raise _first_cause(group) from group
 
-    def _make_runner(
-        self, batcher: RoundBatcher | StreamBatcher, group_scheduler: GroupScheduler, training_step: int
-    ) -> EpisodeRunner:
-        return EpisodeRunner(
-            batcher=batcher,
-            renderer=self.renderer,
-            limits=self.limits,
-            sampling=self.sampling,
-            hooks=self.hooks,
-            run_seed=self.run_seed,
-            training_step=training_step,
-            rollout_status=self.rollout_status,
-            scheduler=group_scheduler,
-        )
-
-    def _rounds(self, *, continued: bool) -> RoundAware:
-        """State that the environments share; a new batch has it afresh."""
-        rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
-        if not continued:
-            rounds.begin_batch(limited=self.limits_calls)
-        return rounds
-
     def _make_group_scheduler(
         self, traces: Sequence[Trace], *, size: int, training_step: int, enqueue: Enqueue, copies: Copies
     ) -> GroupScheduler:
@@ -179,7 +160,11 @@ class Scheduler:
             hook.after_group(trace)
 
     async def _play(
-        self, runner: EpisodeRunner, pending: _PendingRollout, faults: FaultLog, is_late: Callable[[], bool]
+        self,
+        make_runner: Callable[[Env], EpisodeRunner],
+        pending: _PendingRollout,
+        faults: FaultLog,
+        is_late: Callable[[], bool],
     ) -> Leaf:
         """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under
         where it began.
@@ -195,7 +180,7 @@ class Scheduler:
                 environment = await fork_environment(
                     fork, self.factory, trace, timeout_s=self.limits.step_timeout_s
                 )
-                return await runner.run(
+                return await make_runner(environment).run(
                     task=trace.task,
                     trace=trace,
                     environment=environment,
@@ -264,8 +249,11 @@ class _Batch:
             if scheduler.streams
             else RoundBatcher(scheduler.engine, admit=self._admit)
         )
-        self._runner = scheduler._make_runner(self._batcher, self._group_scheduler, training_step)
-        self._rounds = scheduler._rounds(continued=continued)
+        self._training_step = training_step
+        # State that the environments share; a new batch has it afresh.
+        self._budget: CallBudget | None = getattr(scheduler.factory, "call_budget", None)
+        if self._budget is not None and not continued:
+            self._budget.begin_batch(limited=scheduler.limits_calls)
         self._lag = LoopLag()
 
     async def play(self) -> RolloutReport:
@@ -283,13 +271,28 @@ class _Batch:
             self._scheduler._complete(trace, self._size)
         return _report(self._traces, self._batcher, self._faults, self._lag.p99)
 
+    def _make_runner(self, environment: Env) -> EpisodeRunner:
+        runner = ExternalAgentRunner if isinstance(environment, ExternalAgent) else EpisodeRunner
+        return runner(
+            batcher=self._batcher,
+            renderer=self._scheduler.renderer,
+            limits=self._scheduler.limits,
+            sampling=self._scheduler.sampling,
+            hooks=self._scheduler.hooks,
+            run_seed=self._scheduler.run_seed,
+            training_step=self._training_step,
+            rollout_status=self._scheduler.rollout_status,
+            scheduler=self._group_scheduler,
+        )
+
     def _enqueue(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
         # A heap: a fork that is granted late still begins before rollouts of later groups.
         heapq.heappush(self._pending, _PendingRollout(self._numbers[trace.task.key], rollout, trace, fork))
 
     def _admit(self, num_running: int) -> None:
         """Begin what there is room for, first groups first, however early or late it came to be owed."""
-        self._rounds.begin_round()
+        if self._budget is not None:
+            self._budget.begin_round()
         num = min(self._scheduler.max_concurrent - num_running, len(self._pending))
         started = [heapq.heappop(self._pending) for _ in range(num)]
         for rollout in started:
@@ -305,7 +308,7 @@ class _Batch:
         num_batches = self._batcher.num_batches
         for rollout in waiting:
             if rollout.fork:
-                self._needed[f"{rollout.trace.task.key}/{rollout.fork.parent}"] = num_batches
+                self._needed[f"{rollout.trace.task.key}/{rollout.fork.state.rollout}"] = num_batches
         # Sorted: a set has no order of its own, and equal runs ask an engine for the same.
         released = [key for key in sorted(self._finished) if num_batches > self._needed.get(key, -1)]
         self._scheduler.engine.release(released)
@@ -319,7 +322,7 @@ class _Batch:
     async def _work(self, pending: _PendingRollout) -> None:
         self._start_times.setdefault(pending.group, self._scheduler.clock())
         is_late = partial(self._is_late, pending.group)
-        pending.trace.finish(await self._scheduler._play(self._runner, pending, self._faults, is_late))
+        pending.trace.finish(await self._scheduler._play(self._make_runner, pending, self._faults, is_late))
         self._finished.add(f"{pending.trace.task.key}/{pending.rollout}")
         self._group_scheduler.on_rollout_end(pending.trace, pending.rollout)
         if self._scheduler.on_finished is not None:
@@ -329,22 +332,14 @@ class _Batch:
         self._batcher.leave()
 
 
-class _NoRounds:
-    """Environments that share nothing."""
-
-    def begin_batch(self, *, limited: bool) -> None:
-        """Nothing to do."""
-
-    def begin_round(self) -> None:
-        """Nothing to do."""
-
-
 def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
     """The mode of this number; a fork whose shared part holds a retrieved step has the mode that its parent
     could retrieve in.
     """
-    if fork is not None and any(node.origin is Origin.BUFFER for node in trace.path(fork.last_node.node_id)):
-        trace.modes = (*trace.modes[:rollout], trace.modes[fork.parent], *trace.modes[rollout + 1 :])
+    if fork is not None and any(
+        node.origin is Origin.BUFFER for node in trace.path(fork.state.last_node.node_id)
+    ):
+        trace.modes = (*trace.modes[:rollout], trace.modes[fork.state.rollout], *trace.modes[rollout + 1 :])
     return trace.modes[rollout]
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
-from outrider.environments.base import EpisodeResult, StepResult, play_steps
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.episode import Episode
 from outrider.environments.gym.making import (
     GymConfig,
     IsolatedRandom,
@@ -215,4 +216,4 @@ class GymTaskSet(SeedTaskSet):
         environment.reset(seed)
         texts = environment.expert_texts(solve)
         environment.reset(seed)  # the expert may have stepped the environment
-        return play_steps(environment, texts)
+        return Episode(environment).play(texts)

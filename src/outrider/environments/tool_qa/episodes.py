@@ -1,6 +1,5 @@
-"""A cap on the tool calls of a whole training batch, which does not depend on how fast tools answer."""
+"""Episodes with tools, called by tags or natively."""
 
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,58 +35,8 @@ from outrider.tokens.call_formats import describe_unwritable
 from outrider.tokens.thoughts import without_thoughts
 from outrider.tokens.tool_calls import call_id
 from outrider.tools.base import Tool, ToolOutput, Toolset
+from outrider.tools.concurrency import CallBudget
 from outrider.types import Message, Task, ToolCall, ToolSchema
-
-
-class CallBudget:
-    """Counts the calls that all episodes of a batch execute. Once ``limit`` are spent, the next round is
-    refused its calls.
-
-    Whether there are calls left is decided when a round begins and holds for the whole round: decided call by
-    call, the fastest tools would choose who is refused, and one seed would not give one batch. So the last
-    round may go over the limit by its own calls. Outside a limited batch nothing is refused.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self._whole = limit  # of the batch, where several processes play it
-        self.num_executed = 0
-        self._limited = False
-        self._open = True
-        self._lock = threading.Lock()
-
-    def set_share(self, begin: int, end: int, num_groups: int) -> None:
-        if self._whole is not None:
-            self.limit = self._whole * end // num_groups - self._whole * begin // num_groups
-
-    def num_spent(self) -> int:
-        return self.num_executed
-
-    def resume_batch(self, num_spent: int) -> None:
-        self._limited = self.limit is not None
-        self.num_executed = num_spent
-        self.begin_round()
-
-    def begin_batch(self, *, limited: bool) -> None:
-        """A new batch has all its calls."""
-        self._limited = limited and self.limit is not None
-        self.num_executed = 0
-        self.begin_round()
-
-    def begin_round(self) -> None:
-        """Nobody executes anything now: decide about the next round."""
-        self._open = not self._limited or self.limit is None or self.num_executed < self.limit
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls of this round are executed."""
-        return self._open
-
-    def count(self) -> None:
-        """One call was executed."""
-        with self._lock:
-            self.num_executed += 1
-
 
 # What episodes with tools have in common, whatever protocol their calls are written in: limits and the
 # record.
@@ -242,7 +191,7 @@ class ToolEpisode(ABC):
 # One tool-reasoning episode with native tool calls: every call gets a tool message, a turn without calls
 # answers.
 #
-# Calls and their faults come read (:func:`outrider.environments.base.turn_message`). The answer is the text
+# Calls and their faults come read (:class:`outrider.environments.episode.Episode`). The answer is the text
 # of the last turn: its ``\boxed{}`` where there is one.
 
 
@@ -487,8 +436,8 @@ class ToolEnvironmentFactory:
     """Makes environments over one set of tools, which it owns; ``config.call_format`` decides about the
     protocol.
 
-    Raises ToolUnavailable where the reward's judge does not answer, and ConfigError where calls in that form
-    cannot name one of the tools or its arguments.
+    ``call_budget`` bounds the calls of a batch. Raises ToolUnavailable where the reward's judge does not
+    answer, and ConfigError where calls in that form cannot name one of the tools or its arguments.
     """
 
     def __init__(
@@ -503,7 +452,7 @@ class ToolEnvironmentFactory:
         self._tools = Toolset(tools)
         self._config = config
         self._system_prompt = system_prompt
-        self._budget = CallBudget(config.max_batch_calls)
+        self.call_budget = CallBudget(config.max_batch_calls)
         try:
             if config.call_format and (
                 problem := describe_unwritable(config.call_format, self._tools.schemas)
@@ -523,24 +472,9 @@ class ToolEnvironmentFactory:
             tools=self._tools,
             config=self._config,
             system_prompt=self._system_prompt,
-            budget=self._budget,
+            budget=self.call_budget,
             judge=self._judge,
         )
-
-    def set_share(self, begin: int, end: int, num_groups: int) -> None:
-        self._budget.set_share(begin, end, num_groups)
-
-    def num_spent(self) -> int:
-        return self._budget.num_spent()
-
-    def resume_batch(self, num_spent: int) -> None:
-        self._budget.resume_batch(num_spent)
-
-    def begin_batch(self, *, limited: bool) -> None:
-        self._budget.begin_batch(limited=limited)
-
-    def begin_round(self) -> None:
-        self._budget.begin_round()
 
     def close(self) -> None:
         """Close the tools; may be called twice."""
