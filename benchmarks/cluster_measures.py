@@ -22,7 +22,7 @@ from tests.tiny import save_tiny_model
 from outrider.config import validate
 from outrider.distributed import remote_rollouts, sharded_learner
 from outrider.distributed.fsdp import Shape, assign_to_ranks
-from outrider.rollout.batching import LoopLag
+from outrider.rollout.scheduler import LoopLag
 from outrider.training.components import Components
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build, local_learner

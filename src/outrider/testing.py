@@ -29,13 +29,14 @@ from outrider.environments.base import (
     CopyableEnvironment,
     Env,
     EnvironmentSettings,
+    Episode,
     EpisodeResult,
     StepResult,
     TaskSet,
+    make_task_set,
+    open_episode,
 )
 from outrider.environments.environment import Environment
-from outrider.environments.episode import Episode, open_episode
-from outrider.environments.task_sets import make_task_set
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.plugins.registry import read_settings
@@ -270,9 +271,7 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
             results == whole.results[middle:],
             f"{task.key}: the original goes another way after it was copied",
         )
-        require(
-            episode.result() == whole.record, f"{task.key}: another record after a copy was made"
-        )
+        require(episode.result() == whole.record, f"{task.key}: another record after a copy was made")
     finally:
         environment.close()
 

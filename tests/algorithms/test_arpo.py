@@ -24,8 +24,7 @@ from outrider.algorithms.exploration import ARPO_PRESETS as PRESETS
 from outrider.algorithms.exploration import Arpo, ArpoSettings, RapoSettings
 from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.config import validate
-from outrider.environments.base import StepResult
-from outrider.environments.episode import Episode
+from outrider.environments.base import Episode, StepResult
 from outrider.errors import ConfigError
 from outrider.rollout.hooks import EpisodeState
 from outrider.seeding import stream

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings
-from outrider.environments.episode import Episode
+from outrider.environments.base import Episode
 from outrider.environments.webshop import environment as webshop_text
 from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
 from outrider.memory.embedders import load_embedder

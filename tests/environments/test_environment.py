@@ -10,11 +10,11 @@ import pytest
 from outrider.environments.base import (
     CopyableEnvironment,
     EnvironmentSettings,
+    Episode,
     EpisodeResult,
     StepResult,
 )
 from outrider.environments.environment import Environment
-from outrider.environments.episode import Episode
 from outrider.errors import ConfigError, InvalidResult, NonFiniteResult
 from outrider.plugins.listing import require_kinds
 from outrider.testing import check_environment

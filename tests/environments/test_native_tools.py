@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.base import StepResult
-from outrider.environments.episode import Episode
-from outrider.environments.task_sets import is_inline, observation_roles
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt
-from outrider.environments.tool_qa.episodes import (
+from outrider.environments.base import Episode, StepResult, is_inline, observation_roles
+from outrider.environments.tool_qa.environment import (
     OVER_LIMIT,
     REPEATED,
     NativeToolEnvironment,
     ToolEnvironmentFactory,
+    ToolsConfig,
+    ToolsTaskSet,
+    system_prompt,
 )
 from outrider.errors import ConfigError, ToolFault
 from outrider.tools.base import ToolOutput

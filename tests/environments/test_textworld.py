@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskSet
-from outrider.environments.task_sets import Split
+from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, Split, StepResult, TaskSet
 from outrider.environments.text_games import Reply
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.environment import (

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from outrider.environments.agent.server import read_reward
 from outrider.environments.base import (
     EnvironmentSettings,
+    Episode,
     EpisodeResult,
     StepResult,
     as_bool,
@@ -28,7 +29,6 @@ from outrider.environments.base import (
     as_float,
     as_metrics,
 )
-from outrider.environments.episode import Episode
 from outrider.errors import InvalidResult, NonFiniteResult
 from outrider.testing import check_environment
 from outrider.types import Message, Step, Task

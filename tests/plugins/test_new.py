@@ -11,8 +11,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.environments.episode import Episode
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import Episode, make_task_set
 from outrider.training.settings import RunSettings
 from tests.plugins.packages import install
 from tests.tiny import save_tiny_model

@@ -9,8 +9,7 @@ import pytest
 
 from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
 from outrider.rollout.base import Limits
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling, play_texts

@@ -15,9 +15,8 @@ from outrider.engines.chat import (
     served_calls,
     wire_messages,
 )
-from outrider.environments.episode import Episode
-from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.environments.tool_qa.episodes import ToolEnvironmentFactory
+from outrider.environments.base import Episode
+from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
 from outrider.rollout.base import Limits
 from outrider.rollout.endpoint import Collected, Collector, endpoint_turn
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, read_turn

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.environments.tool_qa.episodes import ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
 from outrider.memory.chat_files import import_trajectories
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import play_texts

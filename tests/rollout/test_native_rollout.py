@@ -8,8 +8,7 @@ import pytest
 
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling, play_texts
 from outrider.rollout.scheduler import Scheduler

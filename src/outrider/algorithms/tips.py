@@ -23,7 +23,7 @@ from outrider.plugins.registry import EmbedderName
 from outrider.rollout.base import has_part
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.seeding import stream
-from outrider.tokens.thoughts import without_thoughts
+from outrider.tokens.tool_calls import without_thoughts
 from outrider.trace import Leaf, Node, Trace, policy_turns
 from outrider.types import Message, Origin, Task
 

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from outrider.config import require_paths
 from outrider.engines.names import find_model
-from outrider.environments.base import EnvironmentFactory, TaskSet
-from outrider.environments.episode import open_episode
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, open_episode
 from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders
 from outrider.seeding import reset_seed

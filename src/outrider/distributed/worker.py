@@ -17,7 +17,7 @@ from outrider.distributed.engines import RemoteEngine
 from outrider.distributed.ray_session import Recipe, SharedRolloutStatus
 from outrider.engines.base import Generation, Request
 from outrider.engines.local.model import resolve_model
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.errors import ClusterFault, ConfigError
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer

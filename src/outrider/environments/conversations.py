@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 from outrider import deprecated
 from outrider.errors import EnvironmentFault
-from outrider.tokens.tokenizer import token_text
 from outrider.types import Message, ToolSchema
 
 if TYPE_CHECKING:
@@ -62,6 +61,11 @@ class SampledTurn:
     def tokens(self) -> tuple[str, ...]:
         """The text of every token; parts of characters are escaped."""
         return tuple(map(token_text, self.token_bytes))
+
+
+def token_text(piece: bytes) -> str:
+    r"""A token's text as OpenAI's server writes it: parts of characters as ``\xf0\x9f``."""
+    return piece.decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

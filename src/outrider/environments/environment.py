@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from outrider.environments.base import (
     EnvironmentSettings,
+    Episode,
     EpisodeResult,
     StepResult,
     TaskSet,
@@ -20,7 +21,6 @@ from outrider.environments.base import (
     as_messages,
     describe,
 )
-from outrider.environments.episode import Episode
 from outrider.errors import InvalidResult
 from outrider.tokens.tool_calls import call_id
 from outrider.types import Message, Role, Step, Task, ToolCall, ToolSchema

@@ -14,8 +14,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.base import EnvironmentSettings
-from outrider.environments.task_sets import known_split, require_tasks, split_size
+from outrider.environments.base import EnvironmentSettings, known_split, require_tasks, split_size
 from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
 from outrider.errors import ConfigError
 from outrider.seeding import stream

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal, Protocol, Self
 
-from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult
-from outrider.environments.episode import Episode
+from outrider.environments.base import Env, EnvironmentFactory, Episode, EpisodeResult, StepResult
 from outrider.errors import EnvironmentFault
 from outrider.types import Message, Step, Task
 

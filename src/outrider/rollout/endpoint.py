@@ -10,10 +10,16 @@ from threading import Lock
 from typing import Final, TypeVar
 
 from outrider.engines.chat import ChatEndpoint, ChatReply, Refusal
-from outrider.environments.base import Env, EnvironmentFactory, StepResult
+from outrider.environments.base import (
+    Env,
+    EnvironmentFactory,
+    Episode,
+    ExternalEpisode,
+    StepResult,
+    open_episode,
+)
 from outrider.environments.conversations import Refusal as ProgramRefusal
 from outrider.environments.conversations import ServedTurn, before_stop
-from outrider.environments.episode import Episode, ExternalEpisode, open_episode
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.episode import close_quietly, episode_outcome

@@ -9,14 +9,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult
-from outrider.environments.episode import Episode, open_episode
+from outrider.environments.base import (
+    Env,
+    EnvironmentFactory,
+    Episode,
+    EpisodeResult,
+    StepResult,
+    open_episode,
+)
 from outrider.errors import ConfigError, EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.base import Limits, RolloutStatus
-from outrider.rollout.batching import RoundBatcher, StreamBatcher
 from outrider.rollout.branching import Fork, GroupScheduler, make_fork
 from outrider.rollout.faults import cancelled_leaf, locate_invalid_result, run_guarded, run_timed
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, to_message
@@ -24,6 +29,9 @@ from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task, ToolSchema
+
+if TYPE_CHECKING:
+    from outrider.rollout.scheduler import RoundBatcher, StreamBatcher
 
 ResultT = TypeVar("ResultT")
 StateT = TypeVar("StateT", bound=EpisodeState)
@@ -41,7 +49,7 @@ class Sampling:
 class EpisodeRunner:
     """Plays rollouts of one scheduler run, which share these fields."""
 
-    batcher: RoundBatcher | StreamBatcher
+    batcher: "RoundBatcher | StreamBatcher"
     renderer: ChatRenderer
     limits: Limits
     sampling: Sampling
@@ -581,7 +589,7 @@ async def request_reflection(
     hook: Hook,
     result: EpisodeResult,
     *,
-    batcher: RoundBatcher | StreamBatcher,
+    batcher: "RoundBatcher | StreamBatcher",
     renderer: ChatRenderer,
     max_ending_tokens: int,
     seed: int,

@@ -8,8 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from outrider import deprecated
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.episode import Episode
+from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task
@@ -179,7 +178,7 @@ def as_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
     for hook in hooks:
         if not isinstance(hook, Hook):
             warnings.warn(
-                f"{type(hook).__name__} must be a subclass of outrider.rollout.hooks.Hook or StatelessHook; "
+                f"{type(hook).__name__} must be a subclass of outrider.Hook or outrider.StatelessHook; "
                 "an object that only has its methods works for one more version",
                 FutureWarning,
                 stacklevel=2,

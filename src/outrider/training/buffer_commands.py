@@ -11,8 +11,7 @@ from rich.text import Text
 
 from outrider.config import validate
 from outrider.engines.chat import ChatEndpoint, EndpointSettings
-from outrider.environments.base import EnvironmentFactory, TaskSet
-from outrider.environments.task_sets import make_task_set, split_tasks
+from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, split_tasks
 from outrider.errors import ConfigError, DataError
 from outrider.memory import chat_files as sources
 from outrider.memory.embedders import load_embedder

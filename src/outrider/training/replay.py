@@ -12,9 +12,14 @@ from pathlib import Path
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.environments.base import EnvironmentFactory, EpisodeResult, StepResult
-from outrider.environments.episode import Episode
-from outrider.environments.task_sets import make_task_set, split_tasks
+from outrider.environments.base import (
+    EnvironmentFactory,
+    Episode,
+    EpisodeResult,
+    StepResult,
+    make_task_set,
+    split_tasks,
+)
 from outrider.errors import DataError, EnvironmentFault, ToolFault
 from outrider.printing import Terminal, print_lines
 from outrider.rollout.episode import episode_outcome, play_texts

@@ -15,8 +15,7 @@ from outrider.config import shown_path
 from outrider.engines.base import Engine, EngineContext
 from outrider.engines.local.engine import describe_path
 from outrider.engines.local.model import LanguageModel, check_positions, load_model, resolve_precision
-from outrider.environments.base import EnvironmentSettings, TaskSet
-from outrider.environments.task_sets import make_task_set, observation_roles
+from outrider.environments.base import EnvironmentSettings, TaskSet, make_task_set, observation_roles
 from outrider.errors import CheckpointError, ConfigError
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer

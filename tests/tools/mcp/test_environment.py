@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
-from outrider.environments.episode import Episode  # noqa: E402
+from outrider.environments.base import Episode  # noqa: E402
 from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet  # noqa: E402
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling  # noqa: E402

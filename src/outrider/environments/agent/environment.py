@@ -22,7 +22,7 @@ from outrider.environments.agent.server import (
     Session,
     read_reward,
 )
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, ExternalEpisode, StepResult
 from outrider.environments.conversations import (
     Conversation,
     ExternalAgent,
@@ -31,7 +31,6 @@ from outrider.environments.conversations import (
     ServedTurn,
     before_stop,
 )
-from outrider.environments.episode import ExternalEpisode
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import (
     DataError,

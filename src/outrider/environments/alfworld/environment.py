@@ -25,8 +25,15 @@ from outrider.environments.alfworld.made_games import (
     shortest_plan,
 )
 from outrider.environments.alfworld.play import Engine, OfflineGame
-from outrider.environments.base import EnvironmentFactory, EnvironmentSettings
-from outrider.environments.task_sets import SPLITS, Split, known_split, require_tasks, split_size
+from outrider.environments.base import (
+    SPLITS,
+    EnvironmentFactory,
+    EnvironmentSettings,
+    Split,
+    known_split,
+    require_tasks,
+    split_size,
+)
 from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message, Task

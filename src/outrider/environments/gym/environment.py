@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.episode import Episode
+from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.environments.gym.making import (
     GymConfig,
     IsolatedRandom,

@@ -7,8 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Final
 
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.episode import Episode
+from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.environments.openenv.server import (
     CAPACITY,
     NOT_VALID,

@@ -18,10 +18,9 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, known_split
 from outrider.environments.scienceworld import tasks as texts
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Simulator, SimulatorPool
-from outrider.environments.task_sets import known_split
 from outrider.environments.text_games import STOP, parse_action, play_commands, render_valid_actions
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message, Step, Task

@@ -11,8 +11,15 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentFactory, EnvironmentSettings
-from outrider.environments.task_sets import SPLITS, Split, known_split, require_tasks, split_size
+from outrider.environments.base import (
+    SPLITS,
+    EnvironmentFactory,
+    EnvironmentSettings,
+    Split,
+    known_split,
+    require_tasks,
+    split_size,
+)
 from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
 from outrider.environments.textworld.games import PACKAGE_VERSION, GameSettings, GameShelf, QuestGame
 from outrider.environments.textworld.play import StoryGame, walkthrough

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.task_sets import Split
+from outrider.environments.base import Split
 from outrider.environments.textworld.play import StoryGame, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault
 from outrider.seeding import stream
