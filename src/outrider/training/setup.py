@@ -415,7 +415,7 @@ def open_buffer(
     buffer = StepTraceBuffer(path, embedder, mode="write")
     reason = ""
     try:
-        if buffer.report.lost_batch:
+        if buffer.lost_batch:
             note("the buffer's last writer was killed inside a batch: that batch is added again")
         if source_path is None and not resumed:
             tasks = train_tasks[: settings.buffer.num_tasks]
