@@ -26,8 +26,6 @@ from outrider.algorithms.advantages import (
 )
 from outrider.algorithms.retrieval import (
     combined_advantages_per_rollout,
-    retrieval_advantages_per_rollout,
-    retrieval_factors_per_rollout,
     retrieval_reward_per_rollout,
 )
 
@@ -167,9 +165,10 @@ def retrieval_shaped(tree: TreeMdp, *, weight: float = 0.2) -> Credit:
     retrieval, outcome = tree.retrieval_rewards(), normalized(tree)
 
     def credit(group: Sequence[int]) -> RolloutAdvantages:
-        advantages = retrieval_advantages_per_rollout(rewards=retrieval[list(group)])
-        factors = retrieval_factors_per_rollout(retrieval=advantages, weight=weight)
-        return combined_advantages_per_rollout(outcome=outcome(group), factors=factors)
+        advantages, _ = combined_advantages_per_rollout(
+            outcome=outcome(group), rewards=retrieval[list(group)], weight=weight
+        )
+        return advantages
 
     return credit
 

@@ -17,13 +17,13 @@ from tests.train.recorded_run import record_run
 
 from benchmarks.viewer import BROWSERS, server
 from outrider.viewer.answers import run_id
-from outrider.viewer.search import Query, RolloutIndex, find
+from outrider.viewer.search import RolloutIndex, find
 
 
 def views(run: Path) -> dict[str, str]:
     """Addresses behind the run's own, by the name of the picture."""
     table = RolloutIndex(run).table()
-    rows = find(table, Query(choices={}, training=True, sort="step", descending=True))["rows"]
+    rows = find(table, {"training": "1", "sort": "step", "descending": "1"})["rows"]
     row = max(rows, key=lambda one: (one["num_splices"] + one["num_tips"], one["episode_return"] or 0.0))
     place = f"{row['where']}/{row['trace_id'].rpartition('/')[2]}"
     return {"curves": "", "group": f"group/{place}", "rollout": f"rollout/{place}/{row['rollout']}"}

@@ -1,6 +1,8 @@
 """GRPO in one screen: rollouts, group-relative advantages, the clipped token loss, one optimiser step.
 
 python examples/grpo_one_screen.py [MODEL]     # an id, a folder, or the packaged smollm2-135m-instruct
+
+This example uses the parts below the public names of ``outrider``, which may change between versions.
 """
 
 import sys

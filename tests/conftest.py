@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 _BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", _BUSY, derandomize=True, max_examples=50)
+settings.register_profile("same", _BUSY, derandomize=True, max_examples=20)
 settings.register_profile("random", _BUSY, print_blob=True)
 settings.load_profile(os.environ.get("OUTRIDER_EXAMPLES", "same"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
@@ -133,7 +133,6 @@ TREE = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(tree=TREE)
 def test_any_plain_tree_survives_toml(tree: dict[str, Any]) -> None:
     assert repr_sorted(tomllib.loads(to_toml(tree))) == repr_sorted(tree)

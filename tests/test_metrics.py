@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import CheckpointError, DataError, OutriderError
@@ -210,7 +210,6 @@ def write(path: Path, events: list[Event]) -> None:
     writer.close()
 
 
-@settings(deadline=None, max_examples=25)
 @given(data=st.data(), num_sft=st.integers(0, 4), num_train=st.integers(0, 6), every=st.integers(1, 3))
 def test_kill_anywhere_and_resume_gives_the_file_of_an_unbroken_run(
     data: st.DataObject, num_sft: int, num_train: int, every: int

@@ -5,7 +5,7 @@ The templates are short ones written after what the families' makers document, o
 """
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -123,7 +123,6 @@ def test_a_conversation_with_rules_an_answer_and_an_observation(name: str) -> No
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=30)
 @given(answer=CONTENT, written=st.sampled_from(["", " ", "</s>", " </s>"]))
 def test_an_end_behind_a_space_stands_there_once(answer: str, written: str) -> None:
     """Llama 2's template writes a space before the marker; a policy closes with or without it."""

@@ -77,7 +77,6 @@ def said(name: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=25)
 @given(system=st.none() | CONTENT, question=CONTENT, turns=TURNS)
 def test_appended_ids_are_those_of_the_whole_conversation(
     name: str, system: str | None, question: str, turns: list[tuple[str, str, int]]
@@ -128,7 +127,7 @@ def test_smollm_template_closed_by_the_policy_with_and_without_the_newline(writt
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(question=CONTENT, pieces=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=4))
 def test_inline_text_continues_the_open_turn(name: str, question: str, pieces: list[tuple[str, str]]) -> None:
     renderer = RENDERERS[name]

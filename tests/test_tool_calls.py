@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, describe_unwritable, read_turn
@@ -141,7 +141,6 @@ ANY_TOOL = {"name": "any", "description": "d", "parameters": {"type": "object", 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=30)
 @given(arguments=st.dictionaries(st.sampled_from(["a", "b", "key"]), VALUES, max_size=3))
 def test_what_is_written_is_read_back(name: CallFormatName, arguments: dict[str, Json]) -> None:
     call_format = CALL_FORMATS[name]
@@ -152,7 +151,6 @@ def test_what_is_written_is_read_back(name: CallFormatName, arguments: dict[str,
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=50)
 @given(
     pieces=st.lists(
         st.sampled_from(["<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, find_call_error, read_turn
@@ -42,7 +42,6 @@ def tool_of(parameters: Any) -> ToolSchema:
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
-@settings(deadline=None, max_examples=40)
 @given(parameters=SCHEMAS, text=st.text(max_size=12) | JSON.map(json.dumps))
 @example(parameters={"properties": None}, text="1")
 @example(parameters={"properties": [1]}, text="1")
@@ -58,7 +57,6 @@ def test_no_schema_and_no_turn_raises(name: CallFormatName, parameters: Any, tex
     find_schema_flaw(parameters)
 
 
-@settings(deadline=None, max_examples=60)
 @given(parameters=SCHEMAS, arguments=st.dictionaries(st.sampled_from("ab"), JSON, max_size=2))
 def test_no_schema_and_no_arguments_raise(parameters: Any, arguments: dict[str, Json]) -> None:
     assert isinstance(find_call_error(ToolCall(name="f", arguments=arguments), [tool_of(parameters)]), str)
@@ -129,7 +127,6 @@ def spells(text: str) -> str:
             dict: "object"}.get(type(value), "string")  # fmt: skip
 
 
-@settings(deadline=None, max_examples=100)
 @given(found=schema_and_value())
 @example(found=({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3, {"integer", "null"}))
 @example(found=({"type": "string", "nullable": True}, None, {"string", "null"}))

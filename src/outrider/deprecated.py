@@ -33,6 +33,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 NAMES: Final[Mapping[str, str]] = {
     "GroupCredit": "GroupAdvantages",
     "write_credit": "assign_advantages",
+    "Environment": "Env",
     "TaskFamily": "TaskSet",
     "FoundCalls": "ParsedCalls",
     "fault_of": "find_call_error",
@@ -57,6 +58,19 @@ def keep_old_names(module: str) -> None:
         return vars(sys.modules[module])[new_name]
 
     sys.modules[module].__getattr__ = find  # type: ignore[method-assign]
+
+
+def warn_old_environment(cls: type) -> None:
+    """Warn about an environment with the methods ``tasks`` and ``make`` of 0.3.0."""
+    is_ours = cls.__module__.startswith("outrider.")
+    if hasattr(cls, "make") and not hasattr(cls, "build") and not is_ours:
+        warnings.warn(
+            f"{cls.__module__}:{cls.__qualname__} is an environment in the old form (tasks, make, expert, "
+            "close), which goes with the next version: derive one class from outrider.Environment "
+            "(docs/plugins.md)",
+            FutureWarning,
+            stacklevel=2,
+        )
 
 
 def _warn(old: str, new: str) -> None:

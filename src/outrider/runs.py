@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import DataError
-from outrider.files import parsed, whole_lines
-from outrider.viewer.run_reader import task_evaluation_message
+from outrider.viewer.run_reader import read_records, task_evaluation_message
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,13 +57,14 @@ class Run:
 
     def metrics(self, kind: Literal["train", "sft", "eval"] = "train") -> "pa.Table":
         """One row per step, one column a metric (docs/metrics.md); null where it was not defined."""
-        return _table(record for record in self._lines("metrics.jsonl") if record.get("kind") == kind)
+        records = read_records(self.path / "metrics.jsonl")
+        return _table(record for record in records if record.get("kind") == kind)
 
     def evaluations(self) -> "pa.Table":
         """One row per evaluation, in the order of play; the score with its 95 % interval in columns of their
         own."""
         rows = []
-        for record in self._lines("evaluations.jsonl"):
+        for record in read_records(self.path / "evaluations.jsonl"):
             scores = {
                 f"{name}.{part}": value
                 for name, interval in record["metric"].items()
@@ -123,28 +123,12 @@ class Run:
         files = StepFiles(self.path / MEMORY)
         if step not in files.steps():
             return MEMORY_SCHEMA.empty_table()
-        return files.read(step_file(step), MEMORY_SCHEMA)
+        return files.read_table(step_file(step), MEMORY_SCHEMA)
 
     def _parquet(self, name: str) -> "pa.Table":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        from outrider.viewer.records import SCHEMA, StepFiles
 
-        try:
-            with (self.path / "traces" / name).open("rb") as stream:
-                return pq.read_table(stream)
-        except (OSError, pa.ArrowException) as error:
-            is_missing = isinstance(error, FileNotFoundError)
-            reason = (
-                f"the file is missing{_never_written(name)}" if is_missing else str(error).partition("\n")[0]
-            )
-            raise DataError(f"{name} cannot be read: {reason}") from error
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        """A last line without an end is one that is being written."""
-        try:
-            return [parsed(line) for line in whole_lines(self.path / name)]
-        except ValueError as error:
-            raise DataError(f"{name} is damaged: {error}") from error
+        return StepFiles(self.path / "traces").read_table(name, SCHEMA)
 
 
 def plot(runs: Mapping[str, Run], metric: str) -> str:
@@ -163,11 +147,6 @@ def plot(runs: Mapping[str, Run], metric: str) -> str:
         points = tuple(Point(x=step, value=value) for step, value in values)
         lines.append(Series(label=label, points=points))
     return svg_chart(Chart(title=metric, x_label="step", y_label=metric, series=tuple(lines)))
-
-
-def _never_written(name: str) -> str:
-    """Runs of 0.1.0 kept the traces of training alone."""
-    return " (Outrider 0.1.0 wrote none of evaluations)" if name.startswith("evaluation-") else ""
 
 
 def _table(rows: Iterable[Mapping[str, Any]]) -> "pa.Table":

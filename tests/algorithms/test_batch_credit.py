@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider.algorithms.base import Algorithm, assign_advantages, group_advantages
@@ -135,7 +135,6 @@ def scored(groups: Any) -> tuple[list[list[float]], np.ndarray]:
     return returns, np.array(lengths, dtype=int)
 
 
-@settings(deadline=None, max_examples=80)
 @given(groups=GROUPS)
 def test_numpy_references(groups: Any) -> None:
     returns, lengths = scored(groups)

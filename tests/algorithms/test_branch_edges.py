@@ -5,45 +5,20 @@ from typing import Any
 
 import pytest
 
+from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.entropy_branching import (
-    branch_probability,
     branches,
-    entropy_advantage_factors,
     first_wave_budget,
     require_countable,
-    segment_entropy,
-    truncated_entropy,
 )
 from outrider.algorithms.loss_settings import (
     CispoLoss,
-    ClipLoss,
     GppoLoss,
     GspoLoss,
     ReinforceLoss,
     RejectionMask,
     SamplerCorrection,
-    needs_whole_rollouts,
 )
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"change": 1.0, "base": 0.5, "weight": 0.2}, 0.7),
-        ({"change": -1.0, "base": 0.5, "weight": 0.25}, 0.25),
-        ({"change": 1.0, "base": 0.5, "weight": 0.25, "penalty": 0.25, "streak": 2}, 0.375),
-        ({"change": 9.0, "base": 0.5, "weight": 0.25}, 1.0),
-        ({"change": -9.0, "base": 0.5, "weight": 0.25}, 0.0),
-        ({"change": 0.0, "base": 0.5, "weight": 0.25, "penalty": 0.5, "streak": 3}, 0.0),
-        (
-            {"change": -9.0, "base": 0.5, "weight": 0.25, "penalty": 0.5, "streak": 3},
-            0.0,
-        ),  # not the product of two negatives
-    ],
-)
-def test_the_probability_of_a_branch_by_hand(options: dict[str, Any], expected: float) -> None:
-    assert branch_probability(**options) == pytest.approx(expected, abs=1e-15)
-
 
 STREAK = {"penalty": 0.5, "streak": 1}
 
@@ -88,71 +63,40 @@ def test_decisions_on_their_borders(u: float, options: dict[str, Any], expected:
 
 
 def test_the_first_wave_is_between_one_and_the_group() -> None:
-    def budget(root: float, tools: float, **options: float) -> int:
-        return first_wave_budget(total=8, entropy_root=root, entropy_tools=tools, **options)
+    def budget(root: float, tools: float) -> int:
+        return first_wave_budget(total=8, entropy_root=root, entropy_tools=tools)
 
     assert [budget(1.0, 1.0), budget(0.0, 900.0), budget(900.0, 0.0)] == [5, 1, 8]
-    assert budget(math.log(3), 0.0, slope=1.0) == 7  # a share of 3/4
-    assert budget(0.0, math.log(3), slope=1.0) == 3  # and of 1/4
-    assert budget(2 * math.log(3), 0.0) == 7  # the paper's slope is a half
+    assert budget(2 * math.log(3), 0.0) == 7  # a share of 3/4: the paper's slope is a half
+    assert budget(0.0, 2 * math.log(3)) == 3  # and of 1/4
 
 
-def test_entropies_of_a_segment_by_hand() -> None:
-    entropies = [4.0, 2.0, 90.0]
-    assert segment_entropy(entropies, vocabulary_size=8, window=2, normalizer="none") == 3.0
-    assert segment_entropy(entropies, vocabulary_size=8, window=2, reduce="sum", normalizer="none") == 6.0
-    assert segment_entropy(entropies, vocabulary_size=8, window=2, normalizer="vocabulary") == 3.0 / 8
-    assert segment_entropy(entropies, vocabulary_size=8, window=2) == pytest.approx(3.0 / math.log(8))
-    assert segment_entropy([], vocabulary_size=2) == 0.0
-    assert segment_entropy([math.log(2)], vocabulary_size=2) == pytest.approx(1.0)
+OBJECTIVES: list[tuple[str, dict[str, Any]]] = [
+    ("soft", {"loss": GspoLoss()}),
+    ("soft", {"sampler_correction": SamplerCorrection(level="sequence")}),
+    ("soft", {"sampler_correction": SamplerCorrection(level="geometric")}),
+    ("soft", {"sampler_correction": None, "sampler_rejection": RejectionMask(scope="mean")}),
+    ("hard", {"positive_nll": 0.1}),
+    ("hard", {"aggregation": "sequence_mean_token_mean"}),
+]
+
+
+@pytest.mark.parametrize(("attribution", "options"), OBJECTIVES)
+def test_what_shared_tokens_cannot_count_is_refused(attribution: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        segment_entropy([1.0], vocabulary_size=1)
-    assert truncated_entropy([math.log(0.5), math.log(0.25)]) == pytest.approx(
-        0.5 * math.log(2) + 0.25 * math.log(4)
-    )
-
-
-def test_the_entropy_s_factor_on_the_advantage_by_hand() -> None:
-    assert entropy_advantage_factors([], weight=0.5) == []
-    assert entropy_advantage_factors([7.0], weight=0.5) == [1.0]
-    assert entropy_advantage_factors([2.0, 2.0], weight=0.5) == [1.0, 1.0]
-    assert entropy_advantage_factors([1.0, 2.0, 3.0], weight=0.5) == pytest.approx([0.5, 1.0, 1.5])
-    assert entropy_advantage_factors([0.0, 4.0], weight=0.5) == pytest.approx(
-        [1 - 0.5 / 2**0.5, 1 + 0.5 / 2**0.5]
-    )
+        require_countable(ObjectiveSettings(**options), attribution)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("attribution", "options"),
     [
-        {"whole_rollouts": True},
-        {"attribution": "hard", "positive_nll": 0.1},
-        {"attribution": "hard", "aggregation": "sequence_mean_token_mean"},
+        ("soft", {"positive_nll": 0.1}),
+        ("soft", {"aggregation": "sequence_mean_token_mean"}),
+        ("hard", {}),
+        ("soft", {"sampler_correction": None}),
+        ("soft", {"sampler_rejection": RejectionMask(scope="token")}),
+        *(("soft", {"loss": loss}) for loss in (GppoLoss(), CispoLoss(ratio_cap=2.0), ReinforceLoss())),
     ],
-    ids=str,
 )
-def test_what_shared_tokens_cannot_count_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        require_countable(**{"attribution": "soft", "aggregation": "token_mean"} | options)
-
-
-def test_what_shared_tokens_can_count_is_not() -> None:
-    for options in (
-        {"positive_nll": 0.1},
-        {"aggregation": "sequence_mean_token_mean"},
-        {"attribution": "hard"},
-        {"whole_rollouts": False},
-    ):
-        require_countable(**{"attribution": "soft", "aggregation": "token_mean"} | options)
-
-
-def test_which_ratios_are_those_of_whole_rollouts() -> None:
-    token, mean = RejectionMask(scope="token"), RejectionMask(scope="mean")
-    plain = SamplerCorrection()
-    for loss in (ClipLoss(), GppoLoss(), CispoLoss(ratio_cap=2.0), ReinforceLoss()):
-        assert not needs_whole_rollouts(loss, plain, token)
-        assert not needs_whole_rollouts(loss, None, None)
-    assert needs_whole_rollouts(GspoLoss(), None, None)
-    assert needs_whole_rollouts(ClipLoss(), SamplerCorrection(level="sequence"), None)
-    assert needs_whole_rollouts(ClipLoss(), SamplerCorrection(level="geometric"), None)
-    assert needs_whole_rollouts(ClipLoss(), None, mean)
+def test_what_shared_tokens_can_count_is_not(attribution: Any, options: dict[str, Any]) -> None:
+    require_countable(ObjectiveSettings(**options), attribution)

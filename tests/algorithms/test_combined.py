@@ -170,7 +170,7 @@ def test_without_tips_the_losses_without_a_ratio_of_tokens_are_allowed(kind: str
         assert found.loss.type == kind
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     size=st.integers(2, 9), hybrid=st.integers(0, 9), p=st.floats(0, 1), step=st.integers(0, 40),
     group=st.integers(0, 3),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider.algorithms.advantages import (
@@ -86,7 +86,6 @@ def test_rollout_level_vector() -> None:
     assert survivor.assigned.tolist() == [False, False, True, False]
 
 
-@settings(deadline=None)
 @given(returns=RETURNS, std_ddof=st.sampled_from([0, 1]))
 def test_numpy_reference(returns: list[float], std_ddof: Any) -> None:
     array = np.array(returns)
@@ -101,7 +100,6 @@ def test_numpy_reference(returns: list[float], std_ddof: Any) -> None:
     )
 
 
-@settings(deadline=None)
 @given(returns=RETURNS, position=st.integers(0, 16))
 def test_an_unscorable_rollout_leaves_the_others_bit_for_bit_alone(
     returns: list[float], position: int

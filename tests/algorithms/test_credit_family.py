@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.advantages import (
     batch_scaled_advantages_per_rollout,
-    difficulty_probabilities,
-    group_normalized_advantages_per_rollout,
+    difficulty_scores,
     groups_with_spread,
     leave_one_out_batch_normalized_advantages_per_rollout,
     mixed_group_advantages_per_rollout,
@@ -149,14 +148,11 @@ def test_dynamic_sampling_vector_and_rounding() -> None:
 
 def test_rollout_replay_vectors() -> None:
     case = CASES["rollout_replay.select_prob.tau0.1"]
-    found = difficulty_probabilities(
+    scores = difficulty_scores(
         case["inputs"]["predicted_mean_reward"], target=case["inputs"]["alpha"], temperature=0.1
     )
-    np.testing.assert_allclose(found, case["expected"]["prob"], rtol=1e-9)
-    near = difficulty_probabilities([0.45, 0.5])
-    assert near[0] == pytest.approx(math.exp(-50.0)) and near.sum() == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="temperature"):
-        difficulty_probabilities([0.5], temperature=0.0)
+    np.testing.assert_allclose(np.exp(scores) / np.exp(scores).sum(), case["expected"]["prob"], rtol=1e-9)
+    assert difficulty_scores([0.45, 0.5]) == pytest.approx([-50.0, 0.0])
     case = CASES["rollout_replay.select_buffer"]
     inputs, expected = case["inputs"], case["expected"]
     keys, means = inputs["group_ids_oldest_first"], [count / 8 for count in inputs["successes_of_8"]]
@@ -210,7 +206,6 @@ def every_credit(
     }  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
 @given(batch=BATCH, order=st.randoms(use_true_random=False))
 def test_order_and_rollouts_without_a_return_change_no_bit(batch: Any, order: Any) -> None:
     returns, groups, trees, owners = split(batch)
@@ -234,21 +229,6 @@ def test_order_and_rollouts_without_a_return_change_no_bit(batch: Any, order: An
     assert not with_hole[:2].any() and with_hole[2:].tolist() == centred.tolist()
 
 
-@pytest.mark.parametrize("combination", ["sum", "inner", "nested"])
-def test_trees_sum_to_zero_and_one_tree_is_twice_grpo(combination: Any) -> None:
-    returns, trees = [0.0, 1.0, 3.0, 2.0, 2.5], ["a", "a", "a", "b", "b"]
-    found = tree_advantages_per_leaf(returns=returns, trees=trees, combination=combination, eps=0.0).values
-    plain = group_normalized_advantages_per_rollout(returns=returns, eps=0.0).values
-    if combination == "sum":
-        inner = tree_advantages_per_leaf(returns=returns, trees=trees, combination="inner", eps=0.0).values
-        np.testing.assert_allclose(found, plain + inner, atol=1e-12)
-    else:
-        assert abs(found[:3].sum()) < 1e-9 and abs(found[3:].sum()) < 1e-9
-    one_tree = tree_advantages_per_leaf(returns=returns, trees=["a"] * 5, combination=combination, eps=0.0)
-    np.testing.assert_allclose(one_tree.values, (2.0 if combination == "sum" else 1.0) * plain, atol=1e-12)
-
-
-@settings(deadline=None)
 @given(
     rewards=st.lists(st.tuples(st.integers(0, 2), RETURN), min_size=1, max_size=12),
     gamma=st.sampled_from([0.0, 0.9, 1.0]),

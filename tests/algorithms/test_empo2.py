@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
@@ -38,7 +38,6 @@ from tests.algorithms.tip_groups import algorithm, played, vector
 
 
 @given(p=st.floats(0, 1), q=st.floats(0, 1), seed=st.integers(0, 5), windows=st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
 def test_proportions_are_exact_over_whole_windows(p: float, q: float, seed: int, windows: int) -> None:
     schedule = ModeSchedule(memory_probability=p, off_policy_probability=q, seed=seed)
     num = 24 * windows
@@ -199,7 +198,6 @@ def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
     num_tasks=st.integers(5, 30),
     scope=st.sampled_from(["task", "all"]),
 )
-@settings(max_examples=80, deadline=None)
 def test_a_run_knows_whether_a_task_ever_finds_its_own_tips(
     num_steps: int, tasks_per_step: int, num_tasks: int, scope: str
 ) -> None:
@@ -267,7 +265,6 @@ def test_every_different_action_of_an_episode_is_a_record() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 60), max_size=12), budget=st.integers(0, 400))
-@settings(max_examples=60, deadline=None)
 def test_tips_fit_their_budget_and_the_oldest_go_first(lengths: list[int], budget: int) -> None:
     hook = TipHook(MemorySettings(), embedder=HashEmbedder(), num_tokens=len, seed=0)
     key = np.ones(256, np.float32)
@@ -318,7 +315,6 @@ RETURNS = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size
     data=st.data(),
     advantage=st.sampled_from(["group_normalized", "group_centered", "leave_one_out"]),
 )
-@settings(max_examples=80, deadline=None)
 def test_without_pay_for_ties_novelty_never_makes_a_signal_of_its_own(
     returns: list[float], data: st.DataObject, advantage: str
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.gigpo import (
@@ -115,7 +115,6 @@ def groups_of_episodes(draw: st.DrawFn, states: Sequence[str] = ("a", "b", "c"))
     return episodes
 
 
-@settings(deadline=None)
 @given(
     episodes=groups_of_episodes(), gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     omega=st.sampled_from([0.0, 0.7, 1.0]), normalization=st.sampled_from(["none", "std"]),
@@ -136,7 +135,6 @@ def test_numpy_reference(
     assert (credit.advantages.reason is None) is credit.advantages.has_signal
 
 
-@settings(deadline=None)
 @given(
     episodes=groups_of_episodes(states=("the red room", "the red rooms", "a blue hall", "a blue hill")),
     order=st.randoms(use_true_random=False), similarity=st.sampled_from(["exact", 0.8]),
@@ -163,7 +161,6 @@ def test_the_order_of_the_rollouts_changes_no_bit(
         assert sorted(other.measurements[name]) == sorted(values)
 
 
-@settings(deadline=None)
 @given(
     episodes=groups_of_episodes(),
     omega=st.sampled_from([0.5, 1.0]),
@@ -227,7 +224,6 @@ def plain_leaders(texts: Sequence[str], threshold: float) -> dict[str, str]:
     return found
 
 
-@settings(deadline=None)
 @given(
     texts=st.lists(st.text("ab c", max_size=9), max_size=8), threshold=st.sampled_from([0.5, 0.8, 0.95, 1.0]),
     order=st.randoms(use_true_random=False),

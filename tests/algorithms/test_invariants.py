@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.base import Algorithm
@@ -56,7 +56,6 @@ def test_a_kl_in_the_reward_has_a_scale_of_its_own() -> None:
     assert np.abs(found[0] - found[1]).max() > 0.05
 
 
-@settings(deadline=None, max_examples=30)
 @given(groups=GROUPS, name=st.sampled_from(NAMES), holes=st.lists(st.integers(0, 3), min_size=8, max_size=8))
 def test_tokens_that_the_policy_did_not_write_change_no_credit(
     groups: Any, name: str, holes: list[int]

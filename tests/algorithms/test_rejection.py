@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.grpo import Rejection, RejectionSettings
@@ -69,7 +69,6 @@ def test_what_is_written_and_reported() -> None:
         kept(credited_trace)
 
 
-@settings(deadline=None)
 @given(
     values=st.lists(st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=8),
     keep=st.sampled_from(["all", "best", "first"]),

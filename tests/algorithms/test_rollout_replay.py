@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.algorithms.advantages import difficulty_probabilities
+from outrider.algorithms.advantages import difficulty_scores
 from outrider.algorithms.rollout_replay import (
     RolloutReplay,
     RolloutReplaySettings,
@@ -187,7 +187,8 @@ def test_tasks_are_drawn_as_the_probabilities_say() -> None:
     draws = [algorithm.choose(known_tasks, step=step) for step in range(4000)]
     assert all(chosen is not None and len({task.key for task in chosen}) == 3 for chosen in draws)
     firsts = np.bincount([int(chosen[0].key[1:]) for chosen in draws if chosen], minlength=5) / 4000
-    np.testing.assert_allclose(firsts, difficulty_probabilities(predicted, temperature=0.2), atol=0.03)
+    weights = np.exp(difficulty_scores(predicted, temperature=0.2))
+    np.testing.assert_allclose(firsts, weights / weights.sum(), atol=0.03)
     sharp = replay(groups_per_step=3, selection="difficulty", num_fresh_steps=0, fresh_share=1.0)
     sharp.estimates = dict(known)
     nearest = sharp.choose([*known_tasks, Task(key="new", question="")], step=0)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.tips import PLAIN, TIPS_ON, MemorySettings, TipHook, environment_tip
@@ -135,7 +135,6 @@ def memory_text(trace: Trace) -> str:
 
 
 @given(words=st.lists(st.text("abc", min_size=1, max_size=9), max_size=12), limit=st.integers(1, 60))
-@settings(max_examples=80, deadline=None)
 def test_a_tip_keeps_to_its_tokens_and_loses_its_last_words(words: list[str], limit: int) -> None:
     answer = "\n \n" + " ".join(words) + "\nmore"
     tip = environment_tip("go", answer, max_tokens=limit, num_tokens=len)

@@ -98,7 +98,7 @@ def test_the_page_of_functions_does_what_it_says(
         context=4096,
     )
     printed = capsys.readouterr().out
-    assert "['a', 'b']" in printed and "3.0" in printed and "Write <multiply>" in printed
+    assert "Write <multiply>" in printed
     for run in ("tags", "native"):
         assert (tmp_path / "runs" / run / "report.html").exists(), printed[-2000:]
     assert 'protocol = "hermes"' in (tmp_path / "runs" / "native" / "config.toml").read_text()

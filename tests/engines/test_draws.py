@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.sampling import example_logits, inverse_cdf, num_changed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engines.local.sampling import exponentials, request_stream, sample
@@ -75,7 +75,6 @@ def test_rare_ids_come_as_often_as_they_should() -> None:
     seed=st.integers(0, 2**63 - 1),
     spread=st.sampled_from([0.0, 1.0, 8.0, 40.0]),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_draw_is_the_one_of_the_two_level_race_in_float64(
     data: st.DataObject, size: int, seed: int, spread: float
 ) -> None:

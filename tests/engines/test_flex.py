@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -43,7 +43,6 @@ def inputs(num_tokens: int, num_heads: int = 4) -> list[Tensor]:
     return [torch.randn(shape, generator=dice) for shape in shapes]
 
 
-@settings(deadline=None, max_examples=25)
 @given(plan=plans(), num_heads=st.sampled_from((2, 4)))
 def test_the_forward_pass_is_the_reference_s(plan: TreePlan, num_heads: int) -> None:
     given_ = inputs(sum(segment.length for segment in plan.segments), num_heads)
@@ -53,7 +52,6 @@ def test_the_forward_pass_is_the_reference_s(plan: TreePlan, num_heads: int) -> 
     assert float((found - wanted).abs().max()) <= GAP
 
 
-@settings(deadline=None, max_examples=25)
 @given(plan=plans())
 def test_whole_blocks_are_whole_and_nothing_is_left_out(plan: TreePlan) -> None:
     """A kernel asks the mask in partial blocks only, and no block that is not listed."""
@@ -174,7 +172,6 @@ def test_too_many_programs_are_an_error_and_no_slow_fallback(
     assert len(compiled) == 2
 
 
-@settings(deadline=None)
 @given(num_tokens=st.integers(1, 1 << 20))
 def test_a_row_is_padded_to_the_next_power_of_two(num_tokens: int) -> None:
     length = bucket(num_tokens)

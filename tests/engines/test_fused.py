@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -68,7 +68,6 @@ def test_transformers_own_attention_and_caches_work_on_a_fused_model() -> None:
     assert torch.equal(plain.generate(ids, **options), ours.generate(ids, **options))
 
 
-@settings(deadline=None, max_examples=30)
 @given(rows=st.integers(1, 3), tokens=st.integers(1, 9), heads=st.integers(1, 3), half=st.integers(1, 4))
 def test_rotation_and_its_gradient(rows: int, tokens: int, heads: int, half: int) -> None:
     x = torch.randn(rows, tokens, heads, 2 * half, dtype=torch.float64, requires_grad=True)
@@ -139,7 +138,6 @@ def test_attention_s_gradient_in_bfloat16_against_a_float64_reference(num_before
         assert error < 0.01, error
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     rows=st.integers(1, 3), num_new=st.integers(1, 12), num_before=st.integers(0, 9),
     kv_heads=st.integers(1, 3), repeats=st.integers(1, 3), seed=st.integers(0, 2**32 - 1),
@@ -157,7 +155,7 @@ def test_attention_and_its_gradients_equal_a_written_out_softmax(
     plain = [tensor.detach().clone().requires_grad_() for tensor in ours]
     outer = torch.randn(shapes[0], dtype=torch.float64)
     if way == "products":
-        with patch.object(segment_attention, "_BLOCK", 5):
+        with patch.object(segment_attention, "_QUERY_BLOCK", 5):
             output = segment_attention._CpuAttention.apply(*ours, 0.3)
             output.backward(outer)
     else:

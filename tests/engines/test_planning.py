@@ -55,7 +55,7 @@ def test_nothing_stored_shares_nothing() -> None:
     assert Prefixes([(3, ())]).longest((1, 2)) == (0, None)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(asked=contexts.map(set).map(sorted), prefill_tokens=st.integers(1, 12))
 def test_every_beginning_is_computed_once(
     model: LanguageModel, asked: list[Ids], prefill_tokens: int

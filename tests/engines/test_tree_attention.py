@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,7 +46,6 @@ def segment_by_segment(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-@settings(deadline=None, max_examples=60)
 @given(plan=plans(), dtype=st.sampled_from([torch.float64, torch.bfloat16]))
 def test_any_tree_of_segments_equals_a_written_out_softmax(plan: TreePlan, dtype: torch.dtype) -> None:
     """A4: values and gradients; in bfloat16, whose backward pass is of plain products, within 5 % in the

@@ -49,6 +49,8 @@ from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
+from tests.environments.agents.named import NAMED, with_program  # noqa: E402
+from tests.environments.agents.shared import shared_factory  # noqa: E402
 from tests.rollout.test_branch import Forking  # noqa: E402
 from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
@@ -78,8 +80,10 @@ def scheduled(
     limits: Limits | None = None,
     max_retries: int = 0,
     renderer: ChatRenderer | None = None,
+    shared: bool = False,
     **settings: Any,
 ) -> Iterator[Scheduler]:
+    """A scheduler of one agent program. ``shared``: with a factory that other tests of the module use too."""
     if program:
         settings["function"] = f"{PROGRAMS}:{program}"
     renderer = renderer or ChatRenderer(TOKENIZER)
@@ -89,7 +93,7 @@ def scheduled(
             seen.append((request.request_id, text))
         return script(request, text)
 
-    factory = AgentFactory(AgentConfig(**settings))
+    factory = shared_factory(**settings) if shared else AgentFactory(AgentConfig(**settings))
     try:
         yield Scheduler(
             engine=ScriptedEngine(tokenizer=renderer.tokenizer, script=answer, context_length=8192),
@@ -101,12 +105,14 @@ def scheduled(
             max_retries=max_retries,
         )
     finally:
-        factory.close()
+        if not shared:
+            factory.close()
 
 
 def play(program: str, *, tasks: Sequence[Task] = ONE, group: int = 1, **settings: Any) -> RolloutReport:
-    with scheduled(program, **settings) as scheduler:
-        return scheduler.run(tasks, modes=("m",) * group, training_step=0)
+    with scheduled(function=NAMED, shared=True, **settings) as scheduler:
+        named = with_program(tasks, "programs", program)
+        return scheduler.run(named, modes=("m",) * group, training_step=0)
 
 
 def test_a_program_that_owns_its_loop() -> None:
@@ -304,11 +310,9 @@ def test_a_proxy_of_the_network_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "example.org")
-    [leaf] = (
-        play("guess", script=halve, tasks=[Task(key="t", question="", answers=("25",))])
-        .traces[0]
-        .leaves.values()
-    )
+    with scheduled("guess", script=halve) as scheduler:  # its launcher has this environment
+        task = Task(key="t", question="", answers=("25",))
+        [leaf] = scheduler.run([task], modes=("m",), training_step=0).traces[0].leaves.values()
     assert leaf.outcome is Outcome.FINISHED
 
 

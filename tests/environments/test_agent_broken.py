@@ -22,7 +22,7 @@ BROKEN = "tests.environments.agents.broken"
 
 
 def only(tasks: tuple[Task, ...] = ONE, **settings: Any) -> Leaf:
-    with scheduled(**settings) as scheduler:
+    with scheduled(**settings, shared=True) as scheduler:
         [leaf] = scheduler.run(tasks, modes=("m",), training_step=0).traces[0].leaves.values()
     return leaf
 

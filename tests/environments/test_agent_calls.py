@@ -14,6 +14,7 @@ from outrider.tokens.call_formats import CALL_FORMATS, find_call_error, read_tur
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.agents.clients import WEATHER  # noqa: E402
+from tests.environments.agents.named import NAMED, with_program  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
 from tests.environments.test_agent_clients import CALL  # noqa: E402
 from tests.environments.test_agent_endpoint import COUNTS, given, play  # noqa: E402
@@ -75,11 +76,11 @@ def play_turns(
         return said[int(request.request_id.rsplit("/", 1)[1])]
 
     with scheduled(
-        function=f"{ERRING}:{program}", renderer=renderer or with_native_calls(), tool_calls=form,
-        script=script, limits=LIMITS,
+        function=NAMED, renderer=renderer or with_native_calls(), tool_calls=form,
+        script=script, limits=LIMITS, shared=True,
     ) as scheduler:  # fmt: skip
         task = Task(key="t", question="weather?", answers=answers)
-        report = scheduler.run([task], modes=("m",), training_step=0)
+        report = scheduler.run(with_program([task], "erring", program), modes=("m",), training_step=0)
     [(leaf, path)] = report.traces[0].rollouts()
     assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), report.fault_reasons
     return leaf, path

@@ -9,15 +9,12 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.chat import ChatEndpoint, EndpointSettings  # noqa: E402
-from outrider.environments.agent.environment import (
-    AgentConfig,  # noqa: E402
-    AgentFactory,  # noqa: E402
-)
 from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.endpoint import Collected, Collector  # noqa: E402
 from outrider.tokens.call_formats import CallFormatName  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.chat_server import Answer, ChatServer, chat_server, completion  # noqa: E402
+from tests.environments.agents.shared import shared_factory  # noqa: E402
 
 AGENTS = "tests.environments.agents"
 TASK = Task(key="t", question="How is Paris?", answers=("sunny",))
@@ -29,17 +26,14 @@ WRITTEN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 def play(
     program: str, *answers: Answer, task: Task = TASK, form: CallFormatName | None = "hermes"
 ) -> tuple[Collected, ChatServer]:
-    factory = AgentFactory(AgentConfig(function=f"{AGENTS}.{program}", tool_calls=form))
-    try:
-        with chat_server(list(answers)) as server:
-            chosen = EndpointSettings(base_url=server.url, model="agent", max_retries=0)
-            collector = Collector(
-                endpoint=ChatEndpoint(chosen, sleep=lambda seconds: None),
-                factory=factory, limits=Limits(step_timeout_s=60), stop=(), run_seed=0,
-            )  # fmt: skip
-            [played] = collector.collect([task], num_rollouts=1).collected
-    finally:
-        factory.close()
+    with chat_server(list(answers)) as server:
+        chosen = EndpointSettings(base_url=server.url, model="agent", max_retries=0)
+        collector = Collector(
+            endpoint=ChatEndpoint(chosen, sleep=lambda seconds: None),
+            factory=shared_factory(function=f"{AGENTS}.{program}", tool_calls=form),
+            limits=Limits(step_timeout_s=60), stop=(), run_seed=0,
+        )  # fmt: skip
+        [played] = collector.collect([task], num_rollouts=1).collected
     return played, server
 
 

@@ -22,6 +22,7 @@ from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.chat_server import Answer, completion  # noqa: E402
+from tests.environments.agents.named import NAMED, with_program  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
 from tests.environments.test_agent_endpoint import play as play_behind_endpoint  # noqa: E402
 from tests.rollout.test_branch import Forking  # noqa: E402
@@ -48,13 +49,15 @@ def play(program: str, *answers: str, renderer: ChatRenderer | None = None, **se
     context = settings.pop("context", 8192)
     hooks = settings.pop("hooks", ())
     renderer = renderer or renderer_of(FAMILIES["qwen2.5"], STRICT)
-    with scheduled(function=f"{ERRING}:{program}", limits=limits, renderer=renderer, **settings) as scheduler:
+    with scheduled(function=NAMED, limits=limits, renderer=renderer, shared=True, **settings) as scheduler:
         scheduler.engine = ScriptedEngine(
             tokenizer=renderer.tokenizer, script=lambda request, text: "b", context_length=context
         )
         scheduler.hooks = hooks
         task = Task(key="t", question="", answers=answers)
-        return scheduler.run([task], modes=("m",) * (2 if hooks else 1), training_step=0)
+        return scheduler.run(
+            with_program([task], "erring", program), modes=("m",) * (2 if hooks else 1), training_step=0
+        )
 
 
 @pytest.mark.parametrize(

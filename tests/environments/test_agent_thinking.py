@@ -41,7 +41,7 @@ def asked_by(form: str, history: HistoryThinking) -> list[str]:
 
     with scheduled(
         function="tests.environments.agents.clients:sdk_thinking", renderer=renderer, script=script,
-        seen=seen, limits=LIMITS, tool_calls="hermes",
+        seen=seen, limits=LIMITS, tool_calls="hermes", shared=True,
     ) as scheduler:  # fmt: skip
         task = Task(key="t", question="How is Paris?", answers=(form,))
         report = scheduler.run([task], modes=("m",), training_step=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -132,7 +132,6 @@ def test_the_recorded_walks_try_every_command() -> None:
 
 
 @given(scene=scenes(), data=st.data())
-@settings(max_examples=30, deadline=None)
 def test_what_is_not_admitted_changes_nothing_and_what_is_keeps_the_room_in_order(
     scene: Scene, data: Any
 ) -> None:
@@ -169,7 +168,6 @@ def test_what_is_not_admitted_changes_nothing_and_what_is_keeps_the_room_in_orde
 
 
 @given(scene=scenes(), data=st.data())
-@settings(max_examples=20, deadline=None)
 def test_the_goal_is_reached_exactly_by_the_formula_of_the_original(scene: Scene, data: Any) -> None:
     game = OfflineGame(scene)
     script = data.draw(st.sampled_from([list(shortest_plan(scene)), []]))
@@ -183,7 +181,6 @@ def test_the_goal_is_reached_exactly_by_the_formula_of_the_original(scene: Scene
 
 
 @given(scene=scenes(), data=st.data())
-@settings(max_examples=30, deadline=None)
 def test_what_lies_in_something_shut_is_neither_told_nor_taken(scene: Scene, data: Any) -> None:
     game = OfflineGame(scene)
     for command in walk(data, game):
@@ -256,7 +253,6 @@ def test_splits_share_no_floor_plan_and_hold_out_what_the_original_does() -> Non
 
 
 @given(scene=scenes())
-@settings(max_examples=60, deadline=None)
 def test_games_are_well_formed(scene: Scene) -> None:
     known, goal = tables(), scene.goal
     [plan] = [one for one in floor_plans() if one.number == scene.floor_plan]
@@ -275,7 +271,6 @@ def test_games_are_well_formed(scene: Scene) -> None:
 
 
 @given(scene=scenes())
-@settings(max_examples=25, deadline=None)
 def test_no_plan_is_shorter(scene: Scene) -> None:
     assert len(shortest_plan(scene)) == fewest_commands(scene)
 
@@ -436,7 +431,6 @@ def test_the_commands_are_listed_where_that_is_wanted() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
 def test_a_copy_goes_its_own_way_and_a_replay_the_same_way(data: Any) -> None:
     task = data.draw(st.sampled_from(AlfworldTaskSet(AlfworldConfig()).tasks("valid")))
     factory = AlfworldTaskSet(AlfworldConfig()).make()

@@ -3,7 +3,7 @@ r"""Grading is the same under what changes no meaning: dashes, blanks, quotes, m
 from collections.abc import Callable
 from fractions import Fraction
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
@@ -42,7 +42,6 @@ OUTPUTS: list[Dressing] = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     WORDS,
     WORDS,
@@ -108,7 +107,6 @@ UNITS: list[Dressing] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.one_of(st.tuples(NUMBERS, st.sampled_from(UNITS)), st.tuples(OTHERS, st.just(str))),
     st.lists(st.sampled_from(OF_MATHS), max_size=2),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import DataError
@@ -47,7 +47,6 @@ def reference_scores(
     return scores
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=8), min_size=1, max_size=8),
     st.lists(st.sampled_from(WORDS), min_size=1, max_size=4),

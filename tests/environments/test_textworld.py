@@ -555,7 +555,7 @@ def test_admissible_commands_are_sorted_and_can_be_written(family: TextWorldTask
     game.close()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     words=st.lists(
         st.sampled_from(["take", "all", "cookbook", "me", "in", "x", "again", "9", "-", "'", "put"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -660,7 +660,6 @@ _TALK = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(_TALK, max_size=12), st.sampled_from(["score", "success10"]), st.sampled_from([0.0, 0.1]))
 def test_no_text_raises_and_rewards_add_up_to_the_return(
     texts: list[str], reward: str, penalty: float

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import outrider
@@ -268,7 +268,6 @@ ROLLOUTS = st.lists(
 
 
 @needs_inspect
-@settings(max_examples=20, deadline=None)
 @given(drawn=ROLLOUTS)
 def test_any_evaluation_comes_back_as_it_was(drawn: list[dict[str, Any]]) -> None:
     rollouts = tuple(

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.cli import main
@@ -112,7 +112,6 @@ def test_every_byte_of_every_file_counts(pack: Path, capsys: pytest.CaptureFixtu
     assert main(["verify", str(pack), "--no-replay"]) == 0
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_single_changed_byte_is_found(made: Path, data: st.DataObject) -> None:
     pack = made / "pack"
@@ -369,7 +368,6 @@ TREES = (
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(tree=TREES)
 def test_a_tree_differs_from_no_copy_of_itself(tree: Any) -> None:
     assert first_difference(tree, json.loads(json.dumps(tree))) is None

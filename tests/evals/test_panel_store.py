@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, DataError
@@ -249,7 +249,6 @@ def test_threads_add_whole_lines(tmp_path: Path) -> None:
     again.close()
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["t-0", "t-1"]), st.integers(0, 2), st.booleans()), max_size=12))
 def test_any_history_reads_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int, bool]]

@@ -466,7 +466,7 @@ MESSAGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=st.lists(MESSAGES | JSON, max_size=4), key=st.sampled_from(["messages", "conversations"]))
 def test_any_chat_is_read_or_refused(tmp_path: Path, messages: list[Any], key: str) -> None:
     try:

@@ -158,7 +158,6 @@ offers = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(offered=offers, num_kept=st.integers(1, 4))
 def test_ranking_of_one_task(offered: list[tuple[int, float, int, int]], num_kept: int) -> None:
     trajectories = [
@@ -171,7 +170,7 @@ def test_ranking_of_one_task(offered: list[tuple[int, float, int, int]], num_kep
     assert select_best(candidates, None) == set(range(len(offered)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     offered=offers,
     cuts=st.lists(st.integers(0, 16), max_size=4),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.memory.novelty import NoveltyStore
@@ -64,7 +64,6 @@ def test_a_similarity_at_the_bound_is_not_above_it(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @given(order=st.permutations([[3.0, 4.0], [0.3, 0.4], [0.6, 0.8], [30.0, 40.0]]))
-@settings(max_examples=24, deadline=None)
 def test_equal_directions_tie_and_the_older_comes_first(dtype: Any, order: list[list[float]]) -> None:
     memory = TipMemory()
     for number, key in enumerate(order):
@@ -91,7 +90,6 @@ def test_a_state_at_the_threshold_is_no_new_one(dtype: Any) -> None:
 
 
 @given(angles=st.lists(st.floats(0, 3), min_size=1, max_size=12), cut=st.integers(0, 12))
-@settings(max_examples=30, deadline=None)
 def test_a_restored_novelty_store_counts_on_the_same_also_for_keys_in_double_precision(
     angles: list[float], cut: int
 ) -> None:
@@ -155,7 +153,6 @@ adds = st.lists(
     eviction=st.sampled_from(["fifo", "lowest_score", "reservoir"]),
     cut=st.integers(0, 40),
 )
-@settings(max_examples=40, deadline=None)
 def test_what_is_saved_comes_back_and_goes_on_the_same(
     adds: list[Any], capacity: int, eviction: Any, cut: int
 ) -> None:
@@ -192,7 +189,6 @@ def test_visits_of_the_nearest_state() -> None:
 
 
 @given(order=st.permutations(range(6)))
-@settings(max_examples=30, deadline=None)
 def test_visits_at_the_same_time_do_not_depend_on_their_order(order: list[int]) -> None:
     keys = [np.eye(3, dtype=np.float32)[number % 3] for number in range(6)]
     store = NoveltyStore()
@@ -214,7 +210,6 @@ def test_equal_states_of_one_call_have_equal_counts_also_where_a_new_one_comes_b
     angles=st.lists(st.integers(0, 35), min_size=1, max_size=12),
     before=st.lists(st.integers(0, 35), max_size=5),
 )
-@settings(max_examples=30, deadline=None)
 def test_equal_states_always_get_equal_counts(angles: list[int], before: list[int]) -> None:
     keys = {a: np.array([np.cos(a / 5), np.sin(a / 5)], np.float32) for a in {*angles, *before}}
     store = NoveltyStore(threshold=0.9)

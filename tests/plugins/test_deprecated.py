@@ -7,6 +7,9 @@ import pytest
 
 from outrider.algorithms.base import Algorithm, GroupAdvantages
 from outrider.deprecated import MODULES, NAMES
+from outrider.environments.house import HouseConfig, HouseTaskSet
+from outrider.plugins.registry import read_settings
+from outrider.testing import check_environment
 from outrider.trace import Trace
 
 
@@ -34,7 +37,7 @@ from outrider.memory.embedder import HashEmbedder
 from outrider.algorithms.common.loss_settings import LossSettings
 import outrider.algorithms.base as new, outrider.environments.base as environments
 assert Algorithm is new.Algorithm and GroupCredit is new.GroupAdvantages
-assert TaskFamily is environments.TaskSet
+assert TaskFamily is environments.TaskSet and environments.Environment is environments.Env
 assert FoundCalls is same and write_credit is new.assign_advantages
 warnings.simplefilter("error")
 try:
@@ -56,3 +59,17 @@ def test_names_that_never_were_are_unknown() -> None:
     with pytest.raises(ModuleNotFoundError):
         import outrider.algorithms.rapo  # type: ignore[import-not-found]  # noqa: F401
     assert not set(NAMES) & set(NAMES.values()) and all(name.startswith("outrider.") for name in MODULES)
+
+
+class OldWorld(HouseTaskSet):
+    """An environment as 0.3.0 had it: a task set with a factory."""
+
+
+def test_an_environment_in_the_old_form_works_and_names_the_new_one() -> None:
+    with pytest.warns(
+        FutureWarning, match=r"OldWorld is an environment in the old form .* outrider.Environment"
+    ):
+        settings = read_settings("environments", {"type": f"{__name__}:OldWorld", "num_train": 1})
+    with pytest.warns(FutureWarning):
+        check_environment({"type": f"{__name__}:OldWorld", "num_train": 1})
+    assert isinstance(settings, HouseConfig) and settings.num_train == 1

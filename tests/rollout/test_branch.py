@@ -313,7 +313,7 @@ def test_what_a_fork_begins_with_is_kept_until_it_has_asked() -> None:
     assert ("released", "task 0/1") in said
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**32),
     first_wave=st.integers(1, 8),

@@ -175,7 +175,7 @@ def test_a_wrong_key_stops_the_collection_at_once() -> None:
         collector(server.url, family, num_concurrent=2).collect(family.tasks("train"), num_rollouts=1)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(
         st.text(max_size=30) | st.sampled_from(["<ask>", "</answer>", "<ask>\ud800</ask>", "\x00"]),

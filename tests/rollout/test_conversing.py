@@ -135,7 +135,7 @@ def play(
     return trace, program, seen
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6)
 @given(
     name=st.sampled_from(["qwen2.5", "smollm2", "hermes", "llama3", "mistral", "phi4", "gemma"]),
     operations=st.lists(st.sampled_from(OPERATIONS), max_size=8),
@@ -161,7 +161,7 @@ def test_the_policy_sees_what_a_server_renders(name: str, operations: list[str],
         assert seen == [renderer.tokenizer.decode(renderer.template.encode(one)) for one in rendered]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6)
 @given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=6))
 def test_thinking_goes_or_stays(operations: list[str]) -> None:
     """What a program is told has no thinking: kept, the context goes on with it; stripped, it is rendered."""
@@ -186,7 +186,7 @@ class Tips(StatelessHook):
         return (Splice(origin=Origin.MEMORY, text=f" (tip {state.turn})"),)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6)
 @given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=6))
 def test_without_its_tips_a_rollout_is_what_it_is_without_a_memory(operations: list[str]) -> None:
     renderer = renderer_of("qwen2.5")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engines.base import Request
@@ -293,7 +293,6 @@ def buffer_splice(text: str) -> Splice:
     )
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     turn=st.integers(1, 12),
     response=st.integers(1, 60),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engines.base import Generation, Request
@@ -281,7 +281,6 @@ def test_two_tasks_with_one_key_are_refused() -> None:
     assert runs.run([], modes=("m",), training_step=0).traces == []
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     workers=st.integers(1, 9),
     groups=st.integers(1, 4),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.reflexion import ReflexionHook
@@ -111,7 +111,6 @@ def test_a_tip_stands_inside_the_user_message_and_the_group_shares_the_prompt() 
     max_response=st.integers(10, 120),
     role=st.sampled_from(["user", "inline"]),
 )
-@settings(max_examples=25, deadline=None)
 def test_no_episode_ends_because_of_tips(context: int, length: int, max_response: int, role: Role) -> None:
     """The same outcome and the same tokens as without tips, however little room there is."""
     limits = Limits(max_turns=4, max_turn_tokens=3, max_response_tokens=max_response, step_timeout_s=60)
@@ -257,7 +256,6 @@ def test_what_the_chat_holds_already_is_not_said_twice(kind: str) -> None:
 
 
 @given(context=st.integers(60, 700), length=st.integers(1, 120), kind=st.sampled_from(["tips", "reflexion"]))
-@settings(max_examples=25, deadline=None)
 def test_the_last_words_fit_their_budget_and_cost_no_reflection(context: int, length: int, kind: str) -> None:
     engine, without = Asked(context_length=context), Asked(context_length=context)
     report = ended("z" * length, engine=engine, kind=kind)

@@ -83,7 +83,7 @@ RUNS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-FAST = ("reinforce++ with a KL in the reward", "dapo", "gppo", "rejection")
+FAST = ("dapo", "rejection")
 
 
 @pytest.mark.parametrize(

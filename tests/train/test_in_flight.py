@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.base import GroupFilter, TaskChoice
@@ -204,7 +204,6 @@ class Run:
         assert self.flight.num_restarted_groups == self.player.num_again == num_open - len(found)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
 def test_nothing_is_too_old_lost_or_out_of_order(
     data: st.DataObject, staleness: int, num_steps: int, per_step: int

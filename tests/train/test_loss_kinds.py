@@ -1,5 +1,5 @@
-"""Every token loss and sampler correction in the real update: gradients of a written-out reference, for any
-micro-batches.
+"""Every token loss, aggregation, KL term and sampler correction in the real update: the gradients are those
+of a written-out reference, for any micro-batches.
 """
 
 from typing import Any
@@ -11,11 +11,13 @@ from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.algorithms.exploration import ArpoSettings
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.training.settings import UpdateSettings
+from outrider.training.policy import Policy
+from outrider.training.settings import OptimizerSettings, UpdateSettings
 from outrider.training.update import rollout_paths, update
 from tests.objectives import nested
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import (  # noqa: F401
+    OBJECTIVES,
     Recorder,
     assert_equal_gradients,
     double_precision,
@@ -24,6 +26,7 @@ from tests.train.test_pack_update import (  # noqa: F401
     padded_logprobs,
     random_trace,
     shift,
+    written_loss,
 )
 
 LOSSES: list[dict[str, Any]] = [
@@ -44,83 +47,47 @@ LOSSES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def coefficient(ratio: float, advantage: float, scale: float, o: ObjectiveSettings) -> float:
-    """k in d loss / d log pi = -A k, from the gradient table of the objectives."""
-    if o.loss.type == "reinforce":
-        return 1.0
-    if o.loss.type == "cispo":
-        return min(max(ratio, o.loss.ratio_floor), o.loss.ratio_cap)
-    shaped = scale * ratio if o.loss.type == "clip" else ratio
-    keeps = o.loss.type == "gppo"
-    if advantage > 0 and shaped > 1 + o.loss.clip_high:
-        return 1 + o.loss.clip_high if keeps else 0.0
-    if advantage < 0 and shaped < 1 - o.loss.clip_low:
-        return 1 - o.loss.clip_low if keeps else 0.0
-    dual_clip = None if o.loss.type == "gspo" else o.loss.dual_clip
-    return 0.0 if dual_clip and advantage < 0 and shaped > dual_clip else shaped
-
-
-def written(logprobs: Any, olds: Any, paths: Any, o: ObjectiveSettings) -> torch.Tensor:
-    """The loss of a mini-batch, token by token."""
-    num_tokens = sum(len(one) for one in logprobs)
-    num_imitated = sum(len(one) for one, path in zip(logprobs, paths, strict=True) if path.succeeded)
-    total = torch.zeros((), dtype=torch.float64)
-    for own, old, path in zip(logprobs, olds, paths, strict=True):
-        nodes = [node for node in path.nodes if node.trainable for _ in node.token_ids]
-        engine = torch.tensor([value for node in path.nodes for value in node.logprobs], dtype=torch.float64)
-        weight = 1 / num_tokens if o.aggregation == "token_mean" else 1 / (len(paths) * len(own))
-        difference = old.detach() - engine
-        correction = difference.exp().clamp(max=2.0) if o.sampler_correction else torch.ones_like(difference)
-        if o.sampler_correction is not None and o.sampler_correction.level == "geometric":
-            mean = float(difference.mean().exp())
-            correction = torch.full_like(difference, mean if 0.12 <= mean <= 2.0 else 0.0)
-        if (mask := o.sampler_rejection) is not None and mask.statistic == "k1":
-            correction = (
-                correction * ((-difference).exp() >= mask.lower) * ((-difference).exp() <= mask.upper)
-            )
-        elif mask is not None:
-            correction = correction * float((difference.exp() - 1 - difference).mean() <= mask.upper)
-        log_ratio = (own - old.detach()).detach()
-        for t, node in enumerate(nodes):
-            summed = (
-                log_ratio.sum()
-                if getattr(o.loss, "sequence_ratio", "token") == "product"
-                else log_ratio.mean()
-            )
-            ratio = float(summed.exp() if o.loss.type == "gspo" else log_ratio[t].exp())
-            assert node.credit is not None
-            k = coefficient(ratio, node.credit[0], node.ratio_scale, o)
-            k = (
-                k * len(own) if getattr(o.loss, "sequence_ratio", "token") == "product" else k
-            )  # each token moves the whole product
-            total = total - weight * float(correction[t]) * node.credit[0] * k * own[t]
-            if path.succeeded:
-                total = total - o.positive_nll / num_imitated * own[t]
-    return total
-
-
-@pytest.mark.parametrize("options", LOSSES, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize(
-    "max_tokens", [40, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 10_000))]
+    "options", [*OBJECTIVES, *LOSSES], ids=lambda options: "-".join(map(str, options.values()))
+)
+@pytest.mark.parametrize(
+    ("max_tokens", "alike"),
+    [(40, True), *(pytest.param(one, False, marks=pytest.mark.slow) for one in (1, 40, 10_000))],
 )
 def test_gradients_of_every_step_are_those_of_the_written_loss(
-    options: dict[str, Any], max_tokens: int
+    options: dict[str, Any], max_tokens: int, alike: bool
 ) -> None:
+    """Two mini-batches, two epochs: the first step has ratio 1, later ones clip; old log-probs are those of
+    the start.
+    """
     objective = validate(ObjectiveSettings, nested(options))
     model = tiny_model(dtype=torch.float64)
     plain = eager(model)
-    traces = [random_trace(seed, key=str(seed)) for seed in range(4)]
+    reference = (
+        Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy()
+        if objective.kl_weight
+        else None
+    )
+    traces = [random_trace(seed, key=str(seed), alike=alike) for seed in range(4)]
     for trace in traces:
         for rollout, leaf in trace.leaves.items():
             leaf.success = rollout % 2 == 0
     policy = Recorder(model, shift)
     settings = UpdateSettings(num_mini_batches=2, num_epochs=2, max_tokens=max_tokens)
-    update(policy, traces, objective=objective, reference=None, first=False, settings=settings)
+    update(policy, traces, objective=objective, reference=reference, first=False, settings=settings)
     minis = [rollout_paths(traces[:2]), rollout_paths(traces[2:])]
     with torch.no_grad():
         olds = [padded_logprobs(plain, paths) for paths in minis]
+        refs = [
+            None if reference is None else padded_logprobs(eager(reference.language_model), paths)
+            for paths in minis
+        ]
+    assert len(policy.gradients) == 4
     for step, found in enumerate(policy.gradients):
-        loss = written(padded_logprobs(plain, minis[step % 2]), olds[step % 2], minis[step % 2], objective)
+        mini = step % 2
+        loss = written_loss(
+            padded_logprobs(plain, minis[mini]), olds[mini], minis[mini], objective, refs[mini]
+        )
         assert_equal_gradients(found, gradients_of(plain, loss))
         with torch.no_grad():
             for name, parameter in plain.named_parameters():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.base import TaskChoice
@@ -28,7 +28,6 @@ def order(num_tasks: int, tasks_per_step: int, seed: int = 0) -> TaskOrder:
     return TaskOrder(tasks=tasks, tasks_per_step=tasks_per_step, seed=seed)
 
 
-@settings(deadline=None, max_examples=50)
 @given(num_tasks=st.integers(1, 12), size=st.integers(1, 12), step=st.integers(0, 30), seed=st.integers(0, 5))
 def test_without_dynamic_sampling_a_step_s_tasks_follow_from_its_number(
     num_tasks: int, size: int, step: int, seed: int
@@ -43,7 +42,6 @@ def test_without_dynamic_sampling_a_step_s_tasks_follow_from_its_number(
     assert [task.key for task in tasks] == [f"t{i}" for i in expected] and cursor == (step + 1) * size
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     num_tasks=st.integers(2, 9), size=st.integers(1, 4),
     takes=st.lists(st.integers(0, 6), min_size=1, max_size=6), seen=st.sets(st.integers(0, 8)),

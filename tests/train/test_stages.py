@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import api
@@ -19,7 +19,7 @@ from outrider.environments.task_sets import make_task_set
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run
-from outrider.smoke.settings import NO_SERVER, smoke_assets, smoke_overrides
+from outrider.smoke import NO_SERVER, smoke_assets, smoke_overrides
 from outrider.trace import Trace
 from outrider.training.data import TaskOrder, count_groups, play_step, require_tasks, stage_lines, stage_tasks
 from outrider.training.settings import RunSettings, StageSettings, TrainSettings
@@ -65,7 +65,6 @@ def played(
     return steps, algorithm
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     drawn=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=4),
     nums=st.tuples(*[st.integers(1, 7)] * 3),

@@ -46,7 +46,7 @@ def unpacked_twin(*, seed: int = 0, has_plain_head: bool = True) -> LanguageMode
     return replace(model, unpacked=replace(WHY, has_plain_head=has_plain_head))
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6),
     max_tokens=st.integers(1, 120),

@@ -14,7 +14,7 @@ from outrider.metrics import MetricsWriter
 from outrider.types import Origin
 from outrider.viewer.records import TraceWriter
 from outrider.viewer.report import MAX_BYTES, write_report
-from outrider.viewer.report_parts import ENTROPY_EDGES, Budget, pick_samples
+from outrider.viewer.report_parts import ENTROPY_EDGES, pick_samples
 
 
 class Page(HTMLParser):
@@ -262,7 +262,7 @@ def test_samples_compare_best_and_worst_of_both_kinds(tmp_path: Path) -> None:
         (False, 0.0),
     ]
     assert len({id(s) for s in samples}) == len(samples) == 8
-    hybrid = samples[0].nodes(Budget(num_tokens=600, num_chars=100))
+    hybrid = samples[0].nodes(600)
     assert [node.origin for node in hybrid] == ["prompt", "policy", "environment", "buffer", "policy"]
 
 

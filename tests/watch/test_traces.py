@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import DataError
@@ -45,7 +45,6 @@ def rows(draw: st.DrawFn) -> TraceRow:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.lists(rows(), max_size=5))
 def test_round_trip(written: list[TraceRow]) -> None:
     with tempfile.TemporaryDirectory() as folder:

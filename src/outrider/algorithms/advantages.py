@@ -1,12 +1,16 @@
-"""Group credit: one scalar advantage per rollout, from the returns of the rollouts of one task.
+"""Advantages from returns: of one group, of the groups of a batch, of trees and of groups with
+demonstrations; and which groups are worth an update.
 
-Every statistic counts rollouts, never turns or rows. float64 throughout, and independent of the order of the
-rollouts.
+Shapes: N rollouts, T policy tokens of the flat packed layout (a rollout's tokens in the order of time). None
+or NaN marks a rollout without a return, which is in no statistic and gets 0. Statistics count rollouts, never
+turns or rows, except where a function says tokens. float64 throughout; sums are rounded once, so that no
+advantage depends on the order of the rollouts. A group that tells nothing apart gets exactly 0. Sources:
+docs/algorithms/objectives.md.
 """
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -14,12 +18,16 @@ from numpy.typing import NDArray
 
 Float64Array: TypeAlias = NDArray[np.float64]
 BoolArray: TypeAlias = NDArray[np.bool_]
+Returns = Sequence[float | None] | Float64Array
+Index = Sequence[int] | NDArray[np.int64]
+Variance = Literal["sample", "population"]
+TreeCombination = Literal["sum", "inner", "nested"]
 NoSignalReason = Literal["unscorable", "singleton", "no_spread", "rejected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutAdvantages:
-    """The credit of one group.
+    """The advantages of one group.
 
     ``values`` [N] are the advantages; ``assigned`` [N] is False where the rollout had no return (an
     infrastructure fault), whose value is 0 only as a placeholder: such a rollout must not be trained on.
@@ -36,7 +44,7 @@ class RolloutAdvantages:
 
 def group_normalized_advantages_per_rollout(
     *,
-    returns: Sequence[float | None] | Float64Array,
+    returns: Returns,
     std_ddof: Literal[0, 1] = 1,
     eps: float = 1e-6,
     normalize_std: bool = True,
@@ -58,39 +66,40 @@ def group_normalized_advantages_per_rollout(
     scorable, assigned = _split(returns)
     reason = _no_signal_reason(scorable, spread_tolerance)
     if reason is not None:
-        return _no_signal(assigned, reason)
+        return RolloutAdvantages(
+            values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reason
+        )
     centred = scorable - math.fsum(scorable) / scorable.size
     if normalize_std:
-        # fsum rounds once: no bit depends on the order of the rollouts.
+        # fsum rounds once: no bit depends on the order of the rollouts
         variance = math.fsum(centred * centred) / (scorable.size - std_ddof)
         centred = centred / (math.sqrt(variance) + eps)
-    return _scatter(centred, assigned)
+    values = np.zeros(assigned.size)
+    values[assigned] = centred
+    return RolloutAdvantages(values=values, assigned=assigned, has_signal=True, reason=None)
 
 
 def leave_one_out_advantages_per_rollout(
-    *, returns: Sequence[float | None] | Float64Array, spread_tolerance: float = 1e-9
+    *, returns: Returns, spread_tolerance: float = 1e-9
 ) -> RolloutAdvantages:
     """``R_i - mean_{j != i} R_j`` over the scorable rollouts of one group (RLOO, arXiv 2402.14740).
 
     The baseline does not depend on rollout i, so the policy gradient stays unbiased. Unscorable rollouts,
     groups of one and groups without spread are treated as in :func:`group_normalized_advantages_per_rollout`.
     """
-    scorable, assigned = _split(returns)
-    reason = _no_signal_reason(scorable, spread_tolerance)
-    if reason is not None:
-        return _no_signal(assigned, reason)
-    centred = scorable - math.fsum(scorable) / scorable.size
-    # R_i minus the mean of the others is n / (n - 1) times R_i minus the mean of all.
-    return _scatter(centred * (scorable.size / (scorable.size - 1)), assigned)
+    centred = group_normalized_advantages_per_rollout(
+        returns=returns, normalize_std=False, spread_tolerance=spread_tolerance
+    )
+    size = int(centred.assigned.sum())
+    # R_i minus the mean of the others is n / (n - 1) times R_i minus the mean of all
+    return replace(centred, values=centred.values * (size / (size - 1))) if size > 1 else centred
 
 
-def _split(returns: Sequence[float | None] | Float64Array) -> tuple[Float64Array, BoolArray]:
+def _split(returns: Returns) -> tuple[Float64Array, BoolArray]:
     """The scorable returns and the mask [N] of who has one."""
-    values = np.array([math.nan if value is None else float(value) for value in returns], dtype=np.float64)
+    values = _floats(returns)
     if values.size == 0:
         raise ValueError("a group needs at least one rollout")
-    if np.isinf(values).any():
-        raise ValueError("an infinite return cannot be credited")
     assigned = ~np.isnan(values)
     return values[assigned], assigned
 
@@ -100,38 +109,8 @@ def _no_signal_reason(scorable: Float64Array, spread_tolerance: float) -> NoSign
         return "unscorable"
     if scorable.size == 1:
         return "singleton"
-    spread = float(scorable.max() - scorable.min())
-    # Relative for large returns, whose rounding grows with them; absolute for small ones.
-    scale = max(1.0, float(np.abs(scorable).max()))
-    return "no_spread" if spread <= spread_tolerance * scale else None
+    return None if has_spread(scorable, spread_tolerance) else "no_spread"
 
-
-def _no_signal(assigned: BoolArray, reason: NoSignalReason) -> RolloutAdvantages:
-    return RolloutAdvantages(
-        values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reason
-    )
-
-
-def _scatter(advantages: Float64Array, assigned: BoolArray) -> RolloutAdvantages:
-    values = np.zeros(assigned.size)
-    values[assigned] = advantages
-    return RolloutAdvantages(values=values, assigned=assigned, has_signal=True, reason=None)
-
-
-# Advantages whose statistics span a batch, a tree or a group with demonstrations, and which groups are worth
-# an update.
-#
-# Shapes: N rollouts, T policy tokens of the flat packed layout (a rollout's tokens in the order of time).
-# ``None`` or NaN marks a rollout without a return, which is in no statistic and gets 0. float64 throughout;
-# sums over rollouts are rounded once, so that no advantage depends on the order of the rollouts. Groups that
-# tell nothing apart get exactly 0, as in :mod:`outrider.algorithms.advantages`. Sources:
-# docs/algorithms/objectives.md.
-
-
-Returns = Sequence[float | None] | Float64Array
-Index = Sequence[int] | NDArray[np.int64]
-Variance = Literal["sample", "population"]
-TreeCombination = Literal["sum", "inner", "nested"]
 
 _SPREAD_TOLERANCE = 1e-9
 
@@ -223,7 +202,7 @@ def whitened_per_token(values: Float64Array, *, variance: Variance = "sample") -
     known = ~np.isnan(values)
     known_values = values[known]
     white = np.zeros(len(values))
-    if not _has_spread(known_values, _SPREAD_TOLERANCE):
+    if not has_spread(known_values, _SPREAD_TOLERANCE):
         return white
     centred = known_values - math.fsum(known_values) / known_values.size
     squares = math.fsum(centred * centred)
@@ -330,7 +309,7 @@ def mixed_group_advantages_per_rollout(
     advantages = np.zeros(values.size)
     if own.size:
         advantages = np.where(np.isnan(values), 0.0, values - math.fsum(own) / own.size)
-    if not _has_spread(own, _SPREAD_TOLERANCE):
+    if not has_spread(own, _SPREAD_TOLERANCE):
         advantages[~demonstrated] = 0.0  # not the rounding of their mean
     elif normalize_std:
         advantages /= _sample_std(own) + eps
@@ -374,36 +353,17 @@ def groups_with_spread(
     return {
         group: members
         for group, members in members_by_group.items()
-        if _has_spread(values[members][~np.isnan(values[members])], tolerance)
+        if has_spread(values[members][~np.isnan(values[members])], tolerance)
     }
 
 
 def difficulty_scores(
     predicted: Sequence[float] | Float64Array, *, target: float = 0.5, temperature: float = 1e-3
 ) -> Float64Array:
-    """``-|predicted mean reward - target| / temperature``: the logarithm of how often each task is drawn, up
-    to a constant.
-
-    Raises ValueError for a temperature <= 0.
+    """``-|predicted mean reward - target| / temperature`` (DOTS): the logarithm of how often each task is
+    drawn, up to a constant. At the released temperature of 1e-3 this is close to taking the nearest tasks.
     """
-    if temperature <= 0.0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
     return -np.abs(np.asarray(predicted, dtype=np.float64) - target) / temperature
-
-
-def difficulty_probabilities(
-    predicted: Sequence[float] | Float64Array, *, target: float = 0.5, temperature: float = 1e-3
-) -> Float64Array:
-    """Probabilities of drawing each task, proportional to ``exp(-|predicted mean reward - target| /
-    temperature)`` (DOTS).
-
-    At the released temperature of 1e-3 this is close to taking the nearest tasks. Raises ValueError for a
-    temperature <= 0.
-    """
-    scores = difficulty_scores(predicted, target=target, temperature=temperature)
-    # Less the maximum: at a low temperature exp of the plain scores may be 0 for every task.
-    weights = np.exp(scores - scores.max(initial=-math.inf))
-    return np.asarray(weights / math.fsum(weights), dtype=np.float64)
 
 
 def replayable_groups(
@@ -436,7 +396,8 @@ def _members(groups: Sequence[Hashable], size: int) -> Mapping[Hashable, list[in
     return members
 
 
-def _has_spread(values: Float64Array, tolerance: float) -> bool:
+def has_spread(values: Float64Array, tolerance: float = _SPREAD_TOLERANCE) -> bool:
+    """Whether values differ by more than rounding: relative for large values, absolute for small ones."""
     return values.size > 1 and bool(np.ptp(values) > tolerance * max(1.0, float(np.abs(values).max())))
 
 

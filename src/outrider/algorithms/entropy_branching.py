@@ -1,6 +1,8 @@
-"""ARPO's and AEPO's formulas (arXiv 2507.19849, 2510.14545) as pure functions of entropies and uniform draws.
+"""Branching at uncertain steps (ARPO, arXiv 2507.19849; AEPO, arXiv 2510.14545): the formulas, and the hook
+that decides about forks.
 
-Entropies are in nats. ``u`` is a draw in [0, 1).
+Entropies are in nats; ``u`` is a uniform draw in [0, 1). The first ``window`` tokens of the turn after a tool
+result are the look-ahead: the rollout that wrote them keeps them, and the forks leave before them.
 """
 
 import math
@@ -10,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from outrider.algorithms.base import Attribution
+from outrider.algorithms.base import Attribution, ObjectiveSettings
 from outrider.config import Settings
 from outrider.rollout.hooks import EpisodeState, StatelessHook
 from outrider.trace import Node, Trace
@@ -18,13 +20,6 @@ from outrider.trace import Node, Trace
 Reduce = Literal["mean", "sum"]
 Normalizer = Literal["log_vocabulary", "vocabulary", "none"]
 Decision = Literal["bernoulli", "threshold", "aepo_released"]
-
-
-def truncated_entropy(logprobs: Sequence[float]) -> float:
-    """``-sum p ln p`` over the log-probs that a server returned, not renormalised: a lower bound (released
-    ARPO).
-    """
-    return -math.fsum(math.exp(value) * value for value in logprobs)
 
 
 def segment_entropy(
@@ -91,13 +86,13 @@ def branches(
     return u < branch_probability(change=change, base=base, weight=weight, penalty=penalty, streak=streak)
 
 
-def first_wave_budget(*, total: int, entropy_root: float, entropy_tools: float, slope: float = 0.5) -> int:
-    """Rollouts that begin at the prompt: ``floor(k sigmoid(beta (H_root - H_tool))) + 1``, between 1 and k
+def first_wave_budget(*, total: int, entropy_root: float, entropy_tools: float) -> int:
+    """Rollouts that begin at the prompt: ``floor(k sigmoid(0.5 (H_root - H_tool))) + 1``, between 1 and k
     (AEPO).
 
     The paper's real number is k times the sigmoid; the added one is the released code's rounding.
     """
-    share = 1.0 / (1.0 + math.exp(-slope * (entropy_root - entropy_tools)))
+    share = 1.0 / (1.0 + math.exp(-0.5 * (entropy_root - entropy_tools)))
     return min(total, max(1, math.floor(total * share) + 1))
 
 
@@ -112,12 +107,6 @@ def entropy_advantage_factors(token_entropies: Sequence[float], *, weight: float
     variance = math.fsum((value - mean) ** 2 for value in token_entropies) / (count - 1) if count > 1 else 0.0
     std = math.sqrt(variance) or 1.0
     return [1.0 + weight * (value - mean) / std for value in token_entropies]
-
-
-# The branching rule as a hook of the loop (arXiv 2507.19849 section 3.1; arXiv 2510.14545).
-#
-# The first ``window`` tokens of the turn after a tool result are the look-ahead: the rollout that wrote them
-# keeps them, and the forks leave in front of them. Formulas: :mod:`outrider.algorithms.entropy_branching`.
 
 
 class BranchSettings(Settings):
@@ -146,28 +135,23 @@ class BranchSettings(Settings):
     penalty_scope: Literal["lineage", "prompt"] = "lineage"
 
 
-def require_countable(
-    attribution: Attribution,
-    aggregation: str,
-    *,
-    whole_rollouts: bool = False,
-    positive_nll: float = 0.0,
-) -> None:
-    """Raises ValueError: a token that counts for one of its rollouts only would make the lengths of the
-    others wrong.
-
-    So would a ratio of whole rollouts: leaves of one token would have different ones.
-    """
-    if whole_rollouts:
+def require_countable(objective: ObjectiveSettings, attribution: Attribution) -> None:
+    """Raise ValueError for an objective that cannot count tokens which several rollouts share."""
+    correction, rejection = objective.sampler_correction, objective.sampler_rejection
+    if (
+        objective.loss.type == "gspo"
+        or (correction is not None and correction.level != "token")
+        or (rejection is not None and rejection.scope != "token")
+    ):
         raise ValueError(
             "branching shares tokens between rollouts, whose ratios as a whole differ: use ratios of tokens"
         )
-    if attribution == "hard" and positive_nll > 0:
+    if attribution == "hard" and objective.positive_nll > 0:
         raise ValueError(
             "attribution = hard gives a shared token to one rollout, "
             "whose success positive_nll would take for all"
         )
-    if attribution == "hard" and aggregation == "sequence_mean_token_mean":
+    if attribution == "hard" and objective.aggregation == "sequence_mean_token_mean":
         raise ValueError(
             "attribution = hard counts a shared token once, which "
             "sequence_mean_token_mean cannot; use token_mean"

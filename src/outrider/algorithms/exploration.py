@@ -35,7 +35,7 @@ from outrider.algorithms.entropy_branching import (
     entropy_advantage_factors,
     require_countable,
 )
-from outrider.algorithms.loss_settings import ClipLoss, LossSettings, needs_whole_rollouts
+from outrider.algorithms.loss_settings import ClipLoss, LossSettings
 from outrider.algorithms.retrieval import (
     RetrievalAdvantageSettings,
     RetrievalHook,
@@ -121,14 +121,7 @@ class ExplorationSettings(ObjectiveSettings):
                     "branch.attribution = hard needs ratio_weight = 0: leaves "
                     "of one token would scale its ratio differently"
                 )
-            require_countable(
-                parts.branch.attribution,
-                self.aggregation,
-                whole_rollouts=needs_whole_rollouts(
-                    self.loss, self.sampler_correction, self.sampler_rejection
-                ),
-                positive_nll=self.positive_nll,
-            )
+            require_countable(self, parts.branch.attribution)
         return self
 
     def _check_first_wave(self, branch: BranchSettings) -> None:
@@ -206,10 +199,6 @@ class BranchSection(BranchSettings):
     entropy_advantage: float = Field(0.0, ge=0)
 
 
-class TipSection(TipSettings):
-    """Which groups act with tips, what new states are worth, and what is remembered (EMPO²)."""
-
-
 class CombinedSettings(OffPolicyObjective, ExplorationSettings):
     """Retrieved steps (``retrieval``), branches (``branch``) and tips (``tips``) in one run.
 
@@ -223,7 +212,7 @@ class CombinedSettings(OffPolicyObjective, ExplorationSettings):
     ] = "token_mean"
     retrieval: RetrievalSection | None = None
     branch: BranchSection | None = None
-    tips: TipSection | None = None
+    tips: TipSettings | None = None
 
     @property
     def parts(self) -> Parts:

@@ -220,14 +220,3 @@ def plain_clip(loss: LossSettings, *, method: str) -> ClipLoss:
             "keep_clipped_gradient"
         )
     return loss
-
-
-def needs_whole_rollouts(
-    loss: LossSettings, correction: SamplerCorrection | None, rejection: RejectionMask | None
-) -> bool:
-    """Whether a ratio is that of a rollout as a whole, so that its tokens cannot be taken one by one."""
-    return (
-        loss.type == "gspo"
-        or (correction is not None and correction.level != "token")
-        or (rejection is not None and rejection.scope != "token")
-    )

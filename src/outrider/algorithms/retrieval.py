@@ -1,7 +1,5 @@
-"""RAPO's formulas (arXiv 2603.03078, Eq. 2 and 5-10) as pure functions of step entropies and token counts.
-
-Every ablation of the paper that concerns a formula is a parameter here; the step index and the buffer live
-elsewhere.
+"""Retrieval (RAPO, arXiv 2603.03078): the reward of retrieved steps, what it does to advantages and ratios
+(Eq. 2 and 5-10), and the hook that retrieves (Eq. 3-4, Algorithm 1).
 """
 
 import math
@@ -27,10 +25,11 @@ from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, format_r
 from outrider.trace import Node, Trace
 from outrider.types import Origin, Step
 
-EntropySign = Literal["decrease", "increase"]
-Timing = Literal["entropy", "inverse_entropy", "none"]
-
-# float32 log-softmax can leave an entropy of zero slightly negative; more than this is a fault of the engine.
+_SHARPNESS = 2.0  # of the gain g = tanh(2 * change)
+_ENTROPY_FLOOR = (
+    1e-3  # nats; a change between two near-zero entropies stays near zero, and H_b = 0 is defined
+)
+# float32 log-softmax can leave an entropy of zero slightly negative; more than this is a fault of the engine
 _ENTROPY_ROUNDING = 1e-5
 
 
@@ -50,7 +49,7 @@ class RetrievalReward:
     num_floored: int
 
 
-def step_entropy_per_step(*, token_entropies: Sequence[float] | Float64Array) -> float:
+def step_entropy_per_step(token_entropies: Sequence[float] | Float64Array) -> float:
     """Mean token entropy in nats over the tokens that the policy generated in one step (Eq. 2).
 
     Raises ValueError for a step without tokens and for entropies that are negative or not finite.
@@ -60,61 +59,39 @@ def step_entropy_per_step(*, token_entropies: Sequence[float] | Float64Array) ->
     return math.fsum(_checked_entropy(float(entropy)) for entropy in token_entropies) / len(token_entropies)
 
 
-def step_entropy_change(*, entropy_before: float, entropy_after: float, entropy_floor: float = 1e-3) -> float:
-    """``-(H_a - H_b) / H_b``: the relative fall of the step entropy across a retrieval (Eq. 5); positive is a
-    fall.
-
-    ``entropy_floor`` (nats) bounds the denominator from below, so that a change between two near-zero
-    entropies stays near zero and H_b = 0 is defined.
-    """
-    before, after = _checked_entropy(entropy_before), _checked_entropy(entropy_after)
-    if entropy_floor <= 0.0:
-        raise ValueError(f"entropy_floor must be positive, got {entropy_floor}")
-    return (before - after) / max(before, entropy_floor)
-
-
 def retrieval_reward_per_rollout(
     *,
     entropies_before: Sequence[float],
     entropies_after: Sequence[float | None],
     quality: bool = True,
-    timing: Timing = "entropy",
-    sign: EntropySign = "decrease",
-    sharpness: float = 2.0,
-    entropy_floor: float = 1e-3,
+    timing: Literal["entropy", "inverse_entropy", "none"] = "entropy",
+    sign: Literal["decrease", "increase"] = "decrease",
 ) -> RetrievalReward:
-    """Mean of ``Z = g * H_b`` over the retrievals of one rollout, ``g = tanh(sharpness * change)`` (Eq. 5-7).
+    """Mean of ``Z = g * H_b`` over the retrievals of one rollout (Eq. 5-7).
 
-    ``entropies_before`` and ``entropies_after`` [R]: step entropies of the on-policy steps around each
-    retrieval; None or NaN after where the rollout was cut. A rollout without a scored retrieval gets 0.
-    Ablations: ``quality=False`` sets g to 1; ``timing`` replaces the factor H_b by 1/H_b (floored) or by 1;
+    The gain ``g = tanh(2 * (H_b - H_a) / H_b)`` is positive if the step entropy falls across the retrieval.
+    ``entropies_before`` and ``entropies_after`` [R] are those of the on-policy steps around each retrieval;
+    None or NaN after it if the rollout was cut. A rollout without a scored retrieval gets 0. Ablations:
+    ``quality=False`` sets g to 1; ``timing`` replaces the factor H_b by 1/H_b (floored) or by 1;
     ``sign="increase"`` rewards a rise.
-
-    Raises ValueError when both terms are off, or when the sign is flipped without the quality term it acts
-    on.
     """
-    if not quality and timing == "none":
-        raise ValueError(
-            "a retrieval reward without quality and timing is constant: set the advantage weight to 0 instead"
-        )
-    if not quality and sign == "increase":
-        raise ValueError("the sign acts on the quality term, which is off")
     gains: list[float] = []
     rewards: list[float] = []
     num_without_after = num_floored = 0
-    for before, after in zip(entropies_before, entropies_after, strict=True):
-        if after is None or math.isnan(after):
-            # Left out and not 0: a budget that ran out says nothing about the retrieval.
+    for raw_before, raw_after in zip(entropies_before, entropies_after, strict=True):
+        if raw_after is None or math.isnan(raw_after):
+            # left out and not 0: a budget that ran out says nothing about the retrieval
             num_without_after += 1
             continue
-        change = step_entropy_change(entropy_before=before, entropy_after=after, entropy_floor=entropy_floor)
-        num_floored += before < entropy_floor
-        gain = math.tanh(sharpness * (change if sign == "decrease" else -change))
+        before, after = _checked_entropy(raw_before), _checked_entropy(raw_after)
+        num_floored += before < _ENTROPY_FLOOR
+        change = (before - after) / max(before, _ENTROPY_FLOOR)
+        gain = math.tanh(_SHARPNESS * (change if sign == "decrease" else -change))
+        factors = {"entropy": before, "inverse_entropy": 1.0 / max(before, _ENTROPY_FLOOR), "none": 1.0}
         gains.append(gain)
-        rewards.append((gain if quality else 1.0) * _timing_factor(before, timing, entropy_floor))
-    value = math.fsum(rewards) / len(rewards) if rewards else 0.0
+        rewards.append((gain if quality else 1.0) * factors[timing])
     return RetrievalReward(
-        value=value,
+        value=math.fsum(rewards) / len(rewards) if rewards else 0.0,
         gains=tuple(gains),
         rewards=tuple(rewards),
         num_without_after=num_without_after,
@@ -122,77 +99,25 @@ def retrieval_reward_per_rollout(
     )
 
 
-def retrieval_advantages_per_rollout(
-    *, rewards: Sequence[float | None] | Float64Array, std_ddof: Literal[0, 1] = 1, eps: float = 1e-6
-) -> RolloutAdvantages:
-    """``A_ret = (Z - mean Z) / (std Z + eps)`` over the whole group, zeros of on-policy rollouts included
-    (Eq. 9).
-
-    ``rewards`` [N]; None marks an unscorable rollout, which must be the same rollouts as for the outcome
-    advantage.
-    """
-    return group_normalized_advantages_per_rollout(returns=rewards, std_ddof=std_ddof, eps=eps)
-
-
-def retrieval_factors_per_rollout(*, retrieval: RolloutAdvantages, weight: float = 0.2) -> Float64Array:
-    """``1 + a * A_ret`` [N], the factor on the outcome advantage (Eq. 10); ``weight`` 0 switches it off
-    exactly.
-
-    A factor below 0 turns the outcome's sign. With the sample std this needs (N - 1) / sqrt(N) > 1 / a, that
-    is N >= 27 at a = 0.2; it is not clamped, so count it.
-    """
-    return np.asarray(1.0 + weight * retrieval.values, dtype=np.float64)
-
-
 def combined_advantages_per_rollout(
-    *, outcome: RolloutAdvantages, factors: Float64Array
-) -> RolloutAdvantages:
-    """``A = (1 + a * A_ret) * A_acc`` [N] (Eq. 10), ``factors`` from :func:`retrieval_factors_per_rollout`.
+    *, outcome: RolloutAdvantages, rewards: Sequence[float | None] | Float64Array, weight: float = 0.2
+) -> tuple[RolloutAdvantages, Float64Array]:
+    """``A = (1 + a * A_ret) * A_acc`` [N] (Eq. 10), and the factors; ``weight`` 0 switches them off exactly.
 
-    The sum over the group is in general not 0 any more. Raises ValueError when the lengths differ.
+    ``A_ret`` normalises the retrieval ``rewards`` [N] over the whole group, zeros of on-policy rollouts
+    included (Eq. 9); None marks the rollouts that the outcome cannot score either. The sum of A over the
+    group is in general not 0. A factor below 0 turns the outcome's sign. With the sample std this needs
+    (N - 1) / sqrt(N) > 1 / a, that is N >= 27 at a = 0.2; it is not clamped, but counted.
     """
-    if factors.shape != outcome.values.shape:
-        raise ValueError(f"{factors.size} retrieval factors for {outcome.values.size} rollouts")
-    return RolloutAdvantages(
-        values=factors * outcome.values,
-        assigned=outcome.assigned,
-        has_signal=outcome.has_signal,
-        reason=outcome.reason,
-    )
-
-
-def retrieved_token_share(*, num_retrieved_tokens: int, num_response_tokens: int) -> float:
-    """``F_ret``: retrieved tokens over all response tokens of a rollout, the prompt not counted (Eq. 8); 0
-    without response.
-
-    Raises ValueError for counts that cannot be.
-    """
-    if not 0 <= num_retrieved_tokens <= num_response_tokens:
-        raise ValueError(f"{num_retrieved_tokens} retrieved of {num_response_tokens} response tokens")
-    return num_retrieved_tokens / num_response_tokens if num_response_tokens else 0.0
-
-
-def retrieval_ratio_scale(*, retrieved_token_share: float, weight: float = 0.05) -> float:
-    """``1 + m * F_ret`` of a rollout, the factor on its tokens' importance ratios; weight 0 gives exactly 1
-    (Eq. 8).
-    """
-    return 1.0 + weight * retrieved_token_share
-
-
-def _timing_factor(entropy_before: float, timing: Timing, entropy_floor: float) -> float:
-    if timing == "entropy":
-        return _checked_entropy(entropy_before)
-    return 1.0 / max(entropy_before, entropy_floor) if timing == "inverse_entropy" else 1.0
+    retrieval = group_normalized_advantages_per_rollout(returns=rewards)
+    factors = np.asarray(1.0 + weight * retrieval.values, dtype=np.float64)
+    return replace(outcome, values=factors * outcome.values), factors
 
 
 def _checked_entropy(entropy: float) -> float:
     if not -_ENTROPY_ROUNDING <= entropy < math.inf:
         raise ValueError(f"not an entropy: {entropy}")
     return max(entropy, 0.0)
-
-
-# What retrieved steps do to the credit of a group: RAPO's factor on the advantages, and its scale of the
-# ratios (arXiv 2603.03078, Eq. 5-10).
 
 
 class RetrievalAdvantageSettings(Settings):
@@ -235,13 +160,11 @@ def retrieval_advantages(
         None if leaf.episode_return is None else reward.value
         for (leaf, _), reward in zip(rollouts, rewards, strict=True)
     ]
-    factors = retrieval_factors_per_rollout(
-        retrieval=retrieval_advantages_per_rollout(rewards=scored), weight=settings.advantage_weight
+    advantages, factors = combined_advantages_per_rollout(
+        outcome=outcome, rewards=scored, weight=settings.advantage_weight
     )
     shares = [retrieved_share(path) for _, path in rollouts]
-    scales = [
-        retrieval_ratio_scale(retrieved_token_share=share, weight=settings.ratio_weight) for share in shares
-    ]
+    scales = [1.0 + settings.ratio_weight * share for share in shares]
     around = [pair for _, path in rollouts for pair in entropies_around_retrievals(path)]
     retrieved = [node for _, path in rollouts for node in path if node.origin is Origin.BUFFER]
     measurements = {
@@ -258,7 +181,7 @@ def retrieval_advantages(
         "retrieval/num_floored": [float(reward.num_floored) for reward in rewards],
         "retrieval/share_factor_negative": [float(factor < 0) for factor in factors.tolist()],
     }
-    return combined_advantages_per_rollout(outcome=outcome, factors=factors), scales, measurements
+    return advantages, scales, measurements
 
 
 def retrieval_reward(path: Sequence[Node], settings: RetrievalAdvantageSettings) -> RetrievalReward:
@@ -286,7 +209,7 @@ def entropies_around_retrievals(path: Sequence[Node]) -> list[tuple[float, float
             entropies.append((before, None))
             waiting = True
         elif node.trainable and node.entropies:
-            entropy = step_entropy_per_step(token_entropies=node.entropies)
+            entropy = step_entropy_per_step(node.entropies)
             if waiting:
                 entropies[-1] = (entropies[-1][0], entropy)
                 waiting = False
@@ -295,15 +218,14 @@ def entropies_around_retrievals(path: Sequence[Node]) -> list[tuple[float, float
 
 
 def retrieved_share(path: Sequence[Node]) -> float:
-    """``F_ret`` of a rollout. Tips are no part of its response: an update without them weighs it the same."""
+    """``F_ret``: retrieved tokens over all response tokens of a rollout, the prompt not counted (Eq. 8).
+
+    Tips are no part of the response: an update without them weighs the rollout the same.
+    """
     response = [node for node in path if node.origin not in (Origin.PROMPT, Origin.MEMORY)]
-    return retrieved_token_share(
-        num_retrieved_tokens=sum(len(node.token_ids) for node in response if node.origin is Origin.BUFFER),
-        num_response_tokens=sum(len(node.token_ids) for node in response),
-    )
-
-
-# The hybrid-policy rollout of RAPO (Eq. 3-4, Algorithm 1) as a hook of the one loop.
+    num_retrieved = sum(len(node.token_ids) for node in response if node.origin is Origin.BUFFER)
+    num_response = sum(len(node.token_ids) for node in response)
+    return num_retrieved / num_response if num_response else 0.0
 
 
 class RetrievalSettings(Settings):

@@ -254,9 +254,9 @@ class RolloutReplay(OnPolicyGroup):
     def choose(self, tasks: Sequence[Task], *, step: int) -> list[Task] | None:
         """The tasks of a step's fresh groups by estimated difficulty; None: in the usual order.
 
-        Drawn without replacement, as from
-        :func:`~outrider.algorithms.advantages.difficulty_probabilities`. A task that was never
-        played counts as being at the target.
+        Drawn without replacement, with probabilities proportional to the exponentials of
+        :func:`~outrider.algorithms.advantages.difficulty_scores`. A task that was never played counts as
+        being at the target.
         """
         chosen = self.settings
         if chosen.selection == "order":

@@ -1,8 +1,10 @@
-"""Likelihood ratios between policies, per token.
+"""Likelihood ratios between policies, and the correction for an engine whose policy differs from the
+trainer's: weights and rejection.
 
 Shapes: T tokens in the flat packed layout. ``logprobs`` is the policy in training (carries gradient), ``old``
 the trainer's policy at the start of the update, ``sampler`` the policy as the engine computed it while
-sampling.
+sampling, ``w = old / sampler``. ``mask`` is True for the tokens that count; the values at the others change
+nothing. A statistic over a rollout needs all tokens of that rollout in one call.
 """
 
 import math
@@ -76,14 +78,6 @@ def shaped_ratio(*, ratio: Tensor, scale: Tensor) -> Tensor:
     return scale.detach() * ratio
 
 
-# Correction for an engine whose policy differs from the trainer's: weights, masks and rejection.
-#
-# Shapes: T tokens in the flat packed layout. ``old`` is the trainer's policy when the update began,
-# ``sampler`` the policy as the engine computed it, ``w = old / sampler``. ``mask`` is True for the tokens
-# that count; whatever stands at the others changes nothing. A statistic over a rollout needs all tokens of
-# that rollout in one call. Nothing here carries gradient but :func:`over_rollouts`.
-
-
 Level = Literal["token", "sequence", "geometric"]
 Outside = Literal["truncate", "zero"]
 Statistic = Literal["k1", "k2", "k3"]
@@ -124,26 +118,6 @@ def over_rollouts(
     return sums[rollout_index]
 
 
-def importance_weights_per_token(
-    *,
-    old_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    rollout_index: Tensor,
-    mask: Tensor,
-    level: Level = "token",
-) -> Tensor:
-    """``w`` [T] before any bound; 0 where ``mask`` is False.
-
-    ``token``: each token's own. ``sequence``: the product over the rollout's tokens, the only one that is
-    unbiased for a whole rollout; its spread grows exponentially with length. ``geometric``: the product's
-    n-th root. The logarithm is clamped to +-20.
-    """
-    log_weights = _level(_difference(old_logprobs, sampler_logprobs), rollout_index, mask, level)
-    return torch.where(
-        mask.bool(), log_weights.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), torch.zeros_like(log_weights)
-    )
-
-
 def sampler_weights_per_token(
     *,
     old_logprobs: Tensor,
@@ -154,44 +128,28 @@ def sampler_weights_per_token(
     lower: float | None = None,
     upper: float | None = 2.0,
     outside: Outside = "truncate",
-    decision_level: Level | None = None,
 ) -> SamplerWeights:
-    """``w`` of ``level``, with what lies outside [``lower``, ``upper``] put on the bound (``truncate``) or to
-    0 (``zero``).
+    """``w``, with values outside [``lower``, ``upper``] put on the bound (``truncate``) or to 0 (``zero``).
 
-    Truncated importance sampling is ``truncate`` with an upper bound; masked importance sampling (IcePop) is
-    ``zero`` with both. ``decision_level`` holds the bounds against the weights of another level:
-    ``level="token", decided_by="geometric"`` drops whole rollouts and leaves the other tokens their own
-    weights. None switches a bound off. The denominators of the aggregation stay as they are, also for what is
-    dropped. Raises ValueError for impossible bounds and for ``decision_level`` with ``truncate``.
+    ``level`` is ``token``: each token's own weight; ``sequence``: the product over the rollout's tokens, the
+    only one that is unbiased for a whole rollout, whose spread grows exponentially with length; or
+    ``geometric``: the product's n-th root. The logarithm is clamped to +-20. Truncated importance sampling is
+    ``truncate`` with an upper bound; masked importance sampling (IcePop) is ``zero`` with both. None switches
+    a bound off. The denominators of the aggregation stay as they are, also for what is dropped. Raises
+    ValueError for impossible bounds.
     """
     low, high = lower or 0.0, math.inf if upper is None else upper
     if not 0.0 <= low < high:
         raise ValueError(f"impossible bounds of the sampler correction: {lower} and {upper}")
-    if decision_level is not None and outside == "truncate":
-        raise ValueError(
-            "decided_by needs outside = zero: there is no bound that another level's weight could be put on"
-        )
-    tokens = {
-        "old_logprobs": old_logprobs,
-        "sampler_logprobs": sampler_logprobs,
-        "rollout_index": rollout_index,
-        "mask": mask,
-    }
-    weights = importance_weights_per_token(**tokens, level=level)
-    judged = (
-        weights if decision_level is None else importance_weights_per_token(**tokens, level=decision_level)
-    )
-    is_outside = (judged < low) | (judged > high)
-    bounded = (
-        weights.clamp(low, high)
-        if outside == "truncate"
-        else torch.where(is_outside, torch.zeros_like(weights), weights)
-    )
-    is_counted = mask.bool()
-    return SamplerWeights(
-        weights=torch.where(is_counted, bounded, torch.zeros_like(bounded)), changed=is_outside & is_counted
-    )
+    log_weights = _difference(old_logprobs, sampler_logprobs)
+    if level != "token":
+        reduce: Literal["sum", "mean"] = "sum" if level == "sequence" else "mean"
+        log_weights = over_rollouts(log_weights, rollout_index=rollout_index, mask=mask, reduce=reduce)
+    is_counted, zeros = mask.bool(), torch.zeros_like(log_weights)
+    weights = torch.where(is_counted, log_weights.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), zeros)
+    is_outside = (weights < low) | (weights > high)
+    bounded = weights.clamp(low, high) if outside == "truncate" else torch.where(is_outside, zeros, weights)
+    return SamplerWeights(weights=torch.where(is_counted, bounded, zeros), changed=is_outside & is_counted)
 
 
 def correction_stats(
@@ -241,42 +199,30 @@ def rejection_mask_per_token(
     bounds, a lower bound on k2 or k3, and a maximum of k1, which has a sign.
     """
     if statistic == "k1":
-        low, high = _k1_bounds(lower, upper, scope)
+        if scope == "max":
+            raise ValueError("k1 has a sign: its maximum over a rollout says nothing about the other side")
+        low = 1.0 / upper if lower is None and upper > 0.0 else lower or 0.0
+        if not 0.0 < low < upper:
+            raise ValueError(f"k1 needs ratios 0 < lower < upper, got {lower} and {upper}")
+        low, high = math.log(low), math.log(upper)
     else:
         if lower is not None or upper < 0.0:
             raise ValueError(f"{statistic} needs one bound of at least 0, above; got {lower} and {upper}")
         low, high = -math.inf, upper
     difference = _difference(old_logprobs, sampler_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    value = _statistic(difference, statistic)
+    if statistic == "k1":
+        value = -difference
+    elif statistic == "k2":
+        value = 0.5 * difference**2
+    else:
+        value = torch.expm1(difference) - difference
     if scope != "token":
         value = over_rollouts(value, rollout_index=rollout_index, mask=mask, reduce=scope)
     # A mask over all tokens and no shorter tensor: losses and weights keep their places.
     return (value >= low) & (value <= high) & mask.bool()
 
 
-def _k1_bounds(lower: float | None, upper: float, scope: Scope) -> tuple[float, float]:
-    if scope == "max":
-        raise ValueError("k1 has a sign: its maximum over a rollout says nothing about the other side")
-    low = 1.0 / upper if lower is None and upper > 0.0 else lower
-    if low is None or not 0.0 < low < upper:
-        raise ValueError(f"k1 needs ratios 0 < lower < upper, got {lower} and {upper}")
-    return math.log(low), math.log(upper)
-
-
-def _statistic(difference: Tensor, statistic: Statistic) -> Tensor:
-    if statistic == "k1":
-        return -difference
-    return 0.5 * difference**2 if statistic == "k2" else torch.expm1(difference) - difference
-
-
 def _difference(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
     require_tokens(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
     # A weight and no part of the objective: nothing is learned by making it smaller.
     return old_logprobs.detach() - sampler_logprobs.detach()
-
-
-def _level(difference: Tensor, rollout_index: Tensor, mask: Tensor, level: Level) -> Tensor:
-    if level == "token":
-        return difference
-    reduce: Literal["sum", "mean"] = "sum" if level == "sequence" else "mean"
-    return over_rollouts(difference, rollout_index=rollout_index, mask=mask, reduce=reduce)

@@ -1,5 +1,5 @@
-"""Which groups act with tips, and which of those are trained without them (EMPO², arXiv 2602.23008, section
-4.2).
+"""Tips (EMPO², arXiv 2602.23008): which groups act with tips, which of those are trained without them, the
+value of a new state, and the hook that shows, requests and stores tips.
 """
 
 import math
@@ -73,19 +73,12 @@ def _rounded(value: float) -> int:
     return math.floor(value + 0.5)
 
 
-# Tips in the environment's own words: what it answered to an action (``memory.writer = "environment"``).
-#
-# No model writes anything: a record is an action and the first line of the answer, be it what was found or
-# why nothing was done.
-
-
 def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]:
-    """(what the policy said, what the environment answered) of every action of an episode.
+    """The policy's text and the environment's answer for every action of an episode (``memory.writer =
+    "environment"``: the answers are the tips, and no model writes any).
 
-    Text that could not be read as an action tells nothing of the world, and is left out.
-
-    ``ending`` is what the environment said as it ended the episode, which is in no node; where the loop cut
-    the episode behind an answer, that answer is the path's last node.
+    Text that is no valid action is left out. ``ending`` is the environment's last message, which is in no
+    node; if the loop cut the episode after an answer, that answer is the path's last node.
     """
     # a retrieved step that was done is nobody's action here, nor the answer to one
     turns = policy_turns([node for node in path if node.origin is not Origin.BUFFER])
@@ -110,10 +103,6 @@ def environment_tip(action: str, answer: str, *, max_tokens: int, num_tokens: Ca
             return text
         words.pop()
     return ""
-
-
-# Tips in the loop: shown before turns, asked for after episodes, stored after groups (EMPO², arXiv
-# 2602.23008, section 4.1).
 
 
 REQUEST = (
@@ -374,19 +363,13 @@ def chat_text(path: Sequence[Node]) -> str:
     return "\n".join(node.message.content for node in path if node.trainable or node.is_observation)
 
 
-# Declared metrics of one step's tips (meanings: docs/metrics.md).
-
-
 def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
     """Modes, what was shown, written and stored. Takes the hook's counts, which start again at 0."""
     counts, hook.counts = hook.counts, type(hook.counts)()
     nodes = {id(node): node for trace in traces for _, path in trace.rollouts() for node in path}.values()
     shown = [node for node in nodes if node.origin is Origin.MEMORY]
     leaves = [
-        (tip_mode(trace.modes[leaf.rollout]), leaf)
-        for trace in traces
-        for leaf, _ in trace.rollouts()
-        if leaf.episode_return is not None
+        (tip_mode(trace.modes[leaf.rollout]), leaf) for trace in traces for leaf, _ in trace.scored_rollouts()
     ]
     metrics = {
         f"tips/num_groups_{mode}": float(sum(tip_mode(trace.modes[0]) == mode for trace in traces))
@@ -402,7 +385,9 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
         "tips/num_stored": float(counts["stored"]),
         "tips/num_duplicates": float(counts["duplicates"]),
         "tips/memory_size": float(len(hook.memory)),
-        "tips/fraction_tied": sum(_ties(trace) for trace in traces) / len(traces),
+        "tips/fraction_tied": fmean(
+            len({leaf.episode_return for leaf, _ in trace.scored_rollouts()}) < 2 for trace in traces
+        ),
         "tokens/remarks": float(sum(leaf.num_reflection_tokens for _, leaf in leaves)),
     }
     for mode in MODES:
@@ -413,30 +398,17 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
         similarities = [value for node in shown for value in node.metadata["similarities"]]
         metrics["tips/similarity_mean"] = fmean(similarities)
         metrics["tips/similarity_min"] = min(similarities)
-        metrics["tips/num_distinct_shown"] = float(len(_distinct(traces, hook)))
+        distinct = {  # a tip's number counts the records of its buffer
+            (hook.task_key(trace.task), tip)
+            for trace in traces
+            for _, path in trace.rollouts()
+            for node in path
+            if node.origin is Origin.MEMORY
+            for tip in node.metadata["tip_ids"]
+        }
+        metrics["tips/num_distinct_shown"] = float(len(distinct))
         metrics["tips/tokens_a_turn"] = fmean(len(node.token_ids) for node in shown)
     return metrics
-
-
-def _ties(trace: Trace) -> bool:
-    returns = [leaf.episode_return for leaf, _ in trace.rollouts() if leaf.episode_return is not None]
-    return len(set(returns)) < 2
-
-
-def _distinct(traces: Sequence[Trace], hook: TipHook) -> set[tuple[str, int]]:
-    """Tips that were shown, each once; a tip's number counts the records of its buffer."""
-    return {
-        (hook.task_key(trace.task), tip)
-        for trace in traces
-        for _, path in trace.rollouts()
-        for node in path
-        if node.origin is Origin.MEMORY
-        for tip in node.metadata["tip_ids"]
-    }
-
-
-# The tips of a run as a part of an algorithm: which groups see them, what new states are worth, and what is
-# remembered (EMPO², arXiv 2602.23008).
 
 
 class TipSettings(Settings):

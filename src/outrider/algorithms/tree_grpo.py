@@ -13,7 +13,6 @@ from outrider.algorithms.advantages import TreeCombination, tree_advantages_per_
 from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages
 from outrider.algorithms.entropy_branching import require_countable
 from outrider.algorithms.grpo import OnPolicyGroup
-from outrider.algorithms.loss_settings import needs_whole_rollouts
 from outrider.algorithms.presets import with_preset
 from outrider.rollout.branching import Expansion
 from outrider.trace import Leaf, Node, Trace
@@ -74,11 +73,7 @@ class TreeGrpoSettings(ObjectiveSettings):
             raise ValueError(
                 f"combination = {self.combination} needs two leaves a tree: a tree of one tells nothing apart"
             )
-        require_countable(
-            "soft",
-            self.aggregation,
-            whole_rollouts=needs_whole_rollouts(self.loss, self.sampler_correction, self.sampler_rejection),
-        )
+        require_countable(self, "soft")
         return self
 
     @property

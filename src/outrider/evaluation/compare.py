@@ -49,34 +49,9 @@ class Incomparable(OutriderError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConditions:
-    """Tasks and draws of an evaluation: scores of different panels are not compared."""
-
-    split: str
-    temperature: float
-    panel_hash: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredStep:
-    """One evaluation: mean success over tasks after ``step`` training steps; ``task_scores`` and
-    ``task_returns`` are empty where not on file.
-
-    ``num_faults`` are rollouts that are in no score.
-    """
-
-    step: int
-    score: float
-    conditions: EvalConditions
-    task_scores: Mapping[str, float]
-    task_returns: Mapping[str, float]
-    num_faults: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ComparedRun:
     """A run as it is on disk. ``config`` is for people, ``settings`` has whole paths
-    (``watch.run_directory``).
+    (:class:`~outrider.viewer.run_reader.RunData`).
 
     ``costs`` are totals since step 0 after each training step, by axis; ``rewards`` are the mean training
     rewards of the steps, NaN where not known. Evaluations ascend by step, one per step (the last made there);
@@ -88,8 +63,8 @@ class Run:
     settings: Mapping[str, str]
     costs: Mapping[str, Scores]
     rewards: Scores
-    evaluations: tuple[ScoredStep, ...]
-    trials: tuple[ScoredStep, ...]
+    evaluations: tuple[Evaluation, ...]
+    trials: tuple[Evaluation, ...]
     notes: tuple[str, ...]
 
     @property
@@ -105,7 +80,7 @@ class Run:
         return float(self.costs[axis][indices[0]]) if axis in self.costs and len(indices) else math.nan
 
 
-def load_run(path: Path, name: str) -> Run:
+def load_run(path: Path, name: str) -> ComparedRun:
     """Read one run directory; ``name`` is what messages call it.
 
     Raises DataError when it has no configuration, or one without seed, algorithm and a number of steps.
@@ -121,14 +96,16 @@ def load_run(path: Path, name: str) -> Run:
     # of a step that is there twice, the last record counts
     steps = sorted({step for step, _ in data.curve("train", "step")})
     rewards = {step: value for step, value in dict(data.curve("train", _REWARD)).items() if value is not None}
-    return Run(
+    return ComparedRun(
         name=name,
         config=data.config,
         settings=data.settings,
         costs=_costs(data, steps, notes),
         rewards=np.asarray([rewards.get(step, math.nan) for step in steps], dtype=np.float64),
         evaluations=_evaluations(data, notes),
-        trials=_trials(data),
+        trials=()
+        if data.config.get("evaluation.num_trials", "0") == "0"
+        else tuple(evaluation for evaluation in data.evaluations if "score" in evaluation.metrics),
         notes=tuple(notes),
     )
 
@@ -168,12 +145,10 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
     return costs
 
 
-def _evaluations(data: RunData, notes: list[str]) -> tuple[ScoredStep, ...]:
+def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
     """The last evaluation of each step, as far as they are on the panel of the very last."""
     scored_by_step = {
-        evaluation.step: _to_scored_step(evaluation)
-        for evaluation in data.evaluations
-        if "score" in evaluation.metrics
+        evaluation.step: evaluation for evaluation in data.evaluations if "score" in evaluation.metrics
     }
     ascending = [scored_by_step[step] for step in sorted(scored_by_step)]
     comparable = tuple(
@@ -184,27 +159,6 @@ def _evaluations(data: RunData, notes: list[str]) -> tuple[ScoredStep, ...]:
             f"{len(ascending) - len(comparable)} evaluation(s) on another panel than the last are left out"
         )
     return comparable
-
-
-def _trials(data: RunData) -> tuple[ScoredStep, ...]:
-    if data.config.get("evaluation.num_trials", "0") == "0":
-        return ()
-    return tuple(
-        _to_scored_step(evaluation) for evaluation in data.evaluations if "score" in evaluation.metrics
-    )
-
-
-def _to_scored_step(evaluation: Evaluation) -> ScoredStep:
-    return ScoredStep(
-        step=evaluation.step,
-        score=evaluation.metrics["score"].value,
-        conditions=EvalConditions(
-            split=evaluation.split, temperature=evaluation.temperature, panel_hash=evaluation.panel_hash
-        ),
-        task_scores=evaluation.task_scores,
-        task_returns=evaluation.task_returns,
-        num_faults=evaluation.num_faults,
-    )
 
 
 # Which runs are seeds of one training, what their group is called, and in which settings groups differ.
@@ -229,7 +183,7 @@ _ADDED: Final = frozenset(
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
 
-def group_runs(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
+def group_runs(runs: Sequence[ComparedRun]) -> dict[str, tuple[ComparedRun, ...]]:
     """Runs by label, in the order of labels: the algorithm, and the start of the settings' hash where one is
     not enough.
 
@@ -237,13 +191,29 @@ def group_runs(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
     machine's folders. Raises :class:`Incomparable` where a group has one seed twice, or seeds of an
     evaluation and not of a training.
     """
-    runs_by_key: dict[tuple[str, str, str], list[Run]] = {}
+    runs_by_key: dict[tuple[str, str, str], list[ComparedRun]] = {}
     for run in runs:
         key = (algorithm_name(run.config), _digest(comparable(run.config)), _digest(comparable(run.settings)))
         runs_by_key.setdefault(key, []).append(run)
     for members in runs_by_key.values():
         _check_seeds(members)
-    labels = [_label(key, list(runs_by_key)) for key in runs_by_key]
+    names = {
+        (algorithm, shown, exact): (
+            algorithm,
+            f"{algorithm} {shown[:_NUM_DIGITS]}",
+            f"{algorithm} {exact[:_NUM_DIGITS]}",
+            f"{algorithm} {exact}",
+        )
+        for algorithm, shown, exact in runs_by_key
+    }
+    labels = [  # the first of these names that no other group has
+        next(
+            name
+            for level, name in enumerate(own)
+            if [other[level] for other in names.values()].count(name) == 1
+        )
+        for own in names.values()
+    ]
     return {
         label: tuple(members)
         for label, members in sorted(
@@ -252,7 +222,7 @@ def group_runs(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
     }
 
 
-def differing(groups: Mapping[str, Sequence[Run]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def differing(groups: Mapping[str, Sequence[ComparedRun]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(key, one value per group) of the settings in which groups differ; of paths with one name, the ends
     that differ.
     """
@@ -293,26 +263,7 @@ def _digest(settings: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def _label(key: tuple[str, str, str], keys: Sequence[tuple[str, str, str]]) -> str:
-    """The first of these names that no other group has."""
-
-    def names(group_key: tuple[str, str, str]) -> tuple[str, ...]:
-        algorithm, shown, exact = group_key
-        return (
-            algorithm,
-            f"{algorithm} {shown[:_NUM_DIGITS]}",
-            f"{algorithm} {exact[:_NUM_DIGITS]}",
-            f"{algorithm} {exact}",
-        )
-
-    return next(
-        name
-        for level, name in enumerate(names(key))
-        if [names(other)[level] for other in keys].count(name) == 1
-    )
-
-
-def _check_seeds(members: Sequence[Run]) -> None:
+def _check_seeds(members: Sequence[ComparedRun]) -> None:
     seeds = [run.config["seed"] for run in members]
     if len(members) > 1 and not is_trained(members[0].config):
         names = f"{members[0].name} and {members[1].name}"
@@ -342,14 +293,19 @@ UNTRAINED: Final = "no training"
 _WITHOUT_TIPS: Final = ("algorithm.memory_probability", "algorithm.intrinsic_coefficient")
 
 
-def method_name(run: Run, path: Path) -> str:
+def method_name(run: ComparedRun) -> str:
     """The algorithm of a training; of an evaluation that of the training whose weights it has, and the
     memory that it adapts with, or the engine where that is a method of its own.
     """
     config = run.config
     if is_trained(config):
         return _training_method(config)
-    parts = [_weights_method(run.settings.get("model.initial_checkpoint", "none"), path)]
+    checkpoint = run.settings.get("model.initial_checkpoint", "none")
+    parts: list[str] = []
+    if checkpoint != "none":  # the method of its run, or that run's name if it is not here any more
+        folder = Path(checkpoint).parent.parent
+        trained = read_run(folder).config
+        parts.append(_training_method(trained) if "algorithm.type" in trained else folder.name)
     if config.get("engine.type") == "retrospex":
         parts.append("retrospex")
     if config.get("evaluation.num_trials", "0") != "0":
@@ -377,15 +333,6 @@ def _training_method(config: Mapping[str, str]) -> str:
     return algorithm_name(config)
 
 
-def _weights_method(checkpoint: str, run: Path) -> str:
-    """The method of the run that a checkpoint lies in, or that run's name where it is not here any more."""
-    if checkpoint == "none":
-        return UNTRAINED
-    folder = Path(checkpoint).parent.parent
-    config = read_run(folder).config
-    return _training_method(config) if "algorithm.type" in config else folder.name
-
-
 # Curves of groups of runs on common costs: training reward in bins, held-out score on lines between
 # evaluations.
 
@@ -407,7 +354,7 @@ class Curves:
     bands: Mapping[str, Band]
 
 
-def reward_curves(groups: Mapping[str, Sequence[Run]], axis: str, *, seed: int) -> Curves | None:
+def reward_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, seed: int) -> Curves | None:
     """Training reward in bins of equal cost, up to the cost that every run reached; None where a run lacks
     the record.
     """
@@ -425,7 +372,7 @@ def reward_curves(groups: Mapping[str, Sequence[Run]], axis: str, *, seed: int) 
     return _curves(REWARD, axis, edges[1:], values, within=UNBOUNDED, seed=seed)
 
 
-def score_curves(groups: Mapping[str, Sequence[Run]], axis: str, *, seed: int) -> Curves | None:
+def score_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, seed: int) -> Curves | None:
     """Held-out score, on straight lines between the evaluations of a run, within the costs that every run's
     evaluations cover; None where they cover no common range.
     """
@@ -459,7 +406,7 @@ def _curves(
     return Curves(quantity=quantity, axis=axis, x=x, bands=bands)
 
 
-def _score_line(run: Run, axis: str) -> tuple[Scores, Scores]:
+def _score_line(run: ComparedRun, axis: str) -> tuple[Scores, Scores]:
     """(cost, score) of a run's evaluations with strictly ascending costs: of several at one cost, the
     last.
     """
@@ -487,7 +434,7 @@ class Group:
     """
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     score: Estimate | None
     costs: Mapping[str, float]
 
@@ -513,12 +460,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that is shown. ``num_tasks`` are those that every run scored (None: only means are on file),
-    ``num_left_out`` those that only some did. ``settings`` are (key, one value per group) of the settings in
-    which groups differ.
+    """Results of a comparison. ``conditions`` is an evaluation with the conditions of all. ``num_tasks`` are
+    those that every run scored (None: only means are on file), ``num_left_out`` those that only some did.
+    ``settings`` are (key, one value per group) of the settings in which groups differ.
     """
 
-    conditions: EvalConditions | None
+    conditions: Evaluation | None
     num_tasks: int | None
     num_left_out: int
     groups: tuple[Group, ...]
@@ -546,7 +493,16 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
     samples, tasks, num_left_out = _samples(runs_by_label)
     scores = {name: iqm_estimate(sample, seed=seed, within=(0.0, 1.0)) for name, sample in samples.items()}
     groups = [
-        Group(label=label, runs=members, score=scores.get(label), costs=_mean_costs(members))
+        Group(
+            label=label,
+            runs=members,
+            score=scores.get(label),
+            costs={
+                axis: math.fsum(run.cost_at_step(axis, run.num_steps) for run in members) / len(members)
+                for axis in AXES
+                if all(axis in run.costs for run in members)
+            },
+        )
         for label, members in runs_by_label.items()
     ]
     curves = [
@@ -571,7 +527,7 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
     )
 
 
-def _without_curve(runs: Sequence[Run], curves: Sequence[Curves]) -> list[str]:
+def _without_curve(runs: Sequence[ComparedRun], curves: Sequence[Curves]) -> list[str]:
     """Why there is no curve of held-out scores, where single evaluations are the reason."""
     single_runs = [run.name for run in runs if len(run.evaluations) == 1]
     if not single_runs or any(curve.quantity == SCORE for curve in curves):
@@ -584,25 +540,26 @@ def _without_curve(runs: Sequence[Run], curves: Sequence[Curves]) -> list[str]:
     return [f"no curve of held-out scores: {single_runs[0]}{others} had one evaluation only"]
 
 
-def _common_conditions(runs: Sequence[Run]) -> EvalConditions | None:
-    scored = [(run, run.evaluations[-1].conditions) for run in runs if run.evaluations]
-    for run, conditions in scored:
-        first, expected = scored[0]
+def _common_conditions(runs: Sequence[ComparedRun]) -> Evaluation | None:
+    """An evaluation with the conditions that all have. Raises Incomparable if they differ."""
+    scored = [(run, run.evaluations[-1]) for run in runs if run.evaluations]
+    for run, theirs in scored:
+        first, ours = scored[0]
         differ = [
-            f"{name} {ours} and {theirs}"
-            for name, ours, theirs in (
-                ("splits", expected.split, conditions.split),
-                ("temperatures", f"{expected.temperature:g}", f"{conditions.temperature:g}"),
-                ("panels", expected.panel_hash[:12], conditions.panel_hash[:12]),
+            f"{name} {mine} and {other}"
+            for name, mine, other in (
+                ("splits", ours.split, theirs.split),
+                ("temperatures", f"{ours.temperature:g}", f"{theirs.temperature:g}"),
+                ("panels", ours.panel_hash[:12], theirs.panel_hash[:12]),
             )
-            if ours != theirs
+            if mine != other
         ]
-        if conditions != expected:
+        if ours.conditions != theirs.conditions:
             raise Incomparable(f"{first.name} and {run.name} were not evaluated alike: {', '.join(differ)}")
     return scored[0][1] if scored else None
 
 
-def _samples(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, Sample], list[str], int]:
+def _samples(groups: Mapping[str, Sequence[ComparedRun]]) -> tuple[dict[str, Sample], list[str], int]:
     """Last scores of the groups in which every run has one, over the tasks that are common to all of them
     (none: only means are on file), and how many tasks only some of the runs scored.
     """
@@ -621,7 +578,11 @@ def _samples(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, Sample], li
 
 
 def _pairs(
-    groups: Mapping[str, Sequence[Run]], samples: Mapping[str, Sample], *, has_task_scores: bool, seed: int
+    groups: Mapping[str, Sequence[ComparedRun]],
+    samples: Mapping[str, Sample],
+    *,
+    has_task_scores: bool,
+    seed: int,
 ) -> tuple[Pair, ...]:
     pairs = list(combinations(samples.values(), 2))
     tests = [
@@ -659,7 +620,7 @@ def _corrected(p_values: Sequence[float | None]) -> list[float | None]:
     return [None if p is None else next(corrected) for p in p_values]
 
 
-def unfinished(run: Run) -> list[str]:
+def unfinished(run: ComparedRun) -> list[str]:
     """Why the last evaluation is not that of a finished training."""
     step = run.evaluations[-1].step
     budget = run.config.get("train.max_policy_tokens", "none")
@@ -670,11 +631,3 @@ def unfinished(run: Run) -> list[str]:
         return [f"{run.name} had spent {spent:.0f} of {budget} policy tokens"]
     target = max(run.num_steps, num_planned)
     return [f"{run.name} was last evaluated at step {step} of {target}"] if step < target else []
-
-
-def _mean_costs(runs: Sequence[Run]) -> dict[str, float]:
-    return {
-        axis: math.fsum(run.cost_at_step(axis, run.num_steps) for run in runs) / len(runs)
-        for axis in AXES
-        if all(axis in run.costs for run in runs)
-    }

@@ -13,11 +13,11 @@ from outrider.errors import ConfigError
 from outrider.evaluation.compare import (
     AXES,
     SCORE,
+    ComparedRun,
     Comparison,
     Curves,
     Incomparable,
     Pair,
-    Run,
     is_trained,
     load_run,
     method_name,
@@ -95,7 +95,7 @@ def notes(comparison: Comparison) -> list[str]:
     return messages
 
 
-def _task_notes(comparison: Comparison, scored: Sequence[Run]) -> list[str]:
+def _task_notes(comparison: Comparison, scored: Sequence[ComparedRun]) -> list[str]:
     faults = [(run.name, run.evaluations[-1].num_faults) for run in scored]
     messages = [
         f"{name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score"
@@ -247,7 +247,7 @@ def _is_graded(comparison: Comparison) -> bool:
     )
 
 
-def _mean_return(runs: Sequence[Run]) -> str:
+def _mean_return(runs: Sequence[ComparedRun]) -> str:
     """Mean over runs of the mean return over the tasks of the last evaluation."""
     last = [run.evaluations[-1].task_returns for run in runs if run.evaluations]
     means = [fmean(returns.values()) for returns in last if returns]
@@ -352,7 +352,7 @@ def compare_by_task(run_args: Sequence[str], *, depth: int | None = None, seed: 
     """Compare runs by task.
 
     Args:
-        run_args: Run directories, or ``NAME=DIRECTORY`` to name the column. Columns have this order.
+        run_args: ComparedRun directories, or ``NAME=DIRECTORY`` to name the column. Columns have this order.
         depth: How many parts of a task key name the row (None: all but the last).
         seed: The seed of the bootstrap draws.
 
@@ -369,7 +369,7 @@ def compare_by_task(run_args: Sequence[str], *, depth: int | None = None, seed: 
     method_runs = _load(run_args)
     methods = tuple(dict.fromkeys(method for method, _ in method_runs))
     notes = [note for _, run in method_runs for note in _run_notes(run)]
-    grouped: dict[tuple[str, str], list[Run]] = {}
+    grouped: dict[tuple[str, str], list[ComparedRun]] = {}
     for method, run in method_runs:
         for row in {to_row(key) for key in (run.evaluations[-1].task_returns if run.evaluations else ())}:
             grouped.setdefault((row, method), []).append(run)
@@ -405,7 +405,7 @@ def compare_by_task(run_args: Sequence[str], *, depth: int | None = None, seed: 
     )
 
 
-def _load(run_args: Sequence[str]) -> list[tuple[str, Run]]:
+def _load(run_args: Sequence[str]) -> list[tuple[str, ComparedRun]]:
     """(method, run), by column."""
     named = []
     for arg in run_args:
@@ -414,14 +414,12 @@ def _load(run_args: Sequence[str]) -> list[tuple[str, Run]]:
         named.append((name, Path(path)) if is_named else ("", Path(arg)))
     names = run_names([path for _, path in named])
     runs = [load_run(path, name) for (_, path), name in zip(named, names, strict=True)]
-    method_runs = [
-        (method or method_name(run, path), run) for (method, path), run in zip(named, runs, strict=True)
-    ]
+    method_runs = [(method or method_name(run), run) for (method, _), run in zip(named, runs, strict=True)]
     columns = list(dict.fromkeys(method for method, _ in method_runs))
     return sorted(method_runs, key=lambda entry: (columns.index(entry[0]), entry[1].name))
 
 
-def _run_notes(run: Run) -> list[str]:
+def _run_notes(run: ComparedRun) -> list[str]:
     """What could not be read of a run, is missing, or was lost to faults."""
     # A run that adapts takes no step, and has no metrics of any.
     notes = [
@@ -444,7 +442,7 @@ def _run_notes(run: Run) -> list[str]:
     return notes
 
 
-def _cell_notes(methods: Sequence[str], cells: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
+def _cell_notes(methods: Sequence[str], cells: Mapping[tuple[str, str], Sequence[ComparedRun]]) -> list[str]:
     """Cells with fewer runs than others of their column, and test conditions that differ within a row."""
     notes = []
     for method in methods:
@@ -466,18 +464,20 @@ def _cell_notes(methods: Sequence[str], cells: Mapping[tuple[str, str], Sequence
     return notes
 
 
-def _has_solved_all(run: Run) -> bool:
+def _has_solved_all(run: ComparedRun) -> bool:
     """Whether a run with Reflexion ended because nothing was left to solve."""
     return run.config.get("evaluation.memory") == "reflexion" and run.trials[-1].score >= 1.0
 
 
-def _common_keys(row: str, runs: Sequence[Run], notes: list[str], to_row: Callable[[str], str]) -> list[str]:
+def _common_keys(
+    row: str, runs: Sequence[ComparedRun], notes: list[str], to_row: Callable[[str], str]
+) -> list[str]:
     """Keys of the variations that every run scored. Raises Incomparable for different splits or temperatures,
     or if there is none in common.
     """
     first = runs[0]
     for run in runs[1:]:
-        ours, theirs = first.evaluations[-1].conditions, run.evaluations[-1].conditions
+        ours, theirs = first.evaluations[-1], run.evaluations[-1]
         if (ours.split, ours.temperature) != (theirs.split, theirs.temperature):
             raise Incomparable(
                 f"{first.name} and {run.name} were not evaluated alike on {row}: split {ours.split} at "
@@ -495,7 +495,7 @@ def _common_keys(row: str, runs: Sequence[Run], notes: list[str], to_row: Callab
     return shared
 
 
-def _require_seeds(row: str, method: str, runs: Sequence[Run], notes: list[str]) -> None:
+def _require_seeds(row: str, method: str, runs: Sequence[ComparedRun], notes: list[str]) -> None:
     """Raise Incomparable unless the runs of a cell differ in their seeds alone."""
     for run in runs[1:]:
         if differ := same_method(runs[0].settings, run.settings):
@@ -511,7 +511,7 @@ def _require_seeds(row: str, method: str, runs: Sequence[Run], notes: list[str])
         notes.append(f"{method} on {row}: several runs play the same weights, no training differs in them")
 
 
-def _last(runs: Sequence[Run]) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
+def _last(runs: Sequence[ComparedRun]) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
     """Returns and scores by task key of the last evaluations."""
     last = [run.evaluations[-1] for run in runs]
     return [evaluation.task_returns for evaluation in last], [evaluation.task_scores for evaluation in last]
@@ -532,7 +532,7 @@ def _make_cell(
 
 def _averages(
     methods: Sequence[str],
-    grouped: Mapping[tuple[str, str], Sequence[Run]],
+    grouped: Mapping[tuple[str, str], Sequence[ComparedRun]],
     tasks: Mapping[str, Sequence[str]],
     notes: list[str],
     *,
@@ -580,7 +580,7 @@ def _averages(
 
 
 def _trial_curves(
-    grouped: Mapping[tuple[str, str], Sequence[Run]], tasks: Mapping[str, Sequence[str]], *, seed: int
+    grouped: Mapping[tuple[str, str], Sequence[ComparedRun]], tasks: Mapping[str, Sequence[str]], *, seed: int
 ) -> Iterable[TrialCurves]:
     for row, keys in tasks.items():
         adapted = {
@@ -599,7 +599,7 @@ def _trial_curves(
             yield TrialCurves(task=row, x=np.arange(1, num + 1, dtype=np.float64), bands=bands)
 
 
-def _trial_means(run: Run, keys: Sequence[str], num: int) -> list[float]:
+def _trial_means(run: ComparedRun, keys: Sequence[str], num: int) -> list[float]:
     """Mean return of each of ``num`` trials; NaN if a fault took a variation or the run was cut. Reflexion
     that solved everything has no further trial, and its result does not change any more.
     """

@@ -540,7 +540,7 @@ def _traces(path: Path, folder: Path) -> Prepared:
         _require_no_secret(path / name, (text for row in rows for text in (row.text, row.metadata)))
         counts["nodes"] += len(rows)
         counts["rollouts"] += sum(row.outcome is not None for row in rows)
-        copies.write(name, node_table(rows))
+        copies.write_table(name, node_table(rows))
     return Prepared(kind="traces", counts=dict(counts))
 
 

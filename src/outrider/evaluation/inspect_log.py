@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from outrider import __version__
 from outrider.config import load_settings
 from outrider.environments.task_sets import make_task_set
-from outrider.errors import ConfigError, DataError, OutriderError, ToolUnavailable
+from outrider.errors import ConfigError, OutriderError, ToolUnavailable
 from outrider.evaluation.grading import RETURN
 from outrider.evaluation.report import requested_samples
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, SampleResult, read_results, summarise
 from outrider.evaluation.tasks import EvalTasksSettings, load_tasks
-from outrider.files import parsed, whole_lines
 from outrider.rollout.evaluate import interval
 from outrider.tokens.call_formats import get_call_format
 from outrider.tokens.tool_calls import split_thinking
 from outrider.training.run_dir import recorded_settings
 from outrider.types import Json, Origin, Outcome, Task, ToolCall
 from outrider.viewer.records import TraceReader, TraceRow, evaluation_file, parse_metadata, read_rollouts
+from outrider.viewer.run_reader import read_records
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog, EvalSample
@@ -339,10 +339,7 @@ def load_run_evaluation(run: Path, number: int | None = None) -> LoggedEvaluatio
 
     Raises ConfigError where there is none, DataError for damaged records.
     """
-    try:
-        evaluations = [parsed(line) for line in whole_lines(run / EVALUATIONS)]
-    except ValueError as error:
-        raise DataError(f"{run / EVALUATIONS} is damaged: {error}") from error
+    evaluations = read_records(run / EVALUATIONS)
     if not evaluations:
         raise ConfigError(f"{run} has no evaluation")
     index = len(evaluations) - 1 if number is None else number

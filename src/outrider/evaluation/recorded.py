@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import DataError
-from outrider.files import parsed, whole_lines
+from outrider.files import readable
 from outrider.memory.chat_files import import_trajectories
 from outrider.types import Message, Origin, Step, Trajectory
 from outrider.viewer.records import TraceReader, TraceRow
@@ -39,22 +39,15 @@ def _files(run: Path, *, held_out: bool, left_out: list[str]) -> Iterator[tuple[
     reader = TraceReader(run / "traces")
     for step in reader.steps():
         yield f"{run.name}/{step}", reader.read(step)
-    for number, line in enumerate(whole_lines(run / "evaluations.jsonl")):
-        if not reader.has_evaluation(number):
+    file = run / "evaluations.jsonl"
+    for number, line in readable(file) if file.is_file() else ():
+        if not reader.has_evaluation(number - 1):
             continue
-        split = _split(line)
+        split = "unknown" if line is None else str(line.get("split", "unknown"))
         if split == "train" or held_out:
-            yield f"{run.name}/evaluation-{number}", reader.read_evaluation(number)
+            yield f"{run.name}/evaluation-{number - 1}", reader.read_evaluation(number - 1)
         else:
             left_out.append(split)
-
-
-def _split(line: bytes) -> str:
-    """Of an evaluation; of a damaged line nobody knows it."""
-    try:
-        return str(parsed(line).get("split", "unknown"))
-    except ValueError:
-        return "unknown"
 
 
 def build_trajectories(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:

@@ -1,6 +1,6 @@
-"""Plug-ins by name: algorithms, environments, tools, engines, embedders and trackers, ours and anybody's.
+"""Plug-ins: algorithms, environments, tools, engines, embedders, trackers and call formats by name.
 
-:mod:`~outrider.plugins.registry` turns a name into a class, :mod:`~outrider.plugins.registry` checks a
-plug-in's section of a recipe and :mod:`~outrider.plugins.imports` says where its code came from. No torch,
-and no plug-in is imported before it is named.
+:mod:`~outrider.plugins.registry` finds and builds the class of a name, :mod:`~outrider.plugins.imports`
+imports it and finds its origin, :mod:`~outrider.plugins.listing` lists the plug-ins that exist or that a run
+uses.
 """

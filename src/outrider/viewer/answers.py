@@ -1,4 +1,7 @@
-"""Every metric of a run over its steps, with what the registry says of it, and what an x axis may be."""
+"""Answers to the requests of the viewer's page: plain data read from run folders.
+
+The server sends them as JSON, and a bundle stores them as files.
+"""
 
 import errno
 import json
@@ -9,7 +12,7 @@ import re
 import shlex
 import signal
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -31,15 +34,14 @@ from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
 from outrider.types import Origin
 from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
 from outrider.viewer.run_reader import (
-    LIVE,
     NOTES,
-    RunData,
     finite,
+    live_state,
     read_alarms,
     read_run,
     task_evaluation_message,
 )
-from outrider.viewer.search import Query, RolloutIndex, TextSearch, find, rows_of_table
+from outrider.viewer.search import RolloutIndex, TextSearch, find, rows_of_table
 
 AXES: Final = ("step", "tokens", "calls", "seconds")
 
@@ -60,7 +62,20 @@ def metric_curves(run: Path) -> dict[str, Any]:
         },
         "values": columns,
         "metrics": {name: describe_metric(name) for name in columns},
-        "evaluations": _evaluations(data),
+        "evaluations": [
+            {
+                "number": number,
+                "label": evaluation.label,
+                "step": evaluation.step,
+                "split": evaluation.split,
+                "num_tasks": evaluation.num_tasks,
+                "num_faults": evaluation.num_faults,
+                "score": [score.value, score.ci_low, score.ci_high]
+                if (score := evaluation.metrics.get("score"))
+                else None,
+            }
+            for number, evaluation in enumerate(data.evaluations)
+        ],
         "notes": list(data.notes),
     }
 
@@ -85,23 +100,6 @@ def _summed(values: dict[str, list[float | None]], length: int, names: tuple[str
     return list(accumulate(sum(column[i] or 0.0 for column in columns) for i in range(length)))
 
 
-def _evaluations(data: RunData) -> list[dict[str, Any]]:
-    return [
-        {
-            "number": number,
-            "label": evaluation.label,
-            "step": evaluation.step,
-            "split": evaluation.split,
-            "num_tasks": evaluation.num_tasks,
-            "num_faults": evaluation.num_faults,
-            "score": [score.value, score.ci_low, score.ci_high]
-            if (score := evaluation.metrics.get("score"))
-            else None,
-        }
-        for number, evaluation in enumerate(data.evaluations)
-    ]
-
-
 # One group as a tree, and one rollout with a value for every token.
 
 
@@ -114,11 +112,8 @@ def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
     """Nodes (without tokens) and rollouts of a group. Raises DataError."""
     nodes = [_node(row) for row in _rows(run, stem, trace_id)]
     table = read_rollouts(run, f"{stem}.parquet")
-    rollouts = rows_of_table(
-        table.filter(pc.equal(table["trace_id"], trace_id)).append_column(
-            "where", [[stem] * _count(table, trace_id)]
-        )
-    )
+    group = table.filter(pc.equal(table["trace_id"], trace_id))
+    rollouts = rows_of_table(group.append_column("where", [[stem] * len(group)]))
     if not nodes and not rollouts:
         raise DataError(f"{stem} has no group {trace_id}")
     return {"where": stem, "trace_id": trace_id, "nodes": nodes, "rollouts": rollouts}
@@ -157,13 +152,9 @@ def whole_text(run: Path, stem: str, trace_id: str, node_id: int) -> dict[str, A
 
 
 def _rows(run: Path, stem: str, trace_id: str) -> list[dict[str, Any]]:
-    table = StepFiles(run / "traces").read(f"{stem}.parquet", SCHEMA)
+    table = StepFiles(run / "traces").read_table(f"{stem}.parquet", SCHEMA)
     rows: list[dict[str, Any]] = table.filter(pc.equal(table["trace_id"], trace_id)).to_pylist()
     return rows
-
-
-def _count(table: Any, trace_id: str) -> int:
-    return int(pc.sum(pc.equal(table["trace_id"], trace_id)).as_py() or 0)
 
 
 def _node(row: dict[str, Any]) -> dict[str, Any]:
@@ -214,18 +205,10 @@ def _clean(value: Any) -> Any:
 # Where a run is now, what changed on disk since a page last asked, and how it is stopped.
 
 
-def live_state(run: Path) -> dict[str, Any] | None:
-    """Stage, units done, fields (tokens/s among them) and time; None where the run tells none."""
-    try:
-        state = json.loads((run / LIVE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return state if isinstance(state, dict) else None
-
-
 def fingerprint(run: Path) -> dict[str, Any]:
     """Changes whenever a page of the run would: files by their size, steps, and where it is."""
-    sizes = [_size(run / name) for name in ("metrics.jsonl", "evaluations.jsonl", NOTES)]
+    files = [run / name for name in ("metrics.jsonl", "evaluations.jsonl", NOTES)]
+    sizes = [file.stat().st_size if file.is_file() else -1 for file in files]
     steps = StepFiles(run / "traces").steps()
     return {
         "sizes": sizes,
@@ -280,13 +263,6 @@ def _has_open(pid: int, path: Path) -> bool:
     return False
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
 # What the memories of a run held at a step, what is nearest to a query, and what was shown when.
 
 
@@ -323,7 +299,20 @@ def neighbours(run: Path, step: int, words: str, *, memory: str, k: int = 20) ->
     if memory == "steps":
         embedder = load_embedder(config.get("buffer.embedder", "minilm"))
         with StepTraceBuffer(run / "buffer.sqlite", embedder, mode="read", revision=revision) as buffer:
-            return [_hit(hit.record, hit.similarity) for hit in buffer.query(words, k=k)]
+            return [
+                {
+                    "item_id": hit.record.step_id,
+                    "writer": hit.record.trajectory_id,
+                    "key": hit.record.task_key,
+                    "agent": hit.record.agent,
+                    "score": hit.record.reward,
+                    "index": hit.record.step_index,
+                    "text": hit.record.text,
+                    "observation": hit.record.observation,
+                    "similarity": hit.similarity,
+                }
+                for hit in buffer.query(words, k=k)
+            ]
     embedder = load_embedder(next((config[name] for name in _EMBEDDERS if name in config), "minilm"))
     if not tips:
         return []
@@ -397,20 +386,6 @@ def _number(value: object) -> float | None:
 def _tip(tip: MemoryChange) -> dict[str, Any]:
     names = ("item_id", "key", "text", "score", "writer", "written_at", "version")
     return {name: getattr(tip, name) for name in names}
-
-
-def _hit(record: Any, similarity: float) -> dict[str, Any]:
-    return {
-        "item_id": record.step_id,
-        "writer": record.trajectory_id,
-        "key": record.task_key,
-        "agent": record.agent,
-        "score": record.reward,
-        "index": record.step_index,
-        "text": record.text,
-        "observation": record.observation,
-        "similarity": similarity,
-    }
 
 
 # The runs below the folders that were named, and what the first page tells of each.
@@ -524,27 +499,27 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _runs_below(child, depth - 1)
 
 
-# What the page may ask: each answer is plain data, made of files, with or without a server around it.
+# The requests of the page.
 
 
 Params = Mapping[str, str]
+REQUESTS: Final = frozenset(
+    {"runs", "curves", "places", "rollouts", "search", "group", "tokens", "text", "memory", "neighbours"}
+    | {"shown", "alarms"}
+)
 
 
 class Viewer:
-    """The runs, and the search in the one that is looked at: only its texts are kept."""
+    """The runs, and the text search of the open run: only its texts are kept in memory."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
         self._lock = Lock()
         self._search: tuple[str, TextSearch] | None = None
 
-    def run(self, params: Params) -> ViewedRun:
-        """Raises KeyError."""
-        return self.catalogue.get(params["run"])
-
     def search(self, run: ViewedRun) -> TextSearch:
-        """The search of a run. The first time its files are read in a thread, so that neither the first
-        search nor the first filter waits for all of them: whatever opens a run asks for this.
+        """The text search of a run. The first call reads the run's files in a thread, so that neither the
+        first search nor the first filter waits for all of them; whatever opens a run calls this.
         """
         with self._lock:
             if self._search is None or self._search[0] != run.id:
@@ -554,97 +529,61 @@ class Viewer:
                 Thread(target=_warm_cache, args=(run, self._search[1]), daemon=True).start()
             return self._search[1]
 
+    def answer(self, request: str, params: Params) -> Any:
+        """The answer to one of :data:`REQUESTS`.
+
+        Raises KeyError for an unknown run, file or missing parameter, and ValueError or DataError for values
+        that cannot be used.
+        """
+        if request == "runs":
+            runs = self.catalogue.overview()
+            if len(runs) == 1:
+                self.search(self.catalogue.get(runs[0]["id"]))  # the one that will be opened
+            return runs
+        run = self.catalogue.get(params["run"])
+        words = params.get("words", "")
+        stems = run.index.stems() if request in ("places", "search", *_OF_FILE) else []
+        # The name of a file becomes a part of a path: it must be one of the run's files.
+        is_of_file = request in _OF_FILE or (request == "search" and params.get("where"))
+        if is_of_file and params["where"] not in stems:
+            raise KeyError(params["where"])
+        match request:
+            case "curves":
+                return metric_curves(run.path) | {"path": shlex.quote(str(run.path))}  # for shown commands
+            case "places":
+                self.search(run)  # the page sends this first
+                return stems
+            case "rollouts":
+                page = find(run.index.table(params.get("where", "")), params)
+                return page | {"notes": [] if params.get("where") else sorted(run.index.notes.values())}
+            case "search":
+                return self.search(run).find(
+                    words[:1000], [params["where"]] if params.get("where") else stems
+                )
+            case "group":
+                return group_view(run.path, params["where"], params["trace"])
+            case "tokens":
+                return tokens_view(run.path, params["where"], params["trace"], int(params["rollout"]))
+            case "text":
+                return whole_text(run.path, params["where"], params["trace"], int(params["node"]))
+            case "memory":
+                return memory_view(run.path, int(params["step"]), words)
+            case "neighbours":
+                memory = params.get("memory", "steps")
+                return neighbours(run.path, int(params["step"]), words, memory=memory)
+            case "shown" if "item" in params:
+                memory, key = params.get("memory", ""), params.get("key", "")
+                return insertions(run.path, memory=memory, key=key, item=int(params["item"]))
+            case "shown":
+                return insertions(run.path, until=int(params["step"]))
+            case "alarms":
+                return read_alarms(run.path)
+        raise KeyError(request)
+
+
+_OF_FILE: Final = frozenset({"group", "tokens", "text"})
+
 
 def _warm_cache(run: ViewedRun, search: TextSearch) -> None:
     run.index.table()
     search.warm(run.index.stems())
-
-
-def _runs(viewer: Viewer, params: Params) -> Any:
-    runs = viewer.catalogue.overview()
-    if len(runs) == 1:
-        viewer.search(viewer.catalogue.get(runs[0]["id"]))  # the one that will be opened
-    return runs
-
-
-def _curves(viewer: Viewer, params: Params) -> Any:
-    run = viewer.run(params).path
-    return metric_curves(run) | {"path": shlex.quote(str(run))}  # for commands that the page shows
-
-
-def _stems(viewer: Viewer, params: Params) -> Any:
-    run = viewer.run(params)
-    viewer.search(run)  # the page asks for this first
-    return run.index.stems()
-
-
-def _rollouts(viewer: Viewer, params: Params) -> Any:
-    index = viewer.run(params).index
-    page = find(index.table(params.get("where", "")), Query.from_params(params))
-    return page | {"notes": [] if params.get("where") else sorted(index.notes.values())}
-
-
-def _search(viewer: Viewer, params: Params) -> Any:
-    run = viewer.run(params)
-    stems = [_require_stem(viewer, params)] if params.get("where") else run.index.stems()
-    return viewer.search(run).find(params.get("words", "")[:1000], stems)
-
-
-def _group(viewer: Viewer, params: Params) -> Any:
-    return group_view(viewer.run(params).path, _require_stem(viewer, params), params["trace"])
-
-
-def _tokens(viewer: Viewer, params: Params) -> Any:
-    run = viewer.run(params).path
-    return tokens_view(run, _require_stem(viewer, params), params["trace"], int(params["rollout"]))
-
-
-def _text(viewer: Viewer, params: Params) -> Any:
-    return whole_text(
-        viewer.run(params).path, _require_stem(viewer, params), params["trace"], int(params["node"])
-    )
-
-
-def _memory(viewer: Viewer, params: Params) -> Any:
-    return memory_view(viewer.run(params).path, int(params["step"]), params.get("words", ""))
-
-
-def _neighbours(viewer: Viewer, params: Params) -> Any:
-    run = viewer.run(params).path
-    return neighbours(run, int(params["step"]), params.get("words", ""), memory=params.get("memory", "steps"))
-
-
-def _insertions(viewer: Viewer, params: Params) -> Any:
-    run = viewer.run(params).path
-    if "item" in params:
-        return insertions(
-            run, memory=params.get("memory", ""), key=params.get("key", ""), item=int(params["item"])
-        )
-    return insertions(run, until=int(params["step"]))
-
-
-def _alarms(viewer: Viewer, params: Params) -> Any:
-    return read_alarms(viewer.run(params).path)
-
-
-def _require_stem(viewer: Viewer, params: Params) -> str:
-    """One of the run's files and nothing else: it becomes a part of a path. Raises KeyError."""
-    if params["where"] not in viewer.run(params).index.stems():
-        raise KeyError(params["where"])
-    return params["where"]
-
-
-ANSWERS: Final[Mapping[str, Callable[[Viewer, Params], Any]]] = {
-    "runs": _runs,
-    "curves": _curves,
-    "places": _stems,
-    "rollouts": _rollouts,
-    "search": _search,
-    "group": _group,
-    "tokens": _tokens,
-    "text": _text,
-    "memory": _memory,
-    "neighbours": _neighbours,
-    "shown": _insertions,
-    "alarms": _alarms,
-}

@@ -1,5 +1,6 @@
-"""A folder of Parquet files, one for each training step and one for each evaluation; a file is absent or
-whole.
+"""Records of a run in Parquet: nodes of rollouts, rollouts, and changes of memories.
+
+Each folder has one file per training step and per evaluation; a file is absent or whole.
 """
 
 import json
@@ -47,15 +48,15 @@ class StepFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def write(self, name: str, table: pa.Table) -> Path:
-        """Write under a temporary name, then rename. Raises OSError."""
+    def write_table(self, name: str, table: pa.Table) -> Path:
+        """Write a file as a whole. Raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / name
         with replacing(path) as stream:
             pq.write_table(table.replace_schema_metadata(FORMAT), stream, compression="zstd")
         return path
 
-    def read(self, name: str, schema: pa.Schema) -> pa.Table:
+    def read_table(self, name: str, schema: pa.Schema) -> pa.Table:
         """The columns of ``schema``; one that an earlier version did not write is empty or null.
 
         Raises :class:`~outrider.errors.DataError` for a missing or damaged file.
@@ -198,60 +199,34 @@ class TraceRow:
             )
 
 
-class TraceWriter:
-    """Writes ``step-000012.parquet`` files, one per training step, and ``evaluation-002.parquet``, one per
-    evaluation.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.files = StepFiles(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+class TraceWriter(StepFiles):
+    """Writes the nodes of steps and evaluations, and of the experts of the cold start. Raises OSError."""
 
     def write(self, step: int, rows: Sequence[TraceRow]) -> Path:
-        """Write the nodes of one step under a temporary name, then rename. Raises ``ValueError`` for rows of
-        another step.
-        """
+        """Write the nodes of one step. Raises ``ValueError`` for rows of another step."""
         if any(row.step != step for row in rows):
             raise ValueError(f"a row belongs to another step than {step}")
-        return self.files.write(step_file(step), node_table(rows))
+        return self.write_table(step_file(step), node_table(rows))
 
     def write_evaluation(self, number: int, rows: Sequence[TraceRow]) -> Path:
         """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
-        return self.files.write(evaluation_file(number), node_table(rows))
+        return self.write_table(evaluation_file(number), node_table(rows))
 
     def write_experts(self, rows: Sequence[TraceRow]) -> Path:
-        """Write the expert rollouts of the cold start."""
-        return self.files.write(EXPERTS_FILE, node_table(rows))
-
-    def resume(self, step: int) -> int:
-        """Remove the files of steps after the checkpoint step, and what a kill left half written; return how
-        many.
-        """
-        return self.files.resume(step)
+        return self.write_table(EXPERTS_FILE, node_table(rows))
 
 
-class TraceReader:
-    """Reads what :class:`TraceWriter` wrote."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.files = StepFiles(directory)
-
-    def steps(self) -> tuple[int, ...]:
-        """Steps that have a file, ascending; empty when the directory is missing."""
-        return self.files.steps()
+class TraceReader(StepFiles):
+    """Reads what :class:`TraceWriter` wrote. Raises :class:`~outrider.errors.DataError` for a missing or
+    damaged file.
+    """
 
     def read(self, step: int) -> tuple[TraceRow, ...]:
-        """The nodes of a step in the order written. Raises :class:`~outrider.errors.DataError` for a missing
-        or damaged file.
-        """
+        """The nodes of a step in the order written."""
         return read_rows(self.directory, step_file(step))
 
     def read_evaluation(self, number: int) -> tuple[TraceRow, ...]:
-        """The rollouts of the evaluation in line ``number`` of ``evaluations.jsonl``. Raises as :meth:`read`
-        does.
-        """
+        """The rollouts of the evaluation in line ``number`` of ``evaluations.jsonl``."""
         return read_rows(self.directory, evaluation_file(number))
 
     def has_evaluation(self, number: int) -> bool:
@@ -270,7 +245,7 @@ def parse_metadata(row: TraceRow) -> dict[str, Any]:
 
 def read_rows(directory: Path, name: str) -> tuple[TraceRow, ...]:
     """The nodes of a file. Raises :class:`~outrider.errors.DataError`."""
-    table = StepFiles(directory).read(name, SCHEMA)
+    table = StepFiles(directory).read_table(name, SCHEMA)
     try:
         return tuple(_row(values) for values in table.to_pylist())
     except (TypeError, ValueError) as error:
@@ -370,27 +345,21 @@ class RolloutRow:
     metrics: str | None = None
 
 
-class RolloutWriter:
-    """Writes the rollouts of steps and evaluations."""
+class RolloutWriter(StepFiles):
+    """Writes the rollouts of steps and evaluations, and of the experts of the cold start. Raises OSError."""
 
     def __init__(self, run: Path) -> None:
-        self._files = StepFiles(run / ROLLOUTS)
+        super().__init__(run / ROLLOUTS)
 
     def write(self, step: int, rows: Sequence[RolloutRow]) -> Path:
-        """Of a training step. Raises OSError."""
-        return self._files.write(step_file(step), rollout_table(rows))
+        return self.write_table(step_file(step), rollout_table(rows))
 
     def write_evaluation(self, number: int, rows: Sequence[RolloutRow]) -> Path:
-        """Of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``. Raises OSError."""
-        return self._files.write(evaluation_file(number), rollout_table(rows))
+        """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
+        return self.write_table(evaluation_file(number), rollout_table(rows))
 
     def write_experts(self, rows: Sequence[RolloutRow]) -> Path:
-        """Of the experts of the cold start. Raises OSError."""
-        return self._files.write(EXPERTS_FILE, rollout_table(rows))
-
-    def resume(self, step: int) -> int:
-        """Remove the files of steps after the checkpoint step; return how many."""
-        return self._files.resume(step)
+        return self.write_table(EXPERTS_FILE, rollout_table(rows))
 
 
 def rollout_table(rows: Sequence[RolloutRow]) -> pa.Table:
@@ -408,7 +377,7 @@ def rollout_table(rows: Sequence[RolloutRow]) -> pa.Table:
 def read_rollouts(run: Path, name: str) -> pa.Table:
     """The rollouts of a file's name; where version 1 wrote none, made from its nodes. Raises DataError."""
     if (run / ROLLOUTS / name).is_file():
-        return StepFiles(run / ROLLOUTS).read(name, ROLLOUT_SCHEMA)
+        return StepFiles(run / ROLLOUTS).read_table(name, ROLLOUT_SCHEMA)
     return rollout_table(list(rollouts_from_traces(read_rows(run / "traces", name))))
 
 
@@ -501,22 +470,19 @@ MEMORY_SCHEMA: Final = pa.schema(
 _memory_values: Final = attrgetter(*MEMORY_SCHEMA.names[1:])
 
 
-class MemoryWriter:
+class MemoryWriter(StepFiles):
     """Writes the changes of steps."""
 
     def __init__(self, run: Path) -> None:
-        self._files = StepFiles(run / MEMORY)
+        super().__init__(run / MEMORY)
 
     def write(self, step: int, changes: Sequence[MemoryChange]) -> Path | None:
-        """No file where nothing has changed. Raises OSError."""
+        """Write no file if nothing has changed. Raises OSError."""
         if not changes:
             return None
-        rows = [dict(zip(MEMORY_SCHEMA.names, (step, *_stored(change)), strict=True)) for change in changes]
-        return self._files.write(step_file(step), pa.Table.from_pylist(rows, schema=MEMORY_SCHEMA))
-
-    def resume(self, step: int) -> int:
-        """Remove the files of steps after the checkpoint step; return how many."""
-        return self._files.resume(step)
+        values = [(step, *map(storable, _memory_values(change))) for change in changes]
+        rows = [dict(zip(MEMORY_SCHEMA.names, row, strict=True)) for row in values]
+        return self.write_table(step_file(step), pa.Table.from_pylist(rows, schema=MEMORY_SCHEMA))
 
 
 def read_changes(run: Path, *, until: int) -> Iterator[tuple[int, MemoryChange]]:
@@ -524,9 +490,5 @@ def read_changes(run: Path, *, until: int) -> Iterator[tuple[int, MemoryChange]]
     files = StepFiles(run / MEMORY)
     for step in files.steps():
         if step <= until:
-            for row in files.read(step_file(step), MEMORY_SCHEMA).to_pylist():
+            for row in files.read_table(step_file(step), MEMORY_SCHEMA).to_pylist():
                 yield row.pop("step"), MemoryChange(**row)
-
-
-def _stored(change: MemoryChange) -> tuple[object, ...]:
-    return tuple(storable(value) for value in _memory_values(change))

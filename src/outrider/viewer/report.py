@@ -1,10 +1,9 @@
 """Templates of the HTML pages, which lie beside the code that fills them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -16,7 +15,6 @@ from outrider.printing import score
 from outrider.viewer.records import TraceReader
 from outrider.viewer.report_parts import (
     ENTROPY_EDGES,
-    Budget,
     Chart,
     Point,
     Sample,
@@ -92,17 +90,6 @@ _WITH_MEMORY: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationTable:
-    """One split: ``rows`` are (metric, one cell a column); ``columns`` are the labels with their facts."""
-
-    split: str
-    played: str
-    columns: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[str, tuple[str, ...]], ...]
-    warning: str
-
-
 def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
     """Score over step of each split's first metric, with a caption; one line for each panel that was
     evaluated twice or more.
@@ -133,7 +120,9 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
         if not series:
             continue
         is_share = name in SHARES
-        axis = {position: _short(label) for label, position in positions.items()}
+        axis = {
+            position: label if len(label) <= _MAX_NAME else "before" for label, position in positions.items()
+        }
         x_label = "trial" if is_trial else "step"
         unit = "solved, %" if is_share else f"{name} (no share)"
         title = f"Evaluation on {split}"
@@ -178,10 +167,6 @@ def _line(
     return Series(label=f"panel {tasks_hash[:12]}", points=tuple(points))
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= _MAX_NAME else "before"
-
-
 def _has_trials(run: RunData) -> bool:
     return run.config.get("evaluation.num_trials", "0") != "0"
 
@@ -197,32 +182,45 @@ def _describe_conditions(run: RunData, columns: Sequence[Evaluation]) -> str:
     return _WITHOUT.replace("held-out tasks", task_kind)
 
 
-def evaluation_tables(run: RunData) -> list[EvaluationTable]:
-    """A table per split; of a label that was evaluated several times the last."""
-    tables: list[EvaluationTable] = []
+def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
+    """A table per split for the template: ``rows`` are (metric, one cell per column), ``columns`` the labels
+    with their facts. A label that was evaluated several times has the last result.
+    """
+    tables: list[dict[str, Any]] = []
     for split in dict.fromkeys(evaluation.split for evaluation in run.evaluations):
         last = {
             evaluation.label: evaluation for evaluation in run.evaluations if evaluation.split == split
         }  # the curve has them all
         columns = list(last.values())
         names = dict.fromkeys(name for evaluation in columns for name in evaluation.metrics)
-        rows = tuple(
-            (_row_name(name), tuple(_cell(evaluation, name) for evaluation in columns)) for name in names
-        )
+        rows: list[tuple[str, list[str]]] = []
+        for name in names:
+            is_share = name in SHARES
+            cells = [
+                "not measured"
+                if (metric := evaluation.metrics.get(name)) is None
+                else score(metric.value, metric.ci_low, metric.ci_high, is_share=is_share)
+                for evaluation in columns
+            ]
+            kind = "share of tasks solved" if is_share else "a number, no share"
+            rows.append((f"{name} ({kind})", cells))
         if any(evaluation.graded_return is not None for evaluation in columns):
-            rows += (("mean return (a number, no share)", tuple(map(_return_cell, columns))),)
-        heads = tuple((evaluation.label, _head(evaluation)) for evaluation in columns)
+            returns = [evaluation.mean_return for evaluation in columns]
+            cells = ["not measured" if mean is None else score(mean, is_share=False) for mean in returns]
+            rows.append(("mean return (a number, no share)", cells))
         differs = len({evaluation.panel_hash for evaluation in columns}) > 1
-        warning = "The panels differ: these columns were not measured on the same tasks." if differs else ""
-        conditions = _describe_conditions(run, columns)
         tables.append(
-            EvaluationTable(split=split, played=conditions, columns=heads, rows=rows, warning=warning)
+            {
+                "split": split,
+                "played": _describe_conditions(run, columns),
+                "columns": [(evaluation.label, _head(evaluation)) for evaluation in columns],
+                "rows": rows,
+                "warning": "The panels differ: these columns were not measured on the same tasks."
+                if differs
+                else "",
+            }
         )
     return tables
-
-
-def _row_name(name: str) -> str:
-    return f"{name} (share of tasks solved)" if name in SHARES else f"{name} (a number, no share)"
 
 
 def _head(evaluation: Evaluation) -> str:
@@ -234,18 +232,6 @@ def _head(evaluation: Evaluation) -> str:
     )
 
 
-def _cell(evaluation: Evaluation, name: str) -> str:
-    metric = evaluation.metrics.get(name)
-    if metric is None:
-        return "not measured"
-    return score(metric.value, metric.ci_low, metric.ci_high, is_share=name in SHARES)
-
-
-def _return_cell(evaluation: Evaluation) -> str:
-    mean_return = evaluation.mean_return
-    return "not measured" if mean_return is None else score(mean_return, is_share=False)
-
-
 # The report of a run: one HTML file that needs no network, no script and nothing beside it.
 #
 # Model output and retrieved text are untrusted: everything passes through Jinja2's autoescape, and the page
@@ -253,7 +239,7 @@ def _return_cell(evaluation: Evaluation) -> str:
 
 
 MAX_BYTES: Final = 1_000_000
-_BUDGETS: Final = tuple(Budget(num_tokens=n, num_chars=4 * n) for n in (600, 300, 120, 40, 10))
+_BUDGETS: Final = (600, 300, 120, 40, 10)  # policy tokens of a sample: fewer if the page is too large
 _NUM_NOTES: Final = 20
 _COUNTED_GROUPS: Final = ("rollout", "retrieval", "group", "ratio", "grad", "record", "sft")
 _TEMPLATE: Final = Path(__file__).with_name("report_template.html.j2")
@@ -290,14 +276,6 @@ _CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A drawn chart and the words under it."""
-
-    svg: Markup
-    caption: str
-
-
 def write_report(run_dir: Path) -> Path:
     """Write ``report.html`` into the run directory, atomically, and return its path.
 
@@ -323,7 +301,7 @@ def render(
     run: RunData,
     samples: Sequence[Sample],
     notes: Sequence[str],
-    budget: Budget,
+    num_tokens: int,
     trees: Sequence[Tree] = (),
     before_after: Sequence[Sample] = (),
 ) -> bytes:
@@ -341,9 +319,9 @@ def render(
         figures=figures,
         missing=missing,
         counts=_counts(run),
-        samples=[(sample, sample.nodes(budget)) for sample in samples],
+        samples=[(sample, sample.nodes(num_tokens)) for sample in samples],
         trees=trees,
-        before_after=[(sample, sample.nodes(budget)) for sample in before_after],
+        before_after=[(sample, sample.nodes(num_tokens)) for sample in before_after],
         edges=ENTROPY_EDGES,
         number=number,
     )
@@ -371,8 +349,9 @@ def _first(config: Mapping[str, str], *keys: str) -> str:
     return next((config[key] for key in keys if key in config), "not stated")
 
 
-def _figures(run: RunData) -> tuple[list[Figure], list[str]]:
-    figures = [_figure(chart, caption) for chart, caption in evaluation_charts(run)]
+def _figures(run: RunData) -> tuple[list[tuple[Markup, str]], list[str]]:
+    """Drawn charts with their captions, and the titles of those without a value."""
+    figures = [(svg_chart(chart), caption) for chart, caption in evaluation_charts(run)]
     missing: list[str] = []
     for title, kind, lines in (("Reward", "train", _reward_lines(run)), *_CURVES):
         metric = declared_metric(lines[0][1])
@@ -394,7 +373,7 @@ def _figures(run: RunData) -> tuple[list[Figure], list[str]]:
             if title == "Reward"
             else ""
         )
-        figures.append(_figure(chart, f"{caption}. Healthy: {metric.healthy}.{reward}"))
+        figures.append((svg_chart(chart), f"{caption}. Healthy: {metric.healthy}.{reward}"))
     return figures, missing
 
 
@@ -406,10 +385,6 @@ def _reward_lines(run: RunData) -> tuple[tuple[str, str], ...]:
         if any(value is not None for _, value in run.curve("train", line[1]))
     )
     return lines if len(lines) > 1 else _MIXED_REWARD_LINES
-
-
-def _figure(chart: Chart, caption: str) -> Figure:
-    return Figure(svg=svg_chart(chart), caption=caption)
 
 
 def _counts(run: RunData) -> list[tuple[str, str, str]]:

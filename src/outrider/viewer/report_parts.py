@@ -1,8 +1,8 @@
-"""Line charts as static SVG, for pages that must work without scripts and without a network.
+"""Parts of the HTML reports: line charts as static SVG, sample rollouts, and groups as trees.
 
-Drawn here because no light library fits: pygal links a script from the network into its output and leather
-fixes its colours, while these charts take theirs from the page (dark and light) and need axes with units and
-nothing else.
+The charts are drawn here because no light library fits: pygal links a script from the network into its output
+and leather fixes its colours, while these charts take theirs from the page (dark and light) and need axes
+with units and nothing else.
 """
 
 import math
@@ -100,9 +100,10 @@ def svg_chart(chart: Chart) -> Markup:
     heights = [
         height for point in points for height in (point.value, point.low, point.high) if height is not None
     ]
-    x_ticks = _x_ticks(
-        [point.x for point in points if point.x not in chart.x_tick_labels] or list(chart.x_tick_labels)
-    )
+    xs = [point.x for point in points if point.x not in chart.x_tick_labels] or list(chart.x_tick_labels)
+    low, high = math.floor(min(xs)), math.ceil(max(xs))
+    # Steps are whole numbers: no tick at step 2.5.
+    x_ticks = ticks(low, high) if high - low >= 8 else list(map(float, range(low, max(high, low + 1) + 1)))
     left = min(x_ticks[0], *chart.x_tick_labels) if chart.x_tick_labels else x_ticks[0]
     frame = _Frame(x_ticks=x_ticks, y_ticks=ticks(min(heights), max(heights)), left=left)
     body = [
@@ -147,23 +148,17 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _x_ticks(xs: Sequence[float]) -> list[float]:
-    low, high = math.floor(min(xs)), math.ceil(max(xs))
-    if high - low < 8:  # steps are whole numbers: no tick at step 2.5
-        return [float(x) for x in range(low, max(high, low + 1) + 1)]
-    return ticks(low, high)
-
-
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    """At most ``MAX_POINTS`` points, each the mean of as many neighbours as necessary."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(len(points) / MAX_POINTS)
-    return tuple(_average(points[start : start + size]) for start in range(0, len(points), size))
-
-
-def _average(bucket: Sequence[Point]) -> Point:
-    values = [point.value for point in bucket if point.value is not None]
-    return Point(x=bucket[-1].x, value=math.fsum(values) / len(values) if values else None)
+    thinned: list[Point] = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        values = [point.value for point in bucket if point.value is not None]
+        thinned.append(Point(x=bucket[-1].x, value=math.fsum(values) / len(values) if values else None))
+    return tuple(thinned)
 
 
 def _axes(chart: Chart, frame: _Frame) -> Markup:
@@ -193,34 +188,28 @@ def _axes(chart: Chart, frame: _Frame) -> Markup:
 
 
 def _line(series: Series, index: int, frame: _Frame, chart: Chart) -> Markup:
-    parts = [_interval(point, index, frame) for point in series.points]
+    parts: list[Markup] = []
+    for point in series.points:
+        if point.low is not None and point.high is not None:
+            x, low, high = (
+                round(at, 1) for at in (frame.x(point.x), frame.y(point.low), frame.y(point.high))
+            )
+            parts.append(Markup('<path class="interval s{}" d="M{} {}V{}"/>').format(index, x, low, high))
     if len(series.points) >= _SMOOTHING_MIN_POINTS:
         window = max(2, len(series.points) // 20)
         means = moving_mean([point.value for point in series.points], window)
         smooth = [Point(x=point.x, value=mean) for point, mean in zip(series.points, means, strict=True)]
         lines = [_path(series.points, f"line raw s{index}", frame), _path(smooth, f"line s{index}", frame)]
         return Markup("").join([*parts, *lines])
-    dots = [_dot(point, series.label, index, frame, chart) for point in series.points]
-    return Markup("").join([*parts, _path(series.points, f"line s{index}", frame), *dots])
-
-
-def _dot(point: Point, label: str, index: int, frame: _Frame, chart: Chart) -> Markup:
-    if point.value is None:
-        return Markup("")
-    low, high = (math.nan if end is None else end for end in (point.low, point.high))
-    text = score(point.value, low, high) if chart.is_share else number(point.value)
+    parts.append(_path(series.points, f"line s{index}", frame))
     dot = Markup('<circle class="dot s{}" cx="{}" cy="{}" r="2.6"><title>{}, {}: {}</title></circle>')
-    x, y = round(frame.x(point.x), 1), round(frame.y(point.value), 1)
-    return dot.format(index, x, y, label, point.name or number(point.x), text)
-
-
-def _interval(point: Point, index: int, frame: _Frame) -> Markup:
-    if point.low is None or point.high is None:
-        return Markup("")
-    x, low, high = (
-        round(coordinate, 1) for coordinate in (frame.x(point.x), frame.y(point.low), frame.y(point.high))
-    )
-    return Markup('<path class="interval s{}" d="M{} {}V{}"/>').format(index, x, low, high)
+    for point in series.points:
+        if point.value is not None:
+            low, high = (math.nan if end is None else end for end in (point.low, point.high))
+            text = score(point.value, low, high) if chart.is_share else number(point.value)
+            x, y = round(frame.x(point.x), 1), round(frame.y(point.value), 1)
+            parts.append(dot.format(index, x, y, series.label, point.name or number(point.x), text))
+    return Markup("").join(parts)
 
 
 def _path(points: Sequence[Point], css: str, frame: _Frame) -> Markup:
@@ -273,34 +262,17 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How much of a sample is shown: policy tokens per rollout, characters per node of other origin."""
-
-    num_tokens: int
-    num_chars: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleToken:
-    """One policy token; ``shade`` 0 to 7 is the class of its entropy among ``ENTROPY_EDGES``."""
-
-    text: str
-    shade: int
-    tooltip: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleNode:
-    """One node of a sample: tokens (policy) or text (others), each as head and tail around what is not
-    shown.
+    """One node of a sample: head and tail around what is not shown, of text or, for the policy, of tokens
+    (text, class 0 to 7 of its entropy among ``ENTROPY_EDGES``, tooltip).
     """
 
     origin: str
     label: str
     metadata: str
-    head: tuple[SampleToken, ...] | str
+    head: list[tuple[str, int, str]] | str
     num_hidden: int
-    tail: tuple[SampleToken, ...] | str
+    tail: list[tuple[str, int, str]] | str
 
     @property
     def has_tokens(self) -> bool:
@@ -322,11 +294,13 @@ class Sample:
             return "demonstration"
         return "hybrid" if self.leaf.hybrid else "on-policy"
 
-    def nodes(self, budget: Budget) -> tuple[SampleNode, ...]:
-        """The nodes as far as the budget goes."""
+    def nodes(self, num_tokens: int) -> list[SampleNode]:
+        """The nodes with about ``num_tokens`` policy tokens in all, and four times as many characters in each
+        node of another origin.
+        """
         num_policy = sum(bool(row.tokens) for row in self.path)
-        num_tokens = max(10, budget.num_tokens // max(1, num_policy))
-        return tuple(_node(row, num_tokens, budget.num_chars) for row in self.path)
+        tokens_per_node = max(10, num_tokens // max(1, num_policy))
+        return [_node(row, tokens_per_node, 4 * num_tokens) for row in self.path]
 
 
 def pick_samples(directory: Path, notes: list[str]) -> tuple[Sample, ...]:
@@ -399,26 +373,28 @@ def _ranked(samples: list[Sample]) -> list[Sample]:
 
 
 def _node(row: TraceRow, num_tokens: int, num_chars: int) -> SampleNode:
-    head: tuple[SampleToken, ...] | str
-    tail: tuple[SampleToken, ...] | str
+    head: list[tuple[str, int, str]] | str
+    tail: list[tuple[str, int, str]] | str
     if row.tokens:
-        tokens = [_token(*values) for values in zip(row.tokens, row.logprobs, row.entropies, strict=True)]
-        first, num_hidden, last = _cut(tokens, num_tokens)
-        head, tail = tuple(first), tuple(last)
+        tokens = [
+            (
+                text or "\u2205",
+                sum(entropy >= edge for edge in ENTROPY_EDGES),
+                f"{text!r}  log-prob {logprob:.3f}  entropy {entropy:.3f} nats",
+            )
+            for text, logprob, entropy in zip(row.tokens, row.logprobs, row.entropies, strict=True)
+        ]
+        head, num_hidden, tail = _cut(tokens, num_tokens)
     else:
         letters, num_hidden, rest = _cut(list(row.text), num_chars)
         head, tail = "".join(letters), "".join(rest)
-    metadata = "" if row.metadata in ("", "{}") else row.metadata[:300]
-    label = _LABELS[row.origin]
     return SampleNode(
-        origin=row.origin.value, label=label, metadata=metadata, head=head, num_hidden=num_hidden, tail=tail
-    )
-
-
-def _token(text: str, logprob: float, entropy: float) -> SampleToken:
-    tooltip = f"{text!r}  log-prob {logprob:.3f}  entropy {entropy:.3f} nats"
-    return SampleToken(
-        text=text or "\u2205", shade=sum(entropy >= edge for edge in ENTROPY_EDGES), tooltip=tooltip
+        origin=row.origin.value,
+        label=_LABELS[row.origin],
+        metadata="" if row.metadata in ("", "{}") else row.metadata[:300],
+        head=head,
+        num_hidden=num_hidden,
+        tail=tail,
     )
 
 
@@ -487,14 +463,27 @@ def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
         groups: dict[str, list[TraceRow]] = {}
         for row in rows:
             groups.setdefault(row.trace_id, []).append(row)
-        groups = {name: _drop_faulted(group) for name, group in groups.items()}
-        branched = [
-            (num, group) for group in groups.values() if (num := _num_forks(group)) and _fits(group, notes)
-        ]
+        branched = []
+        for group in map(_drop_faulted, groups.values()):
+            num_forks = sum(_count(parse_metadata(row).get("num_forks")) for row in group)
+            if num_forks and _fits(group, notes):
+                branched.append((num_forks, group))
         if branched:
             branched.sort(key=lambda pair: -pair[0])
-            return tuple(_tree(group) for _, group in branched[:NUM_TREES])
+            trees: list[Tree] = []
+            for _, group in branched[:NUM_TREES]:
+                children = _children(group)
+                roots = tuple(branch for root in children.get(-1, ()) for branch in _branches(root, children))
+                trees.append(Tree(step=group[0].step, task_key=group[0].task_key, roots=roots))
+            return tuple(trees)
     return ()
+
+
+def _children(rows: Sequence[TraceRow]) -> dict[int, list[TraceRow]]:
+    children: dict[int, list[TraceRow]] = {}
+    for row in rows:
+        children.setdefault(row.parent_id, []).append(row)
+    return children
 
 
 def _drop_faulted(rows: Sequence[TraceRow]) -> list[TraceRow]:
@@ -509,17 +498,11 @@ def _drop_faulted(rows: Sequence[TraceRow]) -> list[TraceRow]:
     return [row for row in rows if row.node_id in retained]
 
 
-def _num_forks(rows: Sequence[TraceRow]) -> int:
-    return sum(_count(parse_metadata(row).get("num_forks")) for row in rows)
-
-
 def _fits(rows: Sequence[TraceRow], notes: list[str]) -> bool:
     """Whether the group is a tree that the page can hold; a page nests as deeply as its branches do."""
     if len(rows) > _MAX_ROWS:
         return False
-    children: dict[int, list[TraceRow]] = {}
-    for row in rows:
-        children.setdefault(row.parent_id, []).append(row)
+    children = _children(rows)
     level, depth = [(row, 0) for row in children.get(-1, ())], 0
     if len({row.node_id for row in rows}) < len(rows):
         notes.append(f"traces: a group of {rows[0].task_key!r} is no tree and was left out")
@@ -541,14 +524,6 @@ def _fits(rows: Sequence[TraceRow], notes: list[str]) -> bool:
 
 def _count(value: object) -> int:
     return int(count) if (count := finite(value)) is not None and 0 <= count < _MOST_FORKS else 0
-
-
-def _tree(rows: Sequence[TraceRow]) -> Tree:
-    children: dict[int, list[TraceRow]] = {}
-    for row in rows:
-        children.setdefault(row.parent_id, []).append(row)
-    roots = tuple(branch for root in children.get(-1, ()) for branch in _branches(root, children))
-    return Tree(step=rows[0].step, task_key=rows[0].task_key, roots=roots)
 
 
 def _branches(row: TraceRow, children: dict[int, list[TraceRow]]) -> Iterator[Branch]:

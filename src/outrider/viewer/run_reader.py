@@ -1,5 +1,7 @@
-"""A run's progress on disk, for whoever looks at it from outside: ``live.json`` says where the run is now,
-``notes.jsonl`` keeps every line that was told.
+"""The files of a run folder that other processes read: configuration, metrics, evaluations and progress.
+
+``live.json`` has the present state of a run and ``notes.jsonl`` every printed note; :class:`RecordedProgress`
+writes both. Readers take a run folder as it is: a missing or torn file becomes a note, never an error.
 """
 
 import json
@@ -16,7 +18,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
-from outrider.files import readable
+from outrider.errors import DataError
+from outrider.files import parsed, readable, whole_lines
 from outrider.printing import is_graded
 from outrider.types import Json
 from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks
@@ -56,15 +59,9 @@ class RecordedProgress(Progress):
         }
 
     def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        done: int = 0,
-        num_parallel: int = 1,
-        line_per_unit: bool = False,
+        self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1, **options: Any
     ) -> None:
-        self._inner.stage(name, total, done=done, num_parallel=num_parallel, line_per_unit=line_per_unit)
+        self._inner.stage(name, total, done=done, num_parallel=num_parallel, **options)
         self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
         self._state |= {"stage": name, "total": total, "done": done, "fields": {}}
         if name != SET_UP and not self._has_begun:
@@ -131,9 +128,6 @@ class RecordedProgress(Progress):
             _log.warning("the run's progress is no longer recorded, the run goes on: %s", error)
 
 
-# Reads a run directory as it is: a missing or torn file becomes a note, never an error.
-
-
 _MAX_LISTED_LINES: Final = 3
 _LARGEST: Final = 1e300  # sums and ranges of larger numbers overflow
 _LARGEST_STEP: Final = 2**53  # larger ones are no floats of their own
@@ -171,6 +165,16 @@ class Evaluation:
     mean_return: float | None = None
 
     @property
+    def score(self) -> float:
+        """Mean success over tasks. Raises KeyError if no rollout has a result."""
+        return self.metrics["score"].value
+
+    @property
+    def conditions(self) -> tuple[str, float, str]:
+        """Split, temperature and panel: only scores with the same ones can be compared."""
+        return self.split, self.temperature, self.panel_hash
+
+    @property
     def graded_return(self) -> float | None:
         """The mean return if it differs from the share of solved tasks, else None."""
         score = self.metrics.get("score")
@@ -199,9 +203,9 @@ class RunData:
     def curve(self, kind: str, name: str) -> list[tuple[int, float | None]]:
         """(step, value) of a metric over the records of a kind that have it."""
         return [
-            (_step(record), finite(record[name]))
+            (step, finite(record[name]))
             for record in self.records
-            if record["kind"] == kind and name in record
+            if record["kind"] == kind and name in record and isinstance(step := record["step"], int)
         ]
 
     @property
@@ -237,6 +241,16 @@ def read_run(run_dir: Path) -> RunData:
     )
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file of a run, without a last line that is being written; none if the file is
+    missing. Raises DataError for a damaged line.
+    """
+    try:
+        return [parsed(line) for line in whole_lines(path)]
+    except ValueError as error:
+        raise DataError(f"{path.name} is damaged: {error}") from error
+
+
 def task_evaluation_message(folder: Path) -> str:
     """What is reported of the folder of an evaluation of tasks, which is no run; empty for any other."""
     if not (folder / "results.jsonl").is_file() or (folder / "config.toml").is_file():
@@ -252,12 +266,6 @@ def finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         return None
     return float(value)
-
-
-def _step(record: Mapping[str, Json]) -> int:
-    step = record["step"]
-    assert isinstance(step, int)  # _is_record let it through
-    return step
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -377,23 +385,31 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     return evaluation
 
 
-# What a run was warned of: the lines of ``notes.jsonl`` in capitals, and those of faults.
-
-
 _ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faults)")
-_LONGER: Final = "to the same bits as far as it went"  # a run that was given more, as documented
+_LONGER: Final = "to the same bits as far as it went"  # a finished run that was given more steps
+
+
+def live_state(run: Path) -> dict[str, Any] | None:
+    """The content of ``live.json``: stage, units done, fields and time; None if there is none."""
+    try:
+        state = json.loads((run / LIVE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def read_notes(run: Path) -> list[dict[str, Any]]:
+    """The lines of ``notes.jsonl`` with a text; none if the run kept no notes."""
+    try:
+        return [line for _, line in readable(run / NOTES) if line and "text" in line]
+    except OSError:
+        return []
 
 
 def read_alarms(run: Path) -> list[dict[str, Any]]:
-    """Warnings with their step (None: before training) and time, in order; none of a run that kept no
-    notes.
-    """
-    try:
-        lines = [value for _, value in readable(run / NOTES) if value is not None]
-    except OSError:
-        return []
+    """The notes that are warnings, with their step (None: before training) and time, in order."""
     return [
-        {"step": line.get("step"), "time": line.get("time"), "text": str(line["text"])}
-        for line in lines
-        if "text" in line and _ALARM.match(str(line["text"])) and _LONGER not in str(line["text"])
+        {"step": note.get("step"), "time": note.get("time"), "text": text}
+        for note in read_notes(run)
+        if _ALARM.match(text := str(note["text"])) and _LONGER not in text
     ]

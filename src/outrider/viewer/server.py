@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import replacing_folder
-from outrider.viewer.answers import ANSWERS, LONGEST_TEXT, Catalogue, ViewedRun, Viewer, fingerprint, stop
+from outrider.viewer.answers import LONGEST_TEXT, REQUESTS, Catalogue, ViewedRun, Viewer, fingerprint, stop
 from outrider.viewer.records import SCHEMA, StepFiles
 from outrider.viewer.search import rows_of_table
 
@@ -75,20 +75,16 @@ def write_bundle(
         )
         for run in runs:
             note(f"{run.path.name}: {len(run.index.stems())} files")
-            _RunFiles(viewer, run, new / "data" / run.id).write()
+            _write_run(viewer, run, new / "data" / run.id)
         if len(runs) > 1:
-            (new / "compare.html").write_text(_comparison_page(runs, compare, note), encoding="utf-8")
-
-
-def _comparison_page(
-    runs: Sequence[ViewedRun], compare: Callable[[Sequence[Path]], str], note: Callable[[str], None]
-) -> str:
-    """Runs that cannot be compared are looked at all the same."""
-    try:
-        return compare([run.path for run in runs])
-    except OutriderError as error:
-        note(f"not compared: {error}")
-        return f'<!doctype html><meta charset="utf-8"><title>Outrider</title><p>{escape(str(error))}</p>'
+            try:
+                page = compare([run.path for run in runs])
+            except OutriderError as error:  # the bundle shows runs that cannot be compared all the same
+                note(f"not compared: {error}")
+                page = (
+                    f'<!doctype html><meta charset="utf-8"><title>Outrider</title><p>{escape(str(error))}</p>'
+                )
+            (new / "compare.html").write_text(page, encoding="utf-8")
 
 
 def _without_paths(value: Any, run: Path) -> Any:
@@ -102,46 +98,36 @@ def _without_paths(value: Any, run: Path) -> Any:
     return value
 
 
-class _RunFiles:
+def _write_run(viewer: Viewer, run: ViewedRun, folder: Path) -> None:
     """The files of one run, below ``folder``."""
 
-    def __init__(self, viewer: Viewer, run: ViewedRun, folder: Path) -> None:
-        self._viewer = viewer
-        self._run = run
-        self._folder = folder
+    def answer(request: str, **params: str) -> Any:
+        return viewer.answer(request, {"run": run.id, **params})
 
-    def write(self) -> None:
-        _write(self._folder / "curves.json", self._answer("curves") | {"path": "RUN"})
-        for kind in ("places", "alarms"):
-            _write(self._folder / f"{kind}.json", _without_paths(self._answer(kind), self._run.path))
-        table = self._run.index.table()
-        rows = rows_of_table(table)
-        for stem in self._run.index.stems():
-            self._write_stem(stem, [row for row in rows if row["where"] == stem])
-        for step in StepFiles(self._run.path / "traces").steps():
-            _write(self._folder / f"memory-{step}.json", self._answer("memory", step=str(step)))
-            _write(self._folder / f"shown-{step}.json", self._answer("shown", step=str(step)))
-
-    def _write_stem(self, stem: str, rows: list[dict[str, Any]]) -> None:
-        folder = self._folder / stem
-        _write(folder / "rollouts.json", rows)
-        nodes = (
-            StepFiles(self._run.path / "traces").read(f"{stem}.parquet", SCHEMA).select(_TEXTS).to_pylist()
-        )
-        _write(folder / "texts.json", [node | {"where": stem} for node in nodes])
-        for trace in dict.fromkeys(row["trace_id"] for row in rows):
+    _write(folder / "curves.json", answer("curves") | {"path": "RUN"})
+    for request in ("places", "alarms"):
+        _write(folder / f"{request}.json", _without_paths(answer(request), run.path))
+    files = StepFiles(run.path / "traces")
+    rows = rows_of_table(run.index.table())
+    for stem in run.index.stems():
+        stem_rows = [row for row in rows if row["where"] == stem]
+        _write(folder / stem / "rollouts.json", stem_rows)
+        nodes = files.read_table(f"{stem}.parquet", SCHEMA).select(_TEXTS).to_pylist()
+        _write(folder / stem / "texts.json", [node | {"where": stem} for node in nodes])
+        for trace in dict.fromkeys(row["trace_id"] for row in stem_rows):
             params = {"where": stem, "trace": trace}
             number = trace.rpartition("/")[2]
-            _write(folder / f"group-{number}.json", self._answer("group", **params))
-            for row in (entry for entry in rows if entry["trace_id"] == trace):
+            _write(folder / stem / f"group-{number}.json", answer("group", **params))
+            for row in (entry for entry in stem_rows if entry["trace_id"] == trace):
                 name = f"tokens-{number}-{row['rollout']}.json"
-                _write(folder / name, self._answer("tokens", **params, rollout=str(row["rollout"])))
+                _write(folder / stem / name, answer("tokens", **params, rollout=str(row["rollout"])))
             for node in nodes:
                 if node["trace_id"] == trace and len(node["text"]) > LONGEST_TEXT:
-                    _write(folder / f"text-{number}-{node['node_id']}.json", {"text": node["text"]})
-
-    def _answer(self, kind: str, **params: str) -> Any:
-        return ANSWERS[kind](self._viewer, {"run": self._run.id, **params})
+                    name = f"text-{number}-{node['node_id']}.json"
+                    _write(folder / stem / name, {"text": node["text"]})
+    for step in files.steps():
+        _write(folder / f"memory-{step}.json", answer("memory", step=str(step)))
+        _write(folder / f"shown-{step}.json", answer("shown", step=str(step)))
 
 
 def _write(path: Path, value: Any) -> None:
@@ -292,17 +278,15 @@ class _Server:
         return HTMLResponse(text.replace("STOP_TOKEN", self._stop_token))
 
     async def data(self, request: Request) -> Response:
-        """What :data:`~outrider.viewer.answers.ANSWERS` has under this name."""
+        """The answer to one of :data:`~outrider.viewer.answers.REQUESTS`."""
         name = request.path_params["name"]
         kind = name.rpartition("/")[2].removesuffix(".json")
-        answer = ANSWERS.get(kind)
-        if answer is None:
+        if kind not in REQUESTS:
             return JSONResponse({"error": "no such page"}, status_code=404)
         try:
             async with self._answering:
-                body = await run_in_threadpool(
-                    lambda: _as_json(answer(self._viewer, dict(request.query_params)))
-                )
+                params = dict(request.query_params)
+                body = await run_in_threadpool(lambda: _as_json(self._viewer.answer(kind, params)))
         except KeyError as error:
             return JSONResponse({"error": f"no run or value {error}"}, status_code=404)
         except _REFUSED as error:

@@ -84,7 +84,7 @@ def test_the_contract(tmp_path: Path) -> None:
     )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60), st.sampled_from(["", "Tower", "Tower |", "https://a.org/x |", "2"]))
 def test_nothing_that_a_policy_writes_raises(tmp_path: Path, text: str, prefix: str) -> None:
     told = browser(tmp_path).run_text(prefix + text).text

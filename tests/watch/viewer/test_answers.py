@@ -195,12 +195,11 @@ def test_a_run_that_is_left_is_read_no_further(recorded: Path, monkeypatch: pyte
     """Else whoever goes to and fro between runs makes the server hold the texts of them all."""
     read: list[Path] = []
     search = TextSearch(recorded)
-    monkeypatch.setattr(text_search, "_WARM_BATCH", 1)
 
-    def leaving(path: Path) -> Any:
+    def leaving(path: Path, columns: list[str]) -> Any:
         read.append(path)
         search.leave()
-        return _read(path)
+        return _read(path, columns)
 
     monkeypatch.setattr(text_search, "_read", leaving)
     search.warm(["step-000001", "step-000002", "step-000003"])

@@ -10,7 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.files import FileLock
 from outrider.viewer import answers as live
 from outrider.viewer import server
-from outrider.viewer.answers import ANSWERS
+from outrider.viewer.answers import Viewer
 from outrider.viewer.run_reader import LIVE
 from outrider.viewer.server import is_loopback
 from tests.watch.viewer.serving import Served, serving
@@ -159,7 +159,7 @@ def test_a_flood_of_questions_is_answered_a_few_at_a_time(
     at_once: list[int] = []
     now: list[None] = []
 
-    def slow(viewer: Any, given: Any) -> Any:
+    def slow(viewer: Viewer, request: str, given: Any) -> Any:
         now.append(None)
         at_once.append(len(now))
         begun.release()
@@ -167,7 +167,7 @@ def test_a_flood_of_questions_is_answered_a_few_at_a_time(
         now.pop()
         return []
 
-    monkeypatch.setitem(cast("dict[str, Any]", ANSWERS), "runs", slow)
+    monkeypatch.setattr(Viewer, "answer", slow)
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(served.ask, "/data/runs.json") for _ in range(16)]
         for _ in range(server.MOST_ANSWERS):

@@ -1,5 +1,4 @@
-"""From logits to tokens: seeded sampling that rounding rarely moves, exact log-probs and entropies, and
-stop-string detection.
+"""Seeded sampling that rounding rarely changes, exact log-probs and entropies, and stop-string detection.
 
 Shape letters: B rows, V vocabulary, K blocks of the vocabulary, L ids of a block, N draws of a row (K + L).
 """
@@ -9,35 +8,36 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.tokens import Tokenizer
 from outrider.tokens.template import Continuation
 
-_PART = "\ufffd"  # what a decoder writes for bytes that are no whole character
-_ROWS = 16  # rows at a time: their float32 values (3 MB at 49,152 entries) stay in the processor's cache
-# consecutive ids; 49,152 entries need 192 + 256 draws per token where a race of all would need 49,152
+_PART = "\ufffd"  # decoders write this for an incomplete character
+_ROWS = 16  # rows at a time, whose float32 values (3 MB at 49,152 entries) stay in the processor's cache
+# consecutive ids; 49,152 entries need 192 + 256 draws per token instead of 49,152
 _BLOCK = 256
-_LEAST = 2.0**-54  # an exponential draw is 0 once in 2**53: nothing may be divided by it
+_LEAST = 2.0**-54  # an exponential draw is 0 once in 2**53, and is used as a divisor
 
 
 def request_stream(seed: int) -> np.random.Generator:
-    """The random stream of one request, from its own generator."""
+    """Return the random generator of one request."""
     return np.random.Generator(np.random.PCG64(seed))
 
 
 def sample(
-    logits_BV: torch.Tensor, temperatures: Sequence[float], streams: Sequence[np.random.Generator]
+    logits_BV: Tensor, temperatures: Sequence[float], streams: Sequence[np.random.Generator]
 ) -> tuple[list[int], list[float], list[float]]:
-    """One token per row: ids, log-probs at the row's temperature (1 when greedy), entropies at temperature 1
-    in nats.
+    """Sample one token per row: ids, log-probs at the row's temperature (1 if greedy), entropies in nats at
+    temperature 1.
 
-    ``streams`` are the rows' own (:func:`request_stream`); every call takes equally many draws from each. A
-    token is drawn by a race of exponentials (the Gumbel-max trick) on two levels, which is exact: first for a
-    block of consecutive ids by its probability, then for an id in it. An argmax moves only where rounding
-    reaches the distance of the two best, so that other last digits of the logits (another batch, another
-    processor) change a token with a probability of their own order. The inverse of the cumulated distribution
-    has a border at every id and moves at each of them (``benchmarks/sampling.py``). Everything is computed in
-    float32 over the whole vocabulary.
+    Every call takes equally many draws from each of the ``streams`` (:func:`request_stream`). A token is
+    sampled by a race of exponentials (the Gumbel-max trick) on two levels, which is exact: first a block of
+    consecutive ids by its probability, then an id in it. An argmax changes only if rounding exceeds the
+    distance of the two best, so different last digits of the logits (another batch, another processor) change
+    a token with a probability of their own order. Sampling from the cumulated distribution would have a
+    border at every id (``benchmarks/sampling.py``). Everything is computed in float32 over the whole
+    vocabulary.
     """
     scale_B1 = torch.tensor([t if t > 0 else 1.0 for t in temperatures], device=logits_BV.device)[:, None]
     draws_BN = exponentials(streams, logits_BV.shape[-1]).to(logits_BV.device)
@@ -58,33 +58,32 @@ def sample(
     return chosen, picked, entropies
 
 
-def exponentials(streams: Sequence[np.random.Generator], vocabulary_size: int) -> torch.Tensor:
-    """[B, N] draws of Exp(1), float32, one row a stream: of every block of the vocabulary, then of every
-    place in a block.
+def exponentials(streams: Sequence[np.random.Generator], vocabulary_size: int) -> Tensor:
+    """Return [B, N] draws of Exp(1) in float32, one row per stream: for every block of the vocabulary, then
+    for every position in a block.
 
-    Made of uniform draws, of which every number takes one: how far a stream has moved depends on nothing but
-    the number of tokens, and numpy keeps the bits of a generator from version to version, which it does not
-    promise for its exponential draws.
+    Each is computed from one uniform draw, so the state of a stream depends only on the number of tokens.
+    numpy guarantees the bits of uniform draws across versions, but not those of exponential draws.
     """
     uniforms_BN = np.empty((len(streams), -(-vocabulary_size // _BLOCK) + _BLOCK))
     for stream, row in zip(streams, uniforms_BN, strict=True):
         stream.random(out=row)
-    # log1p(-u) and not log(u): u may be 0 and is never 1.
+    # log1p(-u) instead of log(u), because u may be 0 but is never 1
     return torch.from_numpy(uniforms_BN).neg_().log1p_().neg_().clamp_(min=_LEAST).float()
 
 
 def _sample(
-    logits_BV: torch.Tensor,
-    scale_B1: torch.Tensor,
-    draws_BN: torch.Tensor,
+    logits_BV: Tensor,
+    scale_B1: Tensor,
+    draws_BN: Tensor,
     greedy: Sequence[bool],
     *,
     plain: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     logits_BV = logits_BV.float()
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
     probs_BV = torch.softmax(logits_BV, dim=-1)
-    # Before any temperature: rules of branching and retrieval compare entropies of the policy itself.
+    # at temperature 1: branching and retrieval compare entropies of the policy itself
     entropies = -(probs_BV * logprobs_BV).sum(dim=-1)
     if not plain:
         scaled_BV = logits_BV / scale_B1
@@ -95,11 +94,12 @@ def _sample(
     return chosen, logprobs_BV.gather(1, chosen[:, None])[:, 0], entropies
 
 
-def _race(probs_BV: torch.Tensor, draws_BN: torch.Tensor) -> torch.Tensor:
-    """[B]: the largest probability over its draw, of the blocks and then of the winning block's ids.
+def _race(probs_BV: Tensor, draws_BN: Tensor) -> Tensor:
+    """Return [B]: the largest ratio of probability and draw, over the blocks and then over the ids of the
+    winner.
 
-    An id without probability has the key 0 and loses: a block that wins has a mass above 1e-21 (the likeliest
-    block's is at least 1 / K, a draw lies between 2**-54 and 37), so that its likeliest id's key is far from
+    An id with probability 0 has the ratio 0 and loses: the winning block has a mass above 1e-21 (the largest
+    block's mass is at least 1 / K, and draws are between 2**-54 and 37), so its likeliest id is far from
     underflow.
     """
     num_ids = probs_BV.shape[-1]
@@ -109,20 +109,20 @@ def _race(probs_BV: torch.Tensor, draws_BN: torch.Tensor) -> torch.Tensor:
     masses_BK = torch.cat([whole_BKL.sum(dim=-1), rest_B1], dim=1)[:, : draws_BN.shape[-1] - _BLOCK]
     first_B1 = (masses_BK / draws_BN[:, :-_BLOCK]).argmax(dim=-1, keepdim=True) * _BLOCK
     ids_BL = first_B1 + torch.arange(_BLOCK, device=probs_BV.device)
-    # A mask and not a shorter row: rows win in different blocks, and only the vocabulary's last one is short.
+    # masked, because only the last block of the vocabulary is shorter
     inside_BL = probs_BV.gather(1, ids_BL.clamp(max=num_ids - 1)).masked_fill_(ids_BL >= num_ids, 0.0)
     return first_B1[:, 0] + (inside_BL / draws_BN[:, -_BLOCK:]).argmax(dim=-1)
 
 
 class StopStrings:
-    """Tells when the newest token completes one of a request's stop strings.
+    """Detects that the newest token completes a stop string.
 
-    Text is only decoded when the newest piece may hold the end of a stop string's last character, and then
+    Text is decoded only if the newest token may contain the end of a stop string's last character, and then
     only a short tail.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
-        # behind other text: alone, some tokenizers drop a piece's first blank
+        # after other text, because some tokenizers drop the first blank of a text
         self._text = Continuation(tokenizer).decode
         self._pieces = [self._text([i]) for i in range(vocabulary_size)]
         self._endings = lru_cache(maxsize=256)(self._compute_endings)
@@ -137,9 +137,8 @@ class StopStrings:
         if not candidates:
             return False
         longest = max(len(s.encode()) for s in candidates)
-        # a token holds at least a byte; 4 spare for split characters
+        # a token has at least one byte; 4 more for split characters
         tail = list(token_ids[-(longest + 4) :])
-        # the last token may complete it
         before = self._text(tail[:-1]).rstrip(_PART)
         after = self._text(tail)
         return any(s in after and after.rfind(s) + len(s) > len(before) for s in candidates)

@@ -4,21 +4,16 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from outrider.engines.base import EngineContext, EngineSettings, Generation, Request
-
-
-class CountingSettings(EngineSettings):
-    """Its section."""
-
-    rows: int = Field(64, ge=1)
+import outrider as o
 
 
 class Counting:
     """Generates in process, and counts."""
 
-    Settings = CountingSettings
+    class Settings(o.EngineSettings):
+        rows: int = Field(64, ge=1)
 
-    def __init__(self, settings: CountingSettings, context: EngineContext) -> None:
+    def __init__(self, settings: Settings, context: o.EngineContext) -> None:
         from outrider.engines.local.engine import LocalEngine
 
         self._inner = LocalEngine(
@@ -32,14 +27,14 @@ class Counting:
         self.num_batches = 0
 
     @classmethod
-    def build(cls, settings: CountingSettings, context: EngineContext) -> "Counting":
+    def build(cls, settings: Settings, context: o.EngineContext) -> "Counting":
         return cls(settings, context)
 
     @property
     def weight_version(self) -> int:
         return self._inner.weight_version
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[o.Request]) -> list[o.Generation]:
         self.num_batches += 1
         return self._inner.generate(requests)
 

@@ -2,92 +2,39 @@
 
 import re
 from collections.abc import Sequence
-from copy import copy
 
 from pydantic import Field
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
-from outrider.types import Message, Step, Task
+import outrider as o
 
 
-class NumbersSettings(EnvironmentSettings):
-    """Its section."""
-
-    num_train: int = Field(6, ge=1)
-    num_test: int = Field(3, ge=1)
-    max_moves: int = Field(2, ge=1)
-
-
-class Play:
-    """One episode."""
-
-    def __init__(self, target: int, settings: NumbersSettings) -> None:
-        self._target = target
-        self._settings = settings
-        self._num_moves = 0
-        self._near = 0.0
-
-    def reset(self, seed: int) -> Sequence[Message]:
-        self._num_moves, self._near = 0, 0.0
-        return (Message(role="user", content=f"{self._target}?"),)
-
-    def step(self, message: Message) -> StepResult:
-        self._num_moves += 1
-        found = re.search(r"[0-9]", message.content)
-        done = self._num_moves >= self._settings.max_moves
-        if found is None:
-            return StepResult(
-                message=Message(role="user", content="a digit"),
-                invalid=True,
-                done=done,
-                truncated=done,
-            )
-        self._near = 1 - abs(int(found[0]) - self._target) / 10
-        return StepResult(message=Message(role="user", content="on"), done=done, truncated=done)
-
-    def result(self) -> EpisodeResult:
-        return EpisodeResult(episode_return=self._near, success=self._near == 1)
-
-    def copy(self) -> "Play":
-        return copy(self)
-
-    def close(self) -> None:
-        pass
-
-
-class Factory:
-    """Makes plays."""
-
-    def __init__(self, settings: NumbersSettings) -> None:
-        self._settings = settings
-
-    def __call__(self, task: Task) -> Play:
-        return Play(int(task.answers[0]), self._settings)
-
-    def close(self) -> None:
-        pass
-
-
-class Numbers:
+class Numbers(o.Environment):
     """Digits that should be near another one."""
 
-    Settings = NumbersSettings
-    name = "numbers"
-    stop: tuple[str, ...] = ()
-    stateful = True
+    class Settings(o.EnvironmentSettings):
+        num_train: int = Field(6, ge=1)
+        num_test: int = Field(3, ge=1)
+        max_moves: int = Field(2, ge=1)
 
-    def __init__(self, settings: NumbersSettings) -> None:
-        self.settings = settings
+    settings: Settings
 
-    def tasks(self, split: str) -> Sequence[Task]:
-        num = self.settings.num_train if split == "train" else self.settings.num_test
-        return [Task(key=f"numbers/{split}/{i}", question="?", answers=(str(i % 10),)) for i in range(num)]
+    @classmethod
+    def tasks(cls, settings: Settings, split: str) -> Sequence[o.Task]:
+        num = settings.num_train if split == "train" else settings.num_test
+        return [o.Task(key=f"numbers/{split}/{i}", question="?", answers=(str(i % 10),)) for i in range(num)]
 
-    def make(self) -> Factory:
-        return Factory(self.settings)
+    def reset(self, task: o.Task, seed: int) -> str:
+        self.target, self.num_moves, self.near = int(task.answers[0]), 0, 0.0
+        return f"{self.target}?"
 
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        return None
+    def step(self, action: str) -> o.StepResult:
+        self.num_moves += 1
+        digit = re.search(r"[0-9]", action)
+        done = self.num_moves >= self.settings.max_moves
+        if digit is None:
+            return o.StepResult(message="a digit", invalid=True, done=done, truncated=done)
+        self.near = 1 - abs(int(digit[0]) - self.target) / 10
+        return o.StepResult(message="on", done=done, truncated=done)
 
-    def close(self) -> None:
-        pass
+    def result(self) -> o.EpisodeResult:
+        return o.EpisodeResult(episode_return=self.near, success=self.near == 1)

@@ -1,27 +1,22 @@
 """A tool: upper case."""
 
-from outrider.config import Settings
-from outrider.tools.base import ToolOutput
-
-
-class ShoutSettings(Settings):
-    """Keys of its table."""
-
-    mark: str = "!"
+import outrider as o
 
 
 class Shout:
     """Says it louder."""
 
-    Settings = ShoutSettings
+    class Settings(o.Settings):
+        mark: str = "!"
+
     name = "shout"
     usage = "Write <shout>a text</shout> to hear it louder."
 
-    def __init__(self, settings: ShoutSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    def run_text(self, text: str) -> ToolOutput:
-        return ToolOutput(text=text.upper() + self.settings.mark)
+    def run_text(self, text: str) -> o.ToolOutput:
+        return o.ToolOutput(text=text.upper() + self.settings.mark)
 
     def close(self) -> None:
         pass
