@@ -94,9 +94,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def family(
-    data: Path, new_engine: Callable[[], Any] = StrictEngine, **more: Any
-) -> AlfworldTaskSet:
+def family(data: Path, new_engine: Callable[[], Any] = StrictEngine, **more: Any) -> AlfworldTaskSet:
     return AlfworldTaskSet(AlfworldConfig(data=data, **more), new_engine=new_engine)
 
 

@@ -231,7 +231,7 @@ class PublishedGames:
 class AlfworldEnvironment(GameEnvironment):
     """One episode. The return is ``reward_scale`` for a game that is won, else 0."""
 
-    family = "ALFWorld"
+    name = "ALFWorld"
     metrics = ("num_moves", "num_turns", "num_invalid", "num_refused", "cut_by_moves")
 
     def __init__(self, *, config: AlfworldConfig, open_game: Callable[[], Game]) -> None:
