@@ -19,7 +19,7 @@ from outrider.distributed.rollouts import WorkerRollouts
 from outrider.distributed.worker import Heartbeat, Job, JobResult
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import StatelessHook
+from outrider.rollout.hooks import Hook, StatelessHook
 from outrider.rollout.scheduler import RolloutReport
 from outrider.tools.concurrency import CallBudget
 from outrider.trace import Trace
@@ -234,8 +234,8 @@ def test_a_batch_that_cannot_be_is_refused_before_anybody_plays() -> None:
 
 
 def test_a_hook_that_has_no_copies_is_named() -> None:
-    class Own:
-        """Neither remembers nor counts, and does not say so."""
+    class Own(Hook):
+        """A hook that says nothing about copies."""
 
     with pytest.raises(ConfigError, match="Own has no copies in other processes"):
         rollouts_of([Worker(0)], [Own()])
