@@ -67,7 +67,6 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES_
     from outrider.rollout.hooks import Hook as Hook
     from outrider.rollout.hooks import Splice as Splice
     from outrider.rollout.hooks import StatelessHook as StatelessHook
-    from outrider.rollout.hooks import StatelessHook as StatelessHook
     from outrider.runs import Run as Run
     from outrider.runs import plot as plot
     from outrider.seeding import stream as stream

@@ -11,7 +11,6 @@ from outrider.environments.factbook import data as factbook_data
 from outrider.environments.factbook import environment as factbook
 from outrider.environments.factbook.data import Factbook, clean, load_factbook, parse_factbook, read_entries
 from outrider.environments.factbook.environment import (
-    SPLITS,
     SYSTEM_PROMPT,
     FactbookConfig,
     FactbookTaskSet,
@@ -28,8 +27,9 @@ from outrider.environments.factbook.questions import (
     fact_passages,
 )
 from outrider.environments.grading.answers import normalize_answer
+from outrider.environments.task_sets import SPLITS
 from outrider.environments.tool_qa.datasets import hash_tasks
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 from outrider.tools.search import Passage, SearchConfig, SearchResult
 from outrider.types import Message, Task
 
@@ -158,7 +158,7 @@ def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: Factbo
 
 
 def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: FactbookTaskSet) -> None:
-    words = [*ATTRIBUTES.values(), Attribute(field="", words="border countries", question="")]
+    words = [*ATTRIBUTES.values(), Attribute("", "border countries", "")]
     field_words = {word for attribute in words for word in attribute.words.split()}
     for task in family.tasks("test"):
         first = str(_list(task, "gold_queries")[0])
@@ -259,9 +259,9 @@ def test_a_question_is_kept_only_if_its_searches_work() -> None:
     ("settings", "message"),
     [
         ({"hops": [4]}, "cannot be solved with max_calls = 3"),
-        ({"hops": []}, "hops must hold"),
-        ({"hops": [2, 2]}, "hops must hold"),
-        ({"hops": [0]}, "hops must hold"),
+        ({"hops": []}, "hops must be"),
+        ({"hops": [2, 2]}, "hops must be"),
+        ({"hops": [0]}, "hops must be"),
         ({"num_train": 0}, "num_train"),
         ({"hop": [2]}, "hop"),
     ],
@@ -272,7 +272,7 @@ def test_settings_that_cannot_run_are_errors(settings: dict[str, object], messag
 
 
 def test_an_unknown_split_is_an_error(family: FactbookTaskSet) -> None:
-    with pytest.raises(DataError, match="unknown split 'dev'"):
+    with pytest.raises(ConfigError, match="unknown split 'dev'"):
         family.tasks("dev")
 
 

@@ -414,9 +414,7 @@ def _load(run_args: Sequence[str]) -> list[tuple[str, ComparedRun]]:
         named.append((name, Path(path)) if is_named else ("", Path(arg)))
     names = run_names([path for _, path in named])
     runs = [load_run(path, name) for (_, path), name in zip(named, names, strict=True)]
-    method_runs = [
-        (method or method_name(run, path), run) for (method, path), run in zip(named, runs, strict=True)
-    ]
+    method_runs = [(method or method_name(run), run) for (method, _), run in zip(named, runs, strict=True)]
     columns = list(dict.fromkeys(method for method, _ in method_runs))
     return sorted(method_runs, key=lambda entry: (columns.index(entry[0]), entry[1].name))
 

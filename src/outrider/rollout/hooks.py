@@ -181,7 +181,7 @@ def as_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
     for hook in hooks:
         if not isinstance(hook, Hook):
             warnings.warn(
-                f"{type(hook).__name__} must be a subclass of outrider.rollout.hooks.Hook or StatelessHook; "
+                f"{type(hook).__name__} must be a subclass of outrider.Hook or outrider.StatelessHook; "
                 "an object that only has its methods works for one more version",
                 FutureWarning,
                 stacklevel=2,

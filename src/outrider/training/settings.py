@@ -11,6 +11,7 @@ from outrider.config import Settings
 from outrider.engines.base import EngineSettings, LocalSettings
 from outrider.engines.names import PACKAGED
 from outrider.environments.task_sets import EnvironmentConfig, is_inline
+from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
 from outrider.rollout.base import Limits
 from outrider.rollout.evaluate import EvaluationSettings
@@ -558,3 +559,27 @@ class RunSettings(Settings):
                 f"cluster.num_rollout_workers {self.cluster.num_rollout_workers} exceeds "
                 f"train.tasks_per_step {self.train.tasks_per_step}: a worker plays whole groups"
             )
+
+
+def require_experts(settings: RunSettings) -> None:
+    """Raise ConfigError for a cold start, or a buffer to fill, without the experts that it needs."""
+    if settings.environment.has_experts:
+        return
+    file, kind = "a file of trajectories (docs/formats.md)", settings.environment.type
+    why = (
+        f"{'questions of your own' if kind == 'tools' else 'its tasks'} "
+        f"(environment.type = {kind}) have no expert"
+    )
+    if settings.cold_start.num_examples and settings.cold_start.demonstrations is None:
+        raise ConfigError(
+            f"cold_start.num_examples = {settings.cold_start.num_examples}, and {why}: name {file} with "
+            "cold_start.demonstrations, or begin without a cold start (cold_start.num_examples=0)"
+        )
+    if settings.algorithm.retrieves and settings.train.num_steps > 0 and settings.buffer.path is None:
+        raise ConfigError(
+            f"algorithm.type = {settings.algorithm.type} retrieves from a buffer, and {why} to fill one: "
+            f"make it from {file} with `outrider buffer "
+            "import FILE --out steps.sqlite`, or from an agent with `outrider buffer build RECIPE --endpoint "
+            "URL --out steps.sqlite`, and set buffer.path=steps.sqlite; "
+            "or train without retrieval (algorithm.num_hybrid=0)"
+        )

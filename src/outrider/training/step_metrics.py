@@ -9,19 +9,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, TypeAlias, get_args
 
 from outrider.algorithms.advantages import NoSignalReason
 from outrider.algorithms.base import GroupAdvantages
 from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.base import HYBRID, has_part
+from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
 from outrider.trace import Leaf, Node, Trace
-from outrider.training.components import Components, RemoteRollouts
+from outrider.training.components import Components
 from outrider.training.data import SampledStep
 from outrider.training.settings import RunSettings
 from outrider.types import Origin, Outcome
+
+if TYPE_CHECKING:
+    from outrider.distributed.actors import RemoteProcesses
 
 _MOST_TRUNCATED: Final = 0.05
 _LEAST_EFFECTIVE: Final = 0.5
@@ -81,7 +85,7 @@ class StepClock:
     processes that could be idle.
     """
 
-    remote: RemoteRollouts | None
+    remote: "RemoteProcesses | None"
     start: float = field(default_factory=time.perf_counter)
     _busy_s: float = field(init=False)
     _rollout_s: float = field(init=False)
@@ -582,6 +586,18 @@ def _num_tokens(path: Sequence[Node]) -> int:
 
 def _total(nodes: Sequence[Node], name: str) -> float:
     return float(sum(node.metadata.get(name, 0) for node in nodes))
+
+
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """The numbers of an evaluation under their declared names."""
+    return {
+        "eval/score": evaluation.score,
+        "eval/ci_low": evaluation.ci_low,
+        "eval/ci_high": evaluation.ci_high,
+        "eval/mean_return": evaluation.mean_return,
+        "eval/num_tasks": float(evaluation.num_tasks),
+        "eval/num_faults": float(evaluation.num_faults),
+    }
 
 
 # The record of a training step: its declared metrics, from rollouts, credit and update.

@@ -1,8 +1,11 @@
-r"""Comparing mathematical answers part by part: lists, tuples, sets, intervals, unions, matrices, ratios and
-sums with dots. An algebra system compares the parts, which hold none of these.
+r"""Comparison of mathematical answers part by part: lists, tuples, sets, intervals, unions, matrices, ratios
+and sums with dots. A computer algebra system (``math-verify``) compares the parts, which contain none of
+these.
 
-A computer algebra system reads a list with ``\ldots``, a ``\pm`` in a tuple or a chain ``1:2:3`` in part, and
-what it does not read it does not compare. Here every part of one answer has a part of the other.
+The algebra system parses a list with ``\ldots``, a ``\pm`` in a tuple or a chain ``1:2:3`` only in part, and
+ignores the rest. Here every part of one answer must match a part of the other.
+
+The comparison runs in a grading process only, because its time and memory are not limited here.
 """
 
 import re
@@ -21,7 +24,7 @@ from math_verify import verify
 from outrider.environments.grading.math_normal_form import split_top, split_unit
 
 SameValue = Callable[[str, str], bool]
-"""Whether two expressions without structure have one value."""
+"""Whether two expressions without structure have the same value."""
 _DOTS: Final = r"\ldots"
 _CLOSERS: Final = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
 _MATRIX: Final = re.compile(
@@ -49,8 +52,13 @@ _MAX_MEMBERS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """An answer in its parts. ``kind``: a bare list, a bracketed one, or a single expression; ``brackets``
-    are those around it. ``word`` connects the parts of a list.
+    """An answer in its parts.
+
+    Attributes:
+        kind: a single expression, a list without brackets, or one with brackets.
+        members: the parts.
+        brackets: the brackets.
+        word: the word between the parts of a list.
     """
 
     kind: Literal["one", "list", "bracketed"]
@@ -59,12 +67,9 @@ class _Parts:
     word: str = ","
 
 
-def same_structure(left: str, right: str, same_value: SameValue) -> bool:
-    """Whether two answers are equal in all their parts. ``same_value`` compares expressions."""
-    return _Comparer(same_value).is_same(left, right)
-
-
 class _Comparer:
+    """Compares answers in all their parts; ``same_value`` compares expressions."""
+
     def __init__(self, same_value: SameValue) -> None:
         self._same_value = same_value
 
@@ -119,7 +124,7 @@ class _Comparer:
                 for item, other in zip(left, right, strict=True)
             )
         rest = list(right)
-        for item in left:  # the same text first: it costs nothing
+        for item in left:  # the same text first, which is cheap
             match = next((other for other in rest if _packed(other) == _packed(item)), None)
             if match is None:
                 match = next((other for other in rest if self.is_same(item, other)), None)
@@ -129,8 +134,8 @@ class _Comparer:
         return True
 
     def _is_same_mixed(self, single: str, other: _Parts) -> bool:
-        """An expression against something in several parts: a condition may name an interval, and a list of
-        one member is that member.
+        """Compare an expression with several parts: a condition may describe an interval, and a list of one
+        member equals that member.
         """
         if len(other.members) == 1 and other.brackets in (("", ""), (r"\{", r"\}"), ("[", "]"), ("(", ")")):
             return other.brackets[0] != "[" and self.is_same(single, other.members[0])
@@ -150,7 +155,7 @@ class _Comparer:
                 return False
             if all(is_percentage):
                 return self.is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
-            if is_percentage[0] != is_percentage[1]:  # "12 percent" may be given as 12 or as 0.12
+            if is_percentage[0] != is_percentage[1]:  # "12 percent" may be written as 12 or as 0.12
                 amounts = [text.removesuffix(r"\%") for text in (left, right)]
                 return self.is_same(*amounts) or self._same_value(left, right)
         for split in (
@@ -167,7 +172,7 @@ class _Comparer:
         bases = [_BASED.fullmatch(text.strip()) for text in (left, right)]
         if bases[0] and bases[1]:
             return _based_value(bases[0]) == _based_value(bases[1]) is not None
-        if any(bases):  # a base that one of them does not write: the digits decide
+        if any(bases):  # only one of them has a base: compare the digits
             digits = [
                 match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)
             ]
@@ -217,7 +222,7 @@ class _Comparer:
         )
 
     def _compare_relations(self, left: str, right: str) -> bool | None:
-        """``x = 5`` is 5. Two names must be one name."""
+        """``x = 5`` equals 5. Two names must be equal."""
         relations = [_assigned(text) for text in (left, right)]
         if relations[0][0] and relations[1][0]:
             if relations[0][0] == relations[1][0] and relations[0][1] == relations[1][1]:
@@ -234,8 +239,8 @@ class _Comparer:
 
 
 def is_same_unit(left: str, right: str) -> bool:
-    """Units of two amounts agree if one has none, if they are equal, or if one names the same thing more
-    precisely ("red marbles", "dollars per pound").
+    """Whether the units of two amounts agree: one has none, they are equal, or one is more precise ("red
+    marbles", "dollars per pound").
     """
     if not left or not right or left == right:
         return True
@@ -244,7 +249,7 @@ def is_same_unit(left: str, right: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without blanks and without brackets around a single member."""
+    """Remove blanks, and brackets around a single member."""
     text = text.strip().rstrip(".;").strip() if not text.strip().endswith(r"\.") else text.strip()
     if r"\approx" in text:  # the exact value, or that of a name
         first, *rest = split_top(text.replace(r"\approx", "\x00"), "\x00")
@@ -261,7 +266,7 @@ def _bare(text: str) -> str:
 
 
 def _inside(text: str, opening: str, closing: str) -> str | None:
-    """The inside of brackets that are around the whole text."""
+    """The content of brackets around the whole text."""
     if not (text.startswith(opening) and text.endswith(closing)) or len(text) < len(opening) + len(closing):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
@@ -275,8 +280,8 @@ def _inside(text: str, opening: str, closing: str) -> str | None:
 
 
 def _readings(text: str) -> list[_Parts]:
-    """The ways to read an answer; more than one only for ``3,125``, which is a number or two (``3,025`` is
-    one).
+    """The possible interpretations of an answer; several only for ``3,125``, which is one number or two
+    (``3,025`` is one).
     """
     variants = _signed(text)
     if len(variants) > 1:
@@ -311,7 +316,7 @@ def _bracketed(text: str) -> _Parts | None:
 
 
 def _members(text: str) -> tuple[str, ...]:
-    """In brackets every comma separates, except in ``1,000``."""
+    """The members in brackets: every comma separates, except in ``1,000``."""
     parts = split_top(text, ",;")
     joined = [parts[0]]
     for part in parts[1:]:
@@ -339,9 +344,7 @@ def _listed(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _signed(text: str) -> list[str]:
-    r"""Both values of an expression with ``\pm``; all combinations if there are several, unless ``\mp`` links
-    them.
-    """
+    r"""Both values of an expression with ``\pm``; all combinations of several, unless ``\mp`` links them."""
     text = text.replace(r"\pm", "\x02").replace(r"\mp", "\x03")
     num_signs = text.count("\x02") + text.count("\x03")
     if num_signs == 0 or num_signs > _MAX_SIGNS:
@@ -363,9 +366,7 @@ def _split_command(text: str, command: str) -> list[str]:
 
 
 def _assigned(text: str) -> tuple[str, str, str]:
-    r"""The name, the sign and the value of ``x = 5``, ``x \in [0, 1]`` or a chain of equations; empty for
-    anything else.
-    """
+    r"""Name, sign and value of ``x = 5``, ``x \in [0, 1]`` or a chain of equations; else empty texts."""
     parts = split_top(re.sub(r"\\in(?![A-Za-z])", "\x00", text), "=\x00")
     if len(parts) == 2 and "\x00" not in text and _NAME.fullmatch(parts[1]) and not _NAME.fullmatch(parts[0]):
         parts.reverse()  # 2x + 3 = y
@@ -380,8 +381,8 @@ def _assigned(text: str) -> tuple[str, str, str]:
 
 
 def _as_condition(parts: _Parts) -> str | None:
-    r"""Two bounds of one variable as one condition: ``0 \le x \le 1`` for "x >= 0 and x <= 1", and a union of
-    intervals if "or" is between them. None for anything else.
+    r"""Two bounds of one variable as one condition: for example, ``0 \le x \le 1`` for "x >= 0 and x <= 1",
+    and a union of intervals for "or". None for anything else.
     """
     bounds = [_BOUND.fullmatch(member) for member in parts.members]
     if len(bounds) != 2 or parts.word not in ("and", "or", ","):
@@ -419,7 +420,7 @@ def _packed(text: str) -> str:
 
 
 def _based_value(based: re.Match[str]) -> int | None:
-    """The value of digits in a base; None if they are no number in it."""
+    """The value of digits in a base; None if they are invalid in it."""
     digits, base = based[1], int(based[2] or based[3])
     try:
         return int(digits, base) if 2 <= base <= 16 else None
@@ -427,15 +428,11 @@ def _based_value(based: re.Match[str]) -> int | None:
         return None
 
 
-# Whether two answers have one value, by ``math-verify``. Runs in a grading process only: nothing bounds its
-# time or memory.
-
-
-# Units, boxes and words were read before; what this removes would be lost.
+# Units, boxes and words were handled before; anything removed here would be lost.
 _NORMALIZATION: Final = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
-# The parser reads these only in part, or as something else.
+# The parser ignores a part of these, or misinterprets them.
 _UNREADABLE: Final = re.compile(
     r"(?<![_\d])\d+\s+\.?\d|\d\.\d+\.\d|\d_|\\ldots|\\approx|\\p?mod|\\overline\{\d|\\dot|\\bar\s*\{?\d|\\sim|\\equiv|\\ne\b.*="
 )
@@ -444,12 +441,12 @@ _MIRRORED_RELATIONS: Final = {">": "<", r"\ge": r"\le"}
 
 
 def is_same_value(left: str, right: str) -> bool:
-    """Whether two answers are equal in all their parts. The comparison does not depend on the side."""
-    return same_structure(left, right, _is_same_expression)
+    """Whether two answers are equal in all their parts; symmetric."""
+    return _Comparer(_is_same_expression).is_same(left, right)
 
 
 def _is_same_expression(left: str, right: str) -> bool:
-    if r"\plainlog" in left or r"\plainlog" in right:  # natural in Python, decadic in school
+    if r"\plainlog" in left or r"\plainlog" in right:  # natural in Python, decimal in school
         return any(
             _is_same_expression(left.replace(r"\plainlog", name), right.replace(r"\plainlog", name))
             for name in (r"\ln", r"\log")
@@ -472,7 +469,7 @@ def _letters(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
-    """The whole text as an expression; None if the parser does not read all of it."""
+    """The whole text as an expression; None if the parser cannot parse all of it."""
     if _UNREADABLE.search(text):
         return None
     text = re.sub(r"('+)", lambda run: r"^{\prime" + " \\prime" * (len(run[1]) - 1) + "}", text)
@@ -486,13 +483,13 @@ def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
             normalization_config=None,
             conversion_config=config,
         )
-    except Exception:  # the parser raises all kinds
+    except Exception:  # the parser raises all kinds of exceptions
         return None
     return expression if isinstance(expression, (sympy.Basic, sympy.MatrixBase)) else None
 
 
 def _ordered(text: str) -> str:
-    """A chain of inequalities with the smallest first."""
+    """A chain of inequalities with the smallest part first."""
     parts = re.split(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))", text)
     if len(parts) < 5 or not all(sign in _MIRRORED_RELATIONS for sign in parts[1::2]):
         return text
@@ -506,7 +503,7 @@ def _is_verified(gold: Any, answer: Any) -> bool:
 
 
 def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
-    """Whether one is a multiple of the other. Two equations without solutions are not equal for that."""
+    """Whether one is a multiple of the other. Two equations are not equal because both have no solution."""
     if left == right or (left.lhs == right.rhs and left.rhs == right.lhs):
         return True
     if left.free_symbols != right.free_symbols or not left.free_symbols:
@@ -523,7 +520,7 @@ def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
 
 
 def _is_zero_difference(left: Any, right: Any) -> bool:
-    """With ``i`` as the imaginary unit."""
+    """Whether the difference is 0 with ``i`` as the imaginary unit."""
     try:
         unit = {
             symbol: sympy.I for side in (left, right) for symbol in side.free_symbols if symbol.name == "i"
@@ -534,7 +531,7 @@ def _is_zero_difference(left: Any, right: Any) -> bool:
 
 
 def _is_close(left: Any, right: Any) -> bool:
-    """The library compares a fixed number of decimals; small numbers must not be equal for that."""
+    """The library compares a fixed number of decimals, with which all small numbers would be equal."""
     try:
         if (
             isinstance(left, (sympy.MatrixBase, sympy.Set, sympy.Tuple))
@@ -554,8 +551,8 @@ def _is_close(left: Any, right: Any) -> bool:
 
 
 def _number(expression: Any) -> complex:
-    """The value; 0 for parts that cancel, of which the library evaluates no digit: ``1 - 1`` is
-    ``0.e-125``.
+    """The value; 0 for parts that cancel, for which the library evaluates no digit (``1 - 1`` is
+    ``0.e-125``).
     """
     real, imaginary = (
         0.0 if getattr(part, "_prec", 53) == 1 else float(part) for part in sympy.N(expression).as_real_imag()
