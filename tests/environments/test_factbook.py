@@ -191,6 +191,7 @@ def test_the_order_depends_on_the_seed_only() -> None:
     assert sorted(task.key for task in interleave(tasks, 1)) == sorted(task.key for task in tasks)
 
 
+@pytest.mark.long
 def test_the_default_panels_are_frozen() -> None:
     family = FactbookTaskSet(FactbookConfig())
     measured = {split: (len(family.tasks(split)), hash_tasks(family.tasks(split))[:16]) for split in SPLITS}

@@ -74,7 +74,7 @@ def _kill_after(process: ForkedOutrider, run: Path, delay: float) -> None:
     ("case", "delays"),
     [
         ("rapo", (-1.0, 0.3)),
-        pytest.param("evolve", (-1.0, 0.6), marks=pytest.mark.long),
+        pytest.param("evolve", (-1.0, 0.6), marks=pytest.mark.slow),
         pytest.param("rollout_replay", (0.4, -1.0), marks=pytest.mark.slow),
         pytest.param("combined", (-1.0, 0.4), marks=pytest.mark.long),
         pytest.param("agent", (0.4, -1.0), marks=pytest.mark.long),
@@ -127,7 +127,7 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
 @pytest.mark.parametrize(
     ("case", "metric", "least"),
     [
-        pytest.param("evolve", "buffer/num_added", 2, marks=pytest.mark.long),
+        pytest.param("evolve", "buffer/num_added", 2, marks=pytest.mark.slow),
         pytest.param("rollout_replay", "replay/num_groups", 5, marks=pytest.mark.slow),
     ],
 )
@@ -190,7 +190,7 @@ def test_the_run_with_a_predictor_learns_its_states(root: Path, whole: Callable[
     assert len({record["tips/intrinsic_mean"] for record in train}) == len(train)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:
     if not (root / "killed-evolve" / "buffer.sqlite").exists():
         pytest.skip("needs the killed run of the case evolve")
