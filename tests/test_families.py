@@ -13,13 +13,13 @@ from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.errors import ModelError
-from outrider.rollout.context import truncate_text
+from outrider.rollout.episode import truncate_text
+from outrider.rollout.external_agent import token_bytes
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
 from outrider.tokens.call_formats import CALL_FORMATS, convert_calls
 from outrider.tokens.template import Continuation
 from outrider.tokens.template_check import check_template
-from outrider.tokens.tokenizer import token_bytes
 from outrider.types import Message, Role, ToolCall, ToolSchema
 from tests.conversations import TOOLS, Generator
 from tests.templates_of_families import FAMILIES, Family, tokenizer_of
@@ -57,6 +57,7 @@ def generate(engine: ScriptedEngine, ids: Sequence[int], *stop: str, max_tokens:
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
+@settings(max_examples=8)
 @given(before=TEXT, text=TEXT)
 def test_text_behind_text_gains_and_loses_no_blank(name: str, before: str, text: str) -> None:
     continuation = Continuation(TOKENIZERS[name])
@@ -79,7 +80,7 @@ def test_texts_of_single_tokens_are_the_whole_text(name: str, text: str) -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(text=TEXT)
 def test_text_behind_a_marker_is_encoded_as_in_the_whole(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]

@@ -7,12 +7,9 @@ import pytest
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.entropy_branching import (
-    branch_probability,
     branches,
-    entropy_advantage_factors,
     first_wave_budget,
     require_countable,
-    segment_entropy,
 )
 from outrider.algorithms.loss_settings import (
     CispoLoss,
@@ -22,26 +19,6 @@ from outrider.algorithms.loss_settings import (
     RejectionMask,
     SamplerCorrection,
 )
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"change": 1.0, "base": 0.5, "weight": 0.2}, 0.7),
-        ({"change": -1.0, "base": 0.5, "weight": 0.25}, 0.25),
-        ({"change": 1.0, "base": 0.5, "weight": 0.25, "penalty": 0.25, "streak": 2}, 0.375),
-        ({"change": 9.0, "base": 0.5, "weight": 0.25}, 1.0),
-        ({"change": -9.0, "base": 0.5, "weight": 0.25}, 0.0),
-        ({"change": 0.0, "base": 0.5, "weight": 0.25, "penalty": 0.5, "streak": 3}, 0.0),
-        (
-            {"change": -9.0, "base": 0.5, "weight": 0.25, "penalty": 0.5, "streak": 3},
-            0.0,
-        ),  # not the product of two negatives
-    ],
-)
-def test_the_probability_of_a_branch_by_hand(options: dict[str, Any], expected: float) -> None:
-    assert branch_probability(**options) == pytest.approx(expected, abs=1e-15)
-
 
 STREAK = {"penalty": 0.5, "streak": 1}
 
@@ -92,28 +69,6 @@ def test_the_first_wave_is_between_one_and_the_group() -> None:
     assert [budget(1.0, 1.0), budget(0.0, 900.0), budget(900.0, 0.0)] == [5, 1, 8]
     assert budget(2 * math.log(3), 0.0) == 7  # a share of 3/4: the paper's slope is a half
     assert budget(0.0, 2 * math.log(3)) == 3  # and of 1/4
-
-
-def test_entropies_of_a_segment_by_hand() -> None:
-    entropies = [4.0, 2.0, 90.0]
-    assert segment_entropy(entropies, vocabulary_size=8, window=2, normalizer="none") == 3.0
-    assert segment_entropy(entropies, vocabulary_size=8, window=2, reduce="sum", normalizer="none") == 6.0
-    assert segment_entropy(entropies, vocabulary_size=8, window=2, normalizer="vocabulary") == 3.0 / 8
-    assert segment_entropy(entropies, vocabulary_size=8, window=2) == pytest.approx(3.0 / math.log(8))
-    assert segment_entropy([], vocabulary_size=2) == 0.0
-    assert segment_entropy([math.log(2)], vocabulary_size=2) == pytest.approx(1.0)
-    with pytest.raises(ValueError):
-        segment_entropy([1.0], vocabulary_size=1)
-
-
-def test_the_entropy_s_factor_on_the_advantage_by_hand() -> None:
-    assert entropy_advantage_factors([], weight=0.5) == []
-    assert entropy_advantage_factors([7.0], weight=0.5) == [1.0]
-    assert entropy_advantage_factors([2.0, 2.0], weight=0.5) == [1.0, 1.0]
-    assert entropy_advantage_factors([1.0, 2.0, 3.0], weight=0.5) == pytest.approx([0.5, 1.0, 1.5])
-    assert entropy_advantage_factors([0.0, 4.0], weight=0.5) == pytest.approx(
-        [1 - 0.5 / 2**0.5, 1 + 0.5 / 2**0.5]
-    )
 
 
 OBJECTIVES: list[tuple[str, dict[str, Any]]] = [

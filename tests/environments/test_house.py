@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, StepResult
+from outrider.environments.base import CopyableEnvironment, StepResult, make_task_set
 from outrider.environments.house import (
     FURNITURE,
     HALL,
@@ -26,7 +26,6 @@ from outrider.environments.house import (
     make_house,
     solution,
 )
-from outrider.environments.task_sets import make_task_set
 from outrider.errors import ConfigError
 from outrider.types import Message, Task
 
@@ -63,6 +62,7 @@ def act(environment: HouseEnvironment, command: str) -> StepResult:
     return environment.step(Message(role="assistant", content=f"<action>{command}</action>"))
 
 
+@settings(max_examples=5)
 @given(config=configs())
 def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseConfig) -> None:
     family = HouseTaskSet(config)

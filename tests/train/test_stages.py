@@ -15,11 +15,11 @@ from outrider import api
 from outrider.algorithms.base import Algorithm, TaskChoice
 from outrider.algorithms.exploration import Empo2Settings
 from outrider.config import load_settings, validate
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run
-from outrider.smoke.settings import NO_SERVER, smoke_assets, smoke_overrides
+from outrider.smoke import NO_SERVER, smoke_assets, smoke_overrides
 from outrider.trace import Trace
 from outrider.training.data import TaskOrder, count_groups, play_step, require_tasks, stage_lines, stage_tasks
 from outrider.training.settings import RunSettings, StageSettings, TrainSettings

@@ -1,6 +1,4 @@
-"""The settings of a loss, and how advantages are written on a trace; what an algorithm is:
-:mod:`outrider.algorithms.base`.
-"""
+"""The base class of algorithms, the settings of an objective, and how advantages are assigned to a trace."""
 
 import math
 import warnings
@@ -123,51 +121,51 @@ class ObjectiveSettings(Settings):
 
     @property
     def needs_experts(self) -> bool:
-        """Whether the environment's experts are asked in every step."""
+        """Whether every step requests solutions from the environment's experts."""
         return False
 
     @property
     def forks_by_replay(self) -> bool:
-        """Whether a rollout may go on from the middle of another one, whose actions are then played again."""
+        """Whether rollouts fork, which may replay the actions of another rollout."""
         return False
 
     @property
     def drops_groups(self) -> bool:
-        """Whether further tasks may be played in a step for groups that are not trained on."""
+        """Whether a step may play further tasks in place of groups that it does not train on."""
         return False
 
     @property
     def depends_on_num_steps(self) -> bool:
-        """Whether a step is another one in a longer run."""
+        """Whether a step with the same number differs between runs of different lengths."""
         return False
 
     @property
     def executes_retrieved(self) -> bool:
-        """Whether retrieved steps are done in the environment, and not only shown."""
+        """Whether retrieved steps are executed in the environment instead of only shown."""
         return False
 
     @property
     def tip_memory(self) -> "MemorySettings | None":
-        """How tips are written and shown; None where nobody reads any."""
+        """How tips are written and shown; None without tips."""
         return None
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
-        """Names what ``num_groups`` groups on ``num_tasks`` training tasks can never do, a line each."""
+        """One line for each setting that can never act in ``num_groups`` groups on ``num_tasks`` tasks."""
         return []
 
     def validate_run(self, run: "RunSettings") -> None:
-        """Raises ValueError, with dotted keys, where the rest of the run does not go with these settings."""
+        """Raise ValueError, with dotted keys, if the rest of the run does not fit these settings."""
 
     @property
     def rewards_kl(self) -> bool:
-        """Whether advantages count a KL to the reference, which is then measured before them."""
+        """Whether advantages include a KL to the reference, which is then measured before them."""
         return False
 
     def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
-        """Denominators of the importance ratio: the policy's log-probs when the update began, ``start_T``.
+        """Denominators of the importance ratio: ``start_T``, the policy's log-probs when the update began.
 
-        ``with_tips_T`` are those in the context that the rollouts acted in, NaN where it is the same one;
-        None: everywhere.
+        ``with_tips_T`` are the log-probs in the context that the rollouts acted in, NaN if the context is
+        the same; None if it is the same for all tokens.
         """
         from outrider.algorithms.losses import OldLogprobs
 
@@ -343,17 +341,13 @@ def assign_advantages(
         node.owner = rollouts[0] if len(shared) > 1 else None
 
 
-# An algorithm is one class with defaults, asked by the trainer at each place where methods differ.
-
-
 Arrays = Mapping[str, NDArray[Any]]
 ExpertPaths = Mapping[str, Sequence[Step] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFilter:
-    """Which groups of a step are worth training on. Others are left out, and further tasks are played for
-    them.
+    """Selects the groups of a step to train on; further tasks replace the others.
 
     After ``max_extra_batches`` further rounds the step trains on the groups that it has.
     """
@@ -364,10 +358,8 @@ class GroupFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskChoice:
-    """Tasks of a training step: the ``num_groups`` that come next in the run's order, or these ``tasks``.
-
-    ``tasks`` leave the order where it is. ``groups`` filters what was played in the order (None: all are
-    trained on).
+    """Tasks of a training step: the next ``num_groups`` in the run's order, or these ``tasks``, which do not
+    advance the order. ``groups`` filters the groups that were played (None: train on all).
     """
 
     num_groups: int
@@ -377,7 +369,7 @@ class TaskChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """Further ``groups`` with advantages that join a step, metrics, and why rollouts were ``lost``."""
+    """Further ``groups`` with advantages that join a step, metrics, and the reasons of ``lost`` rollouts."""
 
     groups: list[Trace] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -385,24 +377,23 @@ class Augmentation:
 
 
 class StepPlay(Protocol):
-    """How an algorithm gets rollouts of its own in a training step, in the environment and within the run's
-    limits.
-    """
+    """Plays further rollouts for an algorithm in a training step, within the limits of the run."""
 
     def request_expert_paths(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
-        """Steps by task key (None: there is no expert), and why experts could not be asked."""
+        """Expert steps by task key (None: there is no expert), and the reasons of failed requests."""
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
         """One rollout per task that follows these steps, in the state that the task's group began in."""
 
 
 class Algorithm:
-    """One page an algorithm. ``modes[i]`` is the mode of rollout i of a group; every method has a default.
+    """Base class of algorithms: you override :meth:`assign_advantages` and what else differs from GRPO.
 
-    ``objective`` holds the settings of the loss, ``hooks`` act inside the rollouts, ``metrics`` declares what
-    it measures beside what :mod:`outrider.metrics.registry` has. As a plug-in, a class with ``Settings`` (a
-    subclass of :class:`ObjectiveSettings`), made by ``build(settings, context)`` with
-    :class:`outrider.algorithms.base.AlgorithmContext`, or of its settings alone.
+    ``objective`` has the settings of the loss, ``hooks`` act inside the rollouts, ``modes[i]`` is the mode of
+    rollout i of a group, and ``metrics`` declares measurements beside those of
+    :mod:`outrider.metrics.registry`. A plug-in has a class ``Settings`` (a subclass of
+    :class:`ObjectiveSettings`) and is made by ``build(settings, context)`` with an
+    :class:`AlgorithmContext`, or of its settings alone.
     """
 
     metrics: ClassVar[Sequence[Metric]] = ()
@@ -431,13 +422,11 @@ class Algorithm:
         return self.modes
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
-        """Chooses among the training ``tasks``: by default the next ``num_groups``, the run's
-        ``train.tasks_per_step``.
-        """
+        """Choose training ``tasks``; by default the next ``num_groups`` (``train.tasks_per_step``)."""
         return TaskChoice(num_groups=num_groups)
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
-        """Rollouts that join the played ``traces`` in place, and groups that are trained on beside them."""
+        """Add rollouts to the played ``traces`` in place, and return further groups to train on."""
         return Augmentation()
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
@@ -447,13 +436,13 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__} has neither assign_advantages nor advantages")
 
     def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        """:meth:`assign_advantages` of all groups of a step, one entry a trace; for statistics that span
-        them.
+        """:meth:`assign_advantages` of all groups of a step, one entry a trace; override it for statistics
+        that span groups.
         """
         return [self.assign_advantages(trace) for trace in traces]
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
-        """The loss of every trained token: by default what the objective says."""
+        """The loss of every trained token; by default the objective's."""
         return self.objective.token_loss(inputs)
 
     def measure(self, traces: Sequence[Trace]) -> dict[str, float]:
@@ -466,30 +455,28 @@ class Algorithm:
         return type(self).state is not Algorithm.state
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Memories as plain data and arrays, for a checkpoint; empty for an algorithm that remembers
-        nothing. With ``cluster.max_staleness`` 1 a checkpoint comes between the rollouts of a step and its
-        :meth:`measure`: what hooks have counted for that belongs here too.
+        """Memories as plain data and arrays, for a checkpoint.
+
+        With ``cluster.max_staleness`` 1 a checkpoint comes between the rollouts of a step and its
+        :meth:`measure`: include what hooks have counted for it.
         """
         return {}, {}
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """Become what :meth:`state` saved."""
+        """Restore what :meth:`state` returned."""
 
     def memory_changes(self) -> list[MemoryChange]:
-        """What came into memories and went since this was last asked: it is recorded with every step."""
+        """Additions to and removals from memories since the last call, recorded with every step."""
         return []
 
     def counts(self) -> list[dict[str, int]]:
-        """Counts of the hooks over the whole run; they go into checkpoints, and a step's metrics are made of
-        their growth.
+        """Counts of the hooks over the whole run. Checkpoints store them; a step's metrics are their
+        increments.
         """
         return []
 
     def restore_counts(self, saved: Sequence[Mapping[str, int]]) -> None:
-        """Back to what :meth:`counts` gave."""
-
-
-# Facts of a run for its algorithm: ``build(settings, context)`` of the class takes what it needs.
+        """Restore what :meth:`counts` returned."""
 
 
 Demonstrations = Mapping[str, Sequence[Step] | None]
@@ -497,13 +484,13 @@ Demonstrations = Mapping[str, Sequence[Step] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmContext:
-    """``groups_per_step`` groups are played in each of ``num_training_steps`` steps; ``max_response_tokens``
-    is the rollout's limit.
+    """What a run provides to ``build(settings, context)`` of its algorithm.
 
-    ``vocabulary_size`` is the model's, ``count_tokens`` counts those of a text inside a message.
-    ``is_stateful``: an action of the environment changes what is hidden. ``buffer`` is None where the
-    settings do not retrieve (``ObjectiveSettings.retrieves``). ``read_demonstrations`` reads a file of
-    trajectories, by task key, for ``train_tasks``. Raises DataError.
+    ``groups_per_step`` groups are played in each of ``num_training_steps`` steps. ``max_response_tokens`` is
+    the limit of a rollout. ``count_tokens`` counts the tokens of a text inside a message. ``is_stateful``:
+    actions change the hidden state of the environment. ``buffer`` is None unless
+    ``ObjectiveSettings.retrieves``. ``read_demonstrations`` reads a file of trajectories, by task key, for
+    ``train_tasks``, and raises DataError.
     """
 
     seed: int

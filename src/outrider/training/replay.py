@@ -12,11 +12,17 @@ from pathlib import Path
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.environments.base import EnvironmentFactory, StepResult
-from outrider.environments.task_sets import make_task_set, split_tasks
+from outrider.environments.base import (
+    EnvironmentFactory,
+    Episode,
+    EpisodeResult,
+    StepResult,
+    make_task_set,
+    split_tasks,
+)
 from outrider.errors import DataError, EnvironmentFault, ToolFault
 from outrider.printing import Terminal, print_lines
-from outrider.rollout.episode import DirectEpisode, episode_outcome, play_texts
+from outrider.rollout.episode import episode_outcome, play_texts
 from outrider.seeding import reset_seed
 from outrider.training.run_dir import recorded_settings
 from outrider.training.settings import RunSettings
@@ -106,7 +112,7 @@ def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[_Recorded]:
 
 
 def compare(
-    recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: RunSettings
+    recorded: Sequence[TraceRow], episode: Episode, record: EpisodeResult, *, settings: RunSettings
 ) -> Difference | None:
     """The first difference between the rows of a rollout and its replay."""
     prompt = "\n".join(message.content for message in episode.prompt)
@@ -128,7 +134,7 @@ def compare(
             turn += 1
         for _ in _attempted_actions(row):
             last = next(results, last)
-    return _compare_end(recorded, last, episode, settings)
+    return _compare_end(recorded, last, episode, record, settings)
 
 
 def _replay(
@@ -142,10 +148,11 @@ def _replay(
     # the file of step n holds the rollouts before update n
     seed = reset_seed(settings.seed, step - 1, task.key)
     try:
-        episode = play_texts(factory, task, texts, seed=seed, timeout_s=settings.limits.step_timeout_s)
+        timeout_s = settings.limits.step_timeout_s
+        episode, record = play_texts(factory, task, texts, seed=seed, timeout_s=timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
         return Difference(kind="fault", turn=None, recorded="none", replayed=str(fault))
-    return compare(rollout.path, episode, settings=settings)
+    return compare(rollout.path, episode, record, settings=settings)
 
 
 def _is_action(row: TraceRow, settings: RunSettings) -> bool:
@@ -197,7 +204,11 @@ def _compare_observation(
 
 
 def _compare_end(
-    recorded: Sequence[TraceRow], last: StepResult | None, episode: DirectEpisode, settings: RunSettings
+    recorded: Sequence[TraceRow],
+    last: StepResult | None,
+    episode: Episode,
+    record: EpisodeResult,
+    settings: RunSettings,
 ) -> Difference | None:
     leaf = recorded[-1]
     if last is not None and last.done:  # as the rollout loop names an end that the environment declared
@@ -208,8 +219,8 @@ def _compare_end(
     assert leaf.outcome is not None  # what makes it a leaf
     if outcome is not leaf.outcome:
         return Difference(kind="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
-    if episode.record.episode_return != leaf.episode_return:
-        replayed = f"{episode.record.episode_return!r}"
+    if record.episode_return != leaf.episode_return:
+        replayed = f"{record.episode_return!r}"
         return Difference(kind="return", turn=None, recorded=f"{leaf.episode_return!r}", replayed=replayed)
     return None
 

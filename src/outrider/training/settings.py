@@ -10,7 +10,7 @@ from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
 from outrider.engines.base import EngineSettings, LocalSettings
 from outrider.engines.names import PACKAGED
-from outrider.environments.task_sets import EnvironmentConfig, is_inline
+from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
 from outrider.rollout.base import Limits

@@ -44,7 +44,7 @@ def test_a_call_that_takes_too_long_ends_alone_where_the_server_still_answers() 
 
 @pytest.mark.long
 def test_a_server_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.tools.mcp.session.LOOK_S", 0.5)
+    monkeypatch.setattr("outrider.tools.mcp.tool.McpConfig.LOOK_S", 0.5)
     with built(numbers(only=["stop_all", "process_id"], timeout_s=0.5)) as tools:
         first = _patiently(lambda: tools["process_id"].run_text("{}").text)
         with ThreadPoolExecutor(2) as pool:  # both at that server: one restart, two faults
@@ -176,7 +176,7 @@ def test_an_answer_over_http_is_bounded(flags: tuple[str, ...], tmp_path: Path) 
 def test_a_server_over_http_that_hangs_is_given_up_and_closing_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.tools.mcp.session.LOOK_S", 0.3)
+    monkeypatch.setattr("outrider.tools.mcp.tool.McpConfig.LOOK_S", 0.3)
     monkeypatch.setattr("outrider.tools.mcp.session._CLOSE_S", 0.3)
     with over_http(tmp_path) as (url, _):
         settings = numbers(

@@ -38,8 +38,7 @@ Ids = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Row:
-    """One request and its continuation so far. In a batch it has slot ``slot``, which is also its position.
-    """
+    """One request and its continuation so far. In a batch its slot is also its position."""
 
     index: int
     request: Request

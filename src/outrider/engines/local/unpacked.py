@@ -192,8 +192,7 @@ def _cache_use(model: PreTrainedModel, ids: Tensor, whole: Tensor, context: Tens
 def cached_logits(
     model: PreTrainedModel, ids_N: Tensor, start: int, cache: DynamicCache, *, num_logits: int = 1
 ) -> Tensor:
-    """Extend a cache of ``start`` tokens by N tokens; returns the logits [K, V] of the last ``num_logits``.
-    """
+    """Extend a cache of ``start`` tokens by N; return the logits [K, V] of the last ``num_logits``."""
     run: Any = model
     positions = torch.arange(start, start + len(ids_N), device=ids_N.device)[None]
     logits: Tensor = run(

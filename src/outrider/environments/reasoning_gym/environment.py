@@ -1,4 +1,4 @@
-"""Which generated reasoning tasks there are."""
+"""Generated tasks of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760)."""
 
 import importlib.util
 import json
@@ -15,7 +15,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.config import Settings
+from outrider.environments.base import SPLITS, Split, known_split, split_size
 from outrider.environments.tool_qa.environment import (
+    EpisodeConfig,
+    ToolEnvironmentFactory,
     ToolName,
     load_tools,
     tool_tags,
@@ -23,24 +26,44 @@ from outrider.environments.tool_qa.environment import (
     validate_tools,
     waiting_s,
 )
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
-from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.tag_protocol import stop_strings
+from outrider.environments.tool_qa.rewards import RewardConfig, stop_strings
 from outrider.errors import ConfigError, DataError, ToolFault, ToolUnavailable
 from outrider.tokens.call_formats import ProtocolName
 from outrider.tools.concurrency import SingleFlightCache
 from outrider.tools.python.tool import PythonTool, PythonToolConfig
 from outrider.types import Step, Task
 
-SPLITS: Final = ("train", "valid", "test")
-# Item i of a data set with seed s is that of seed s + i, so the splits begin far apart.
+# Item i of a data set with seed s has the seed s + i, so the splits begin far apart.
 _SEEDS_PER_SPLIT: Final = 10_000_000
 VERIFIER_SECONDS: Final = 5
-"""Processor time of a verdict, which does not depend on what else the machine does."""
+"""Limit of processor time for a verdict; it does not depend on the load of the machine."""
 _REFUSED: Final = {
     "codeio": "its items differ from process to process",
     "composite": "name the data sets themselves",
 }
+_GENERATOR_PROGRAM: Final = "outrider.environments.reasoning_gym.items"
+_SOURCE: Final = str(Path(__file__).resolve().parents[3])  # this tree, whatever else is installed
+_CACHE_SIZE: Final = 65_536
+# The evaluated answer could print a score: only a line that begins with the secret mark counts. The first
+# such line says that the item is there; if the program ends after it, the answer is the cause.
+_VERIFIER_PROGRAM: Final = """
+import json, random, numpy, reasoning_gym
+request = json.loads({request!r})
+numbers = {{"seed": request["seed"], "size": request["size"]}}
+dataset = reasoning_gym.create_dataset(request["dataset"], **numbers, **request["options"])
+random.seed(request["seed"] + request["index"])
+numpy.random.seed((request["seed"] + request["index"]) % 2**32)
+entry = dataset[request["index"]]
+answers = [] if entry["answer"] is None else [str(entry["answer"])]
+if str(entry["question"]) != request["question"] or answers != request["answers"]:
+    raise ValueError("its item here is not the task's")
+print("\\n" + {mark!r}, flush=True)
+try:
+    score = float(dataset.score_answer(request["answer"], entry=entry))
+except Exception:
+    score = None
+print("\\n" + {mark!r} + json.dumps(score))
+"""
 
 
 class Generator(Settings):
@@ -50,63 +73,62 @@ class Generator(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-def _parse_generator(value: object) -> object:
-    return {"name": value} if isinstance(value, str) else value
-
-
 class ReasoningGymConfig(EpisodeConfig):
-    """Tasks that reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760) generates, and its verifiers."""
+    """Tasks that reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760) generates and verifies."""
 
     is_closed_book: ClassVar[bool] = True
     has_verifier: ClassVar[bool] = True
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
-    datasets: tuple[Annotated[Generator, BeforeValidator(_parse_generator)], ...] = Field(
-        (Generator(name="chain_sum"),), min_length=1
-    )
+    datasets: tuple[
+        Annotated[Generator, BeforeValidator(lambda name: {"name": name} if isinstance(name, str) else name)],
+        ...,
+    ] = Field((Generator(name="chain_sum"),), min_length=1)
     """Names of data sets, or tables such as ``{name = "countdown", options = {max_numbers = 4}}``. Their
-    tasks take turns.
+    tasks alternate.
     """
     num_train: Annotated[int, Field(ge=1, le=1_000_000)] = 256
-    """Tasks of the split, all data sets together."""
+    """Number of tasks of the split, all data sets together. No question occurs twice, within a split or in
+    two.
+    """
     num_valid: Annotated[int, Field(ge=0, le=1_000_000)] = 32
-    """The same for ``valid``. No question comes twice, within a split or in two."""
     num_test: Annotated[int, Field(ge=0, le=1_000_000)] = 64
-    """The same for ``test``."""
     seed: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Decides the tasks. More tasks leave the first ones of ``train`` as they are (but in ``acre``)."""
+    """Seed of the tasks. If you increase the number of tasks, the first ones of ``train`` stay the same
+    (except in ``acre``).
+    """
     tools: tuple[ToolName, ...] = ()
-    """Tools that may be called before the answer: ``["python"]``, or plug-ins. None is a single turn."""
+    """Tools that may be called before the answer: ``["python"]``, or plug-ins. Without tools an episode is
+    one turn.
+    """
     protocol: ProtocolName = "tags"
-    """How tools are called: by tags inside one message, or natively (as with ``type = "tools"``)."""
+    """How tools are called: by tags in one message, or natively (as with ``type = "tools"``)."""
     python: PythonToolConfig = PythonToolConfig()
     reward: RewardConfig = RewardConfig(
         answer="verifier", format_penalty=0.0, require_think=False, require_boxed=False, multi_tool_bonus=0.0
     )
     system_prompt: str | None = None
-    """Your own system prompt; None explains the tags, empty is none."""
+    """System prompt; None explains the tags, an empty text means none."""
     unsafe_verifier: bool = False
-    """Verify without a sandbox where the kernel lacks its locks. Some verifiers evaluate the answer as
-    Python: a policy's text then runs with your rights.
+    """Verify without a sandbox if the kernel does not support it. Some verifiers evaluate the answer as
+    Python: the policy's text then runs with your permissions.
     """
 
     @model_validator(mode="after")
-    def _known(self) -> "ReasoningGymConfig":
+    def _validate_datasets(self) -> "ReasoningGymConfig":
         for dataset in self.datasets:
             if dataset.name in _REFUSED:
-                raise ValueError(
-                    f"the data set {dataset.name} is not possible here: {_REFUSED[dataset.name]}"
-                )
+                raise ValueError(f"the data set {dataset.name} is not supported: {_REFUSED[dataset.name]}")
         validate_tools(self.tools)
         if not self.tools and self.protocol != "tags":
-            raise ValueError("a native protocol needs tools: without any, the answer stands between tags")
+            raise ValueError("a native protocol needs tools; without tools the answer is between tags")
         if self.reward.answer == "judge":
-            raise ValueError("these tasks have a verifier of their own, and no judge")
+            raise ValueError("these tasks have a verifier of their own and no judge")
         return self
 
     @property
     def has_experts(self) -> bool:
-        """The package's answers; they hold no thoughts."""
+        """The package's answers, which contain no thoughts."""
         return not self.reward.require_think
 
     @property
@@ -115,67 +137,49 @@ class ReasoningGymConfig(EpisodeConfig):
 
     @property
     def calls_tools(self) -> bool:
-        """Where the recipe names any."""
         return bool(self.tools)
 
     def tool_names(self) -> tuple[str, ...]:
-        """Tag names, in the recipe's order."""
         return tool_tags(self.tools)
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """Answers are verified one at a time, and Python runs so many calls; the others wait."""
+        """Answers are verified one at a time, and the Python tool runs a limited number of calls."""
         rounds = math.ceil(num_concurrent / self.python.num_servers) if "python" in self.tools else 0
         calls = max(waiting_s(self.tools, num_concurrent), self.python.wall_seconds * rounds)
         return VERIFIER_SECONDS * num_concurrent + calls
 
-    def first_seed(self, split: str) -> int:
+    def first_seed(self, split: Split) -> int:
         """Seed of a split's first item."""
-        return self.seed * len(SPLITS) * _SEEDS_PER_SPLIT + SPLITS.index(split) * _SEEDS_PER_SPLIT
+        return (self.seed * len(SPLITS) + SPLITS.index(split)) * _SEEDS_PER_SPLIT
 
 
 def check_package() -> None:
-    """Raises :class:`ToolUnavailable` where reasoning-gym is missing."""
+    """Raises ToolUnavailable if reasoning-gym is missing."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ToolUnavailable("reasoning-gym is not installed: pip install 'outrider[reasoning-gym]'")
 
 
-# Reasoning-gym's items as tasks, made in a process of their own.
-#
-# Several data sets go through sets of strings, whose order differs from process to process. There the hash
-# seed is fixed, as it is in the verifier's sandbox: every run has the same tasks, and an answer is held
-# against the item that was asked.
-
-
-_GENERATOR_PROGRAM: Final = "outrider.environments.reasoning_gym.items"
-_SOURCE: Final = str(Path(__file__).resolve().parents[3])  # this tree, whatever else is installed
-
-
 def generate(config: ReasoningGymConfig) -> dict[str, tuple[Task, ...]]:
-    """All splits, in their fixed order. Raises ConfigError for a data set or an option that there is not,
-    DataError where a data set has too few different questions, or raises.
+    """The tasks of all splits in their fixed order, made in a process of its own.
+
+    Several data sets iterate over sets of strings, whose order differs from process to process. So the hash
+    seed is fixed, as it is in the verifier's sandbox: every run has the same tasks, and the verifier has the
+    same item.
+
+    Raises ConfigError for an unknown data set or option, and DataError if a data set has too few different
+    questions or raises.
     """
-    sizes = (config.num_train, config.num_valid, config.num_test)
-    rows = _make_rows(
-        {
-            "datasets": [dataset.model_dump(mode="json") for dataset in config.datasets],
-            "splits": {
-                split: (size, config.first_seed(split)) for split, size in zip(SPLITS, sizes, strict=True)
-            },
-        }
-    )
-    package = f"reasoning-gym {version('reasoning-gym')}"
-    return {split: tuple(_task(row, package) for row in split_rows) for split, split_rows in rows.items()}
-
-
-def _make_rows(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    searched = filter(None, (_SOURCE, os.environ.get("PYTHONPATH")))
-    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(searched)}
+    request = {
+        "datasets": [dataset.model_dump(mode="json") for dataset in config.datasets],
+        "splits": {split: (split_size(config, split), config.first_seed(split)) for split in SPLITS},
+    }
+    paths = filter(None, (_SOURCE, os.environ.get("PYTHONPATH")))
     done = subprocess.run(
         [sys.executable, "-P", "-X", "utf8", "-m", _GENERATOR_PROGRAM],
         input=json.dumps(request),
         capture_output=True,
         encoding="utf-8",
-        env=environment,
+        env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)},
         check=False,
     )
     if done.returncode != 0:
@@ -183,55 +187,33 @@ def _make_rows(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         raise DataError(f"reasoning-gym: the items cannot be made: {last[:300]}")
     answer: dict[str, Any] = json.loads(done.stdout)
     if "raised" in answer:
-        raise (ConfigError if answer["raised"] == "ConfigError" else DataError)(answer["told"])
-    rows: dict[str, list[dict[str, Any]]] = answer["rows"]
-    return rows
-
-
-def _task(row: dict[str, Any], package: str) -> Task:
-    item = {name: row[name] for name in ("dataset", "options", "seed", "size", "index")}
-    return Task(
-        key=row["key"],
-        question=row["question"],
-        answers=tuple(row["answers"]),
-        metadata=item | {"package": package},
-    )
-
-
-# Verdicts of reasoning-gym's verifiers, from within the sandbox of the Python tool.
-#
-# Several of them give an answer to ``eval``, or to a parser that does: a policy's text would run in the
-# process that trains.
-
-
-_CACHE_SIZE: Final = 65_536
-# What is evaluated could print a score: only a line that begins with the call's own mark counts. The first
-# one says that the item is there: whatever ends the program from then on is the answer's doing.
-_VERIFIER_PROGRAM: Final = """
-import json, random, numpy, reasoning_gym
-asked = json.loads({asked!r})
-numbers = {{"seed": asked["seed"], "size": asked["size"]}}
-dataset = reasoning_gym.create_dataset(asked["dataset"], **numbers, **asked["options"])
-random.seed(asked["seed"] + asked["index"])
-numpy.random.seed((asked["seed"] + asked["index"]) % 2**32)
-entry = dataset[asked["index"]]
-answers = [] if entry["answer"] is None else [str(entry["answer"])]
-if str(entry["question"]) != asked["question"] or answers != asked["answers"]:
-    raise ValueError("its item here is not the task's")
-print("\\n" + {mark!r}, flush=True)
-try:
-    score = float(dataset.score_answer(asked["answer"], entry=entry))
-except Exception:
-    score = None
-print("\\n" + {mark!r} + json.dumps(score))
-"""
+        raise (ConfigError if answer["raised"] == "ConfigError" else DataError)(answer["message"])
+    package = f"reasoning-gym {version('reasoning-gym')}"
+    return {
+        split: tuple(
+            Task(
+                key=row["key"],
+                question=row["question"],
+                answers=tuple(row["answers"]),
+                metadata={
+                    **{name: row[name] for name in ("dataset", "options", "seed", "size", "index")},
+                    "package": package,
+                },
+            )
+            for row in rows
+        )
+        for split, rows in answer["rows"].items()
+    }
 
 
 class SandboxedVerifier:
-    """Scores answers, each once; safe to call from several threads."""
+    """Scores answers, each once, in the sandbox of the Python tool. Thread-safe.
+
+    Some of reasoning-gym's verifiers evaluate the answer: a policy's text would run in the training process.
+    """
 
     def __init__(self, *, allow_unsafe: bool = False) -> None:
-        """Raises ToolUnavailable where the sandbox or the package is missing."""
+        """Raises ToolUnavailable if the sandbox or the package is missing."""
         limits = PythonToolConfig(
             wall_seconds=120.0,
             cpu_seconds=VERIFIER_SECONDS,
@@ -243,8 +225,8 @@ class SandboxedVerifier:
         self._scores: SingleFlightCache[float | None] = SingleFlightCache(_CACHE_SIZE)
 
     def __call__(self, task: Task, answer: str) -> float | None:
-        """Score in [0, 1]; None where the verifier raised, or did not end within its limits. Raises ToolFault
-        where it does not have the task's item.
+        """Score in [0, 1]; None if the verifier raises or exceeds its limits. Raises ToolFault if it does not
+        have the task's item.
         """
         return self._scores.get((task.key, answer), lambda: self._score(task, answer))
 
@@ -256,7 +238,7 @@ class SandboxedVerifier:
         mark = secrets.token_hex(16)
         item = {"question": task.question, "answers": list(task.answers)}
         request = json.dumps({**task.metadata, **item, "answer": answer})
-        result = self._python.run(_VERIFIER_PROGRAM.format(asked=request, mark=mark))
+        result = self._python.run(_VERIFIER_PROGRAM.format(request=request, mark=mark))
         lines = [line.removeprefix(mark) for line in result.output.splitlines() if line.startswith(mark)]
         if not lines:
             details = f"{result.status}, {result.output[-300:]}"
@@ -265,14 +247,11 @@ class SandboxedVerifier:
         return min(max(float(score), 0.0), 1.0) if score is not None and math.isfinite(score) else None
 
 
-# Reasoning-gym's generated tasks: ``environment.type = "reasoning_gym"``.
-
-
 class ReasoningGymFactory(ToolEnvironmentFactory):
-    """Makes environments over the tools and the verifier, which it owns."""
+    """Makes environments, and owns the tools and the verifier."""
 
     def __init__(self, config: ReasoningGymConfig) -> None:
-        """Raises ToolUnavailable where a tool, the sandbox or the package is missing."""
+        """Raises ToolUnavailable if a tool, the sandbox or the package is missing."""
         check_package()
         self.verifier = SandboxedVerifier(allow_unsafe=config.unsafe_verifier)
         try:
@@ -301,30 +280,28 @@ class ReasoningGymTaskSet:
     stateful = False
 
     def __init__(self, config: ReasoningGymConfig) -> None:
-        """Generate nothing."""
         self.config = config
-        # a native turn ends where the policy closes its message
+        # A native turn ends with the policy's message.
         self.stop = stop_strings(config.tool_names()) if config.call_format is None else ()
         self._splits: dict[str, tuple[Task, ...]] | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The frozen list of ``train``, ``valid`` or ``test``. Raises ToolUnavailable without the package,
-        DataError where a data set has too few questions.
+        """The tasks of a split. Raises ToolUnavailable without the package, and DataError if a data set has
+        too few questions.
         """
-        if split not in SPLITS:
-            raise DataError(f"reasoning_gym: unknown split {split!r}, expected one of {', '.join(SPLITS)}")
+        known = known_split(split, "reasoning_gym")
         if self._splits is None:
             check_package()
             self._splits = generate(self.config)
-        return self._splits[split]
+        return self._splits[known]
 
     def make(self) -> ReasoningGymFactory:
-        """Start the tools and the verifier's sandbox; raises ToolUnavailable or DataError."""
+        """Start the tools and the verifier's sandbox. Raises ToolUnavailable or DataError."""
         return ReasoningGymFactory(self.config)
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """The package's own answer, without a way to it; None where it has none, or the format asks for
-        thoughts. Teaches the format.
+        """The package's own answer without reasoning, which teaches the format; None if there is no answer,
+        or if the format requires thoughts.
         """
         if not task.answers or not self.config.has_experts:
             return None
@@ -334,11 +311,11 @@ class ReasoningGymTaskSet:
         return (Step(text=text, observation="", is_terminal=True),)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def system_prompt(config: ReasoningGymConfig) -> str:
-    """How to answer, and how to call tools where there are any."""
+    """Instructions for the answer and for the tools."""
     if config.system_prompt is not None:
         return config.system_prompt
     box = r"\boxed{...}" if config.reward.require_boxed else "..."

@@ -183,7 +183,8 @@ def register_chat_harness() -> None:
     program = make_module("outrider_chat_program", CHAT_PROGRAM_SOURCE)
 
     # One HTTP client for all conversations; the program makes a new one each time.
-    make, clients = program.DefaultAsyncHttpxClient, []
+    make = program.DefaultAsyncHttpxClient
+    clients: list[Any] = []
 
     def shared(**options: Any) -> Any:
         if not clients:

@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import httpx2
@@ -50,8 +50,10 @@ from outrider.errors import ConfigError, OutriderError, ToolFault, ToolUnavailab
 from outrider.plugins.imports import Origin
 from outrider.tokens.tool_calls import Arguments, find_schema_flaw
 from outrider.tools.base import ToolOutput, usage_line
-from outrider.tools.mcp.tool import LOOK_S, McpConfig, tool_tag
 from outrider.types import Json, ToolSchema
+
+if TYPE_CHECKING:
+    from outrider.tools.mcp.tool import McpConfig
 
 _MAX_PAGES: Final = 100  # of a list of tools
 _MAX_GARBAGE: Final = 100  # lines in a row that are no message: some servers print a banner
@@ -143,7 +145,7 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
 
 
 @asynccontextmanager
-async def _http_streams(settings: McpConfig) -> AsyncIterator[Any]:
+async def _http_streams(settings: "McpConfig") -> AsyncIterator[Any]:
     """Open the streams of a session. Proxies of the environment are ignored: the url names the server."""
     limits = httpx2.Timeout(settings.timeout_s, read=None)  # the call itself limits the time of a response
     transport = _BoundedTransport(settings.max_bytes)
@@ -168,7 +170,7 @@ class ServerProcess:
     one is bounded, quiet, and stores the end of the server's stderr for the message of a fault.
     """
 
-    def __init__(self, settings: McpConfig) -> None:
+    def __init__(self, settings: "McpConfig") -> None:
         self._program = settings.program()
         self._env = settings.filled(settings.env)
         self._cwd = None if settings.cwd is None else str(settings.cwd)
@@ -338,7 +340,7 @@ class Listing:
     tools: Mapping[str, ListedTool]
 
 
-def select_tools(settings: McpConfig, *, server: str, version: str, tools: Mapping[str, Any]) -> Listing:
+def select_tools(settings: "McpConfig", *, server: str, version: str, tools: Mapping[str, Any]) -> Listing:
     """Select the tools of a run from all ``tools`` (the client's objects, by name)."""
     names = settings.only or tuple(tools)
     if missing := [name for name in names if name not in tools]:
@@ -359,7 +361,7 @@ def select_tools(settings: McpConfig, *, server: str, version: str, tools: Mappi
     return Listing(server=server, version=version, tools=tools_by_tag)
 
 
-def _schema(settings: McpConfig, name: str, tool: Any) -> ToolSchema:
+def _schema(settings: "McpConfig", name: str, tool: Any) -> ToolSchema:
     """Build a tool's schema. Raises ConfigError if a chat template cannot render its arguments."""
     # a server may write null for a missing key; $schema is of no use to a policy
     parameters = {
@@ -385,10 +387,10 @@ def _schema(settings: McpConfig, name: str, tool: Any) -> ToolSchema:
     }
     description = tool.description or tool.title or f"The tool {tool.name}."
     text = " ".join(description.split())
-    return {"name": tool_tag(settings, name), "description": text, "parameters": parameters}
+    return {"name": settings.tag(name), "description": text, "parameters": parameters}
 
 
-def origins(settings: McpConfig, listing: Listing) -> dict[str, Origin]:
+def origins(settings: "McpConfig", listing: Listing) -> dict[str, Origin]:
     """Describe the server, its list of tools, its script and each tool for the record of a run."""
     target = settings.url or settings.script or settings.command or ""
     label = f"{listing.server} {listing.version}".strip()
@@ -419,7 +421,7 @@ def origins(settings: McpConfig, listing: Listing) -> dict[str, Origin]:
 class Link:
     """A session, opened by :meth:`open`; :meth:`close` leaves no process running."""
 
-    def __init__(self, settings: McpConfig) -> None:
+    def __init__(self, settings: "McpConfig") -> None:
         self._settings = settings
         self._process = None if settings.url is not None else ServerProcess(settings)
         self._closing = asyncio.Event()
@@ -427,7 +429,7 @@ class Link:
         self._task = asyncio.create_task(self._live())
 
     @classmethod
-    async def open(cls, settings: McpConfig) -> tuple["Link", Listing]:
+    async def open(cls, settings: "McpConfig") -> tuple["Link", Listing]:
         """Open a session. Raises ToolFault, ToolUnavailable or ConfigError."""
         link = cls(settings)
         try:
@@ -472,7 +474,7 @@ class Link:
         """Whether the server still answers."""
         client, _ = self._opened.result()
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(self._settings.LOOK_S):
                 await client.list_tools(cache_mode="bypass")
         except Exception:  # any error means that the session is lost
             return False
@@ -549,7 +551,7 @@ def _describe_error(error: BaseException) -> str:
 # --- The servers of one section: started at the first call and again after a fault ---
 
 
-def fetch_listing(settings: McpConfig) -> Listing:
+def fetch_listing(settings: "McpConfig") -> Listing:
     """Start a server, request its tools and end it. Raises ToolUnavailable or ConfigError."""
 
     async def open_and_close() -> Listing:
@@ -567,7 +569,7 @@ def fetch_listing(settings: McpConfig) -> Listing:
 class _Server:
     """One server, restarted after a fault. ``num_calls`` counts running and waiting calls."""
 
-    def __init__(self, settings: McpConfig, listing: Listing) -> None:
+    def __init__(self, settings: "McpConfig", listing: Listing) -> None:
         self._settings, self._listing = settings, listing
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._changing = asyncio.Lock()
@@ -644,7 +646,7 @@ class _Server:
 class Servers:
     """All servers of one section, and the thread whose event loop runs their sessions."""
 
-    def __init__(self, settings: McpConfig, listing: Listing) -> None:
+    def __init__(self, settings: "McpConfig", listing: Listing) -> None:
         self._name = settings.name
         self._stack = contextlib.ExitStack()
         self._closing = threading.Lock()

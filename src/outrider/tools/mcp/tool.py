@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from outrider.plugins.imports import Origin
     from outrider.tools.mcp.session import ListedTool, Listing, Servers
 
-LOOK_S: Final = 5.0
-"""Seconds within which a server must respond after a failed call, or it is restarted."""
 _VARIABLE: Final = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _KEY: Final = re.compile(r"key|token|secret|passw|auth|credential", re.IGNORECASE)  # names in a url's query
 _SHORTEST_KEY: Final = 4  # characters; a shorter value may be part of ordinary words
@@ -40,6 +38,9 @@ class McpConfig(ToolSettings):
 
     All episodes share its servers, so its tools must not keep state that other episodes can see.
     """
+
+    LOOK_S: ClassVar[float] = 5.0
+    """Seconds within which a server must respond after a failed call, or it is restarted."""
 
     type: Literal["mcp"] = "mcp"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -109,7 +110,11 @@ class McpConfig(ToolSettings):
 
     def waiting_s(self, num_concurrent: int) -> float:
         rounds = math.ceil(num_concurrent / (self.num_servers * self.max_concurrent))
-        return rounds * (self.timeout_s + LOOK_S) + self.start_timeout_s
+        return rounds * (self.timeout_s + self.LOOK_S) + self.start_timeout_s
+
+    def tag(self, name: str) -> str:
+        """Return the tag of a server's tool: lower case, with ``_`` for characters that a tag cannot have."""
+        return self.prefix + re.sub(r"[^a-z0-9_]", "_", name.lower())
 
     def origins(self) -> "Mapping[str, Origin]":
         """Describe the server, its script, its list of tools and every tool for the record of a run."""
@@ -174,11 +179,6 @@ class McpConfig(ToolSettings):
             ) from error
 
 
-def tool_tag(settings: McpConfig, name: str) -> str:
-    """Return the tag of a server's tool: lower case, with ``_`` for characters that a tag cannot have."""
-    return settings.prefix + re.sub(r"[^a-z0-9_]", "_", name.lower())
-
-
 _listings: "SingleFlightCache[Listing]" = SingleFlightCache(64)
 
 
@@ -227,7 +227,7 @@ class McpServer(ToolGroup):
 
     @classmethod
     def names(cls, settings: McpConfig) -> tuple[str, ...]:
-        return tuple(tool_tag(settings, name) for name in settings.only) or super().names(settings)
+        return tuple(settings.tag(name) for name in settings.only) or super().names(settings)
 
     @classmethod
     def build(cls, settings: McpConfig, context: ToolContext) -> "McpServer":
