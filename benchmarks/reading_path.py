@@ -41,6 +41,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "configuration: parsing, settings and their validation, names of plug-ins": (
         r"(config\w*|resolved|near)$|plugins(\.|$)|(.*[._])?(settings|presets)$"
     ),
+    "checks that run once when a model is loaded": r"tokens\.template_check$",
 }
 # Counted only with the rollouts.
 ROLLOUT: Final = (

@@ -243,9 +243,9 @@ def _request_ids(
     if renderer.history_thinking == "strip":
         return renderer.prompt(request.messages, request.tools)
     newest_first = exchanges[::-1]
-    again = next((exchange for exchange in newest_first if _is_same_request(request, exchange)), None)
-    if again is not None:
-        return _seen_ids(trace, again.context)
+    for exchange in newest_first:
+        if request.messages == exchange.request.messages and request.tools == exchange.request.tools:
+            return _seen_ids(trace, exchange.context)
     longest = max(
         (exchange for exchange in newest_first if _follows(request, exchange, renderer)),
         key=lambda exchange: len(exchange.request.messages),
@@ -265,10 +265,6 @@ def _seen_ids(trace: Trace, node: Node) -> tuple[int, ...]:
     """The context up to a node, as a rollout without tips has it."""
     sample = split_contexts(trace.path(node.node_id))[-1]
     return tuple(token for sample_node in without_memory(sample) for token in sample_node.token_ids)
-
-
-def _is_same_request(request: Conversation, exchange: Exchange) -> bool:
-    return request.messages == exchange.request.messages and request.tools == exchange.request.tools
 
 
 def _follows(request: Conversation, exchange: Exchange, renderer: ChatRenderer) -> bool:

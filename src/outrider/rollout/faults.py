@@ -242,18 +242,14 @@ def rejoin(trace: Trace) -> None:
         if node.node_id in counts or node.node_id == same[-1]:
             representatives[same[-1]] = node.node_id
     for node in trace.nodes:
-        _move_decisions(node, trace.nodes[representatives[same[node.node_id]]])
+        counted = trace.nodes[representatives[same[node.node_id]]]
+        if node is not counted:  # the report looks for decisions on the rollout's path
+            counted.metadata |= {name: node.metadata.pop(name) for name in _DECIDED if name in node.metadata}
         if node.parent is not None:
             node.parent = representatives[same[node.parent]]
     for leaf in trace.leaves.values():
         if leaf.node_id is not None:
             leaf.node_id = representatives[same[leaf.node_id]]
-
-
-def _move_decisions(node: Node, other: Node) -> None:
-    """A turn is decided about once; the report looks for that on the rollout's path."""
-    if node is not other:
-        other.metadata |= {name: node.metadata.pop(name) for name in _DECIDED if name in node.metadata}
 
 
 # Why rollouts ended without success, counted, with the settings of the limits that cut them.

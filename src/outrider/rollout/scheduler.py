@@ -346,7 +346,10 @@ class Scheduler:
             ]
             return run_to_end(_Batch(self, traces, training_step, continued=continued).play())
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
-            raise _first_cause(group) from group
+            cause: BaseException = group
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            raise cause from group
 
     def _make_group_scheduler(
         self, traces: Sequence[Trace], *, size: int, training_step: int, enqueue: Enqueue, copies: Copies
@@ -359,16 +362,6 @@ class Scheduler:
             )
         brancher = next((hook for hook in self.hooks if hook.first_wave is not None), None)
         return BranchingGroupScheduler(traces, size=size, brancher=brancher, enqueue=enqueue, copies=copies)
-
-    def _complete(self, trace: Trace, size: int) -> None:
-        """A group has ended: all of its outcomes are there, in an order that does not depend on who was
-        fast.
-        """
-        if len(trace.leaves) != size:
-            raise AssertionError(f"task {trace.task.key}: {len(trace.leaves)} outcomes for {size} rollouts")
-        trace.number_by_rollout()
-        for hook in self.hooks if self.ends_groups else ():
-            hook.after_group(trace)
 
     async def _play(
         self,
@@ -417,11 +410,6 @@ class Scheduler:
                     await self._close(environment, faults)
                 self.rollout_status.remove(name)
         raise AssertionError("unreachable: the last attempt returns")
-
-    async def _close_all(self, environments: Sequence[Env], faults: FaultLog) -> None:
-        """Closes the copies for forks that a run which broke has left open."""
-        for environment in environments:
-            await self._close(environment, faults)
 
     async def _close(self, environment: Env, faults: FaultLog) -> None:
         try:
@@ -475,12 +463,26 @@ class _Batch:
                 self._admit(0)
         finally:
             self._scheduler.engine.release(sorted(self._finished))
-            await self._scheduler._close_all(self._copies.open, self._faults)
+            for environment in self._copies.open:  # of a run that broke
+                await self._scheduler._close(environment, self._faults)
         for trace in self._traces:
             if self._faults.counts["retries"]:
                 rejoin(trace)
-            self._scheduler._complete(trace, self._size)
-        return _report(self._traces, self._batcher, self._faults, self._lag.p99)
+            if len(trace.leaves) != self._size:
+                raise AssertionError(
+                    f"task {trace.task.key}: {len(trace.leaves)} outcomes for {self._size} rollouts"
+                )
+            trace.number_by_rollout()  # an order that does not depend on who was fast
+            for hook in self._scheduler.hooks if self._scheduler.ends_groups else ():
+                hook.after_group(trace)
+        return RolloutReport(
+            traces=self._traces,
+            num_batches=self._batcher.num_batches,
+            num_retries=self._faults.counts["retries"],
+            faults=self._faults.counts,
+            fault_reasons=self._faults.reasons,
+            loop_lag_s=self._lag.p99,
+        )
 
     def _make_runner(self, environment: Env) -> EpisodeRunner:
         runner = ExternalAgentRunner if isinstance(environment, ExternalAgent) else EpisodeRunner
@@ -552,23 +554,3 @@ def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
     ):
         trace.modes = (*trace.modes[:rollout], trace.modes[fork.state.rollout], *trace.modes[rollout + 1 :])
     return trace.modes[rollout]
-
-
-def _report(
-    traces: list[Trace], batcher: RoundBatcher | StreamBatcher, faults: FaultLog, lag: float | None
-) -> RolloutReport:
-    return RolloutReport(
-        traces=traces,
-        num_batches=batcher.num_batches,
-        num_retries=faults.counts["retries"],
-        faults=faults.counts,
-        fault_reasons=faults.reasons,
-        loop_lag_s=lag,
-    )
-
-
-def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    cause: BaseException = group
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return cause

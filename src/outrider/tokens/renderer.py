@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from outrider.errors import ModelError
 from outrider.tokens.call_formats import get_call_format, read_turn
@@ -25,46 +25,16 @@ from outrider.tokens.template import (
 from outrider.tokens.tool_calls import THINKING_END, ParsedTurn, opened_thinking, split_thinking
 from outrider.types import Message, Role, ToolSchema
 
-
-class Renderer(Protocol):
-    """Messages to ids and back. Ids are only ever appended: what the policy wrote is never made into ids a
-    second time.
-    """
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """Ids of the first messages with the assistant's turn opened; ``tools`` are told to the model."""
-        ...
-
-    def bridge(self, previous_ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids that follow ``previous_ids`` (an assistant turn, closed or not) so that ``messages`` are said
-        next.
-        """
-        ...
-
-    def parse(
-        self, token_ids: Sequence[int], *, context: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
-    ) -> ParsedTurn:
-        """Read a turn of the policy. ``context`` are the ids before it: what the template opened there
-        belongs to the turn. Calls of tools that ``tools`` lack are problems. Never raises for what was
-        written.
-        """
-        ...
-
-
-# From messages to ids, appending only: a conversation's ids are never rendered twice.
-#
-# The generic way to extend a chat with any Hugging Face template: render a stand-in conversation with and
-# without the new messages and keep the difference. (The package ``renderers`` does this per model family; it
-# brings the OpenAI client and its own config system, which is more than a light core should carry.)
-
-
 HistoryThinking = Literal["keep", "strip"]
 _THINKING = ("<think>", THINKING_END)
 
 
 class ChatRenderer:
-    """Renders prompts, observations and inline text for one tokenizer. Raises ModelError where its template
-    cannot serve.
+    """Renders prompts, observations and inline text for one tokenizer. Token ids are only ever appended: text
+    of the policy is never tokenized a second time. Raises ModelError if the template cannot serve.
+
+    The generic way to extend a chat with any Hugging Face template: render a stand-in conversation with and
+    without the new messages and keep the difference.
 
     ``end_of_turn`` are the ids after which an assistant message is closed (what the template writes there),
     ``opening`` those between the text of a user message and the assistant's answer. Text of a message that
@@ -77,8 +47,8 @@ class ChatRenderer:
     a template does not show are told in the system message, in the words of ``call_format``.
 
     ``template_kwargs`` are variables of the template (``enable_thinking`` …). ``observations`` are the roles
-    that answer a turn. ``history_thinking``: whether a conversation that is rendered again shows the
-    thinking of its earlier turns.
+    that answer a turn. ``history_thinking``: whether a conversation that is rendered again shows the thinking
+    of its earlier turns.
 
     If a tokenizer has several templates, conversations with tools are rendered by ``tool_use`` and others by
     ``default``, as transformers chooses; ``template_kwargs`` may name one for all (``chat_template``).
@@ -186,7 +156,9 @@ class ChatRenderer:
         return self._turn_end.text
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """Ids of the first messages with the assistant's turn opened. Inline messages may only follow."""
+        """Ids of the first messages with the assistant's turn opened; ``tools`` are described to the model.
+        Inline messages may only follow.
+        """
         inline = [m for m in messages if m.role == "inline"]
         text = self.whole_text(messages, tools)
         return tuple(self.template.encode(text + "".join(self.template.plain(m.content) for m in inline)))
@@ -270,6 +242,10 @@ class ChatRenderer:
     def parse(
         self, token_ids: Sequence[int], *, context: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
     ) -> ParsedTurn:
+        """Parse a turn of the policy. ``context`` are the ids before it: what the template opened there
+        belongs to the turn. Calls of tools that ``tools`` lack are problems. Never raises for what was
+        written.
+        """
         return read_turn(self.turn_text(token_ids, context=context), self.call_format, tools)
 
     def parse_message(self, text: str, tools: Sequence[ToolSchema]) -> Message:

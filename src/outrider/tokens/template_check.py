@@ -152,19 +152,25 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
             _require_whole(renderer, order, appended.messages, tools)
         if detail := difference(renderer, appended.token_ids, appended.messages, tools):
             differs[order] = detail
-    unread = _unread(renderer) if uses_tools else ""
+    written = written_call(renderer) if uses_tools and renderer.call_format is not None else ""
+    unread = "" if not written or _reads(renderer, written) else written.strip()
+    names = tuple(sorted(named_templates(renderer.tokenizer)))
+    source = str(getattr(renderer.tokenizer, "chat_template", ""))
+    end, eos = "", renderer.tokenizer.eos_token_id
+    if eos is not None and not (renderer.closing.token_ids or renderer.closing.stop):
+        end = decode_text(renderer.tokenizer, [eos], skip_special_tokens=False)
     is_read = uses_tools and not unread and renderer.call_format is not None and _WORDS not in differs
     return LoadCheck(
         name=renderer.template.name,
         differs=differs,
         unread=unread,
         readers=tuple(matching_formats(renderer)) if unread else (),
-        writes_date=_writes_date(renderer),
+        writes_date="strftime_now" in source and "date_string" not in renderer.template.variables,
         hides_tools=uses_tools and not renderer.abilities.shows_tools,
         demonstrated=_demonstration_difference(renderer, _ANSWER, tools),
         demonstrated_call=_demonstration_difference(renderer, _CALL_WITH_TEXT, tools) if is_read else "",
-        templates=_template_names(renderer),
-        end=_own_end(renderer),
+        templates=names if len(names) > 1 and not renderer.template.is_chosen else (),
+        end=end,
     )
 
 
@@ -192,19 +198,6 @@ def _demonstration_difference(renderer: ChatRenderer, message: Message, tools: S
     return _describe_difference(ours, theirs)
 
 
-def _template_names(renderer: ChatRenderer) -> tuple[str, ...]:
-    names = sorted(named_templates(renderer.tokenizer))
-    return tuple(names) if len(names) > 1 and not renderer.template.is_chosen else ()
-
-
-def _own_end(renderer: ChatRenderer) -> str:
-    """The model's own end token, if the template has nothing that ends a turn."""
-    token = renderer.tokenizer.eos_token_id
-    if renderer.closing.token_ids or renderer.closing.stop or token is None:
-        return ""
-    return decode_text(renderer.tokenizer, [token], skip_special_tokens=False)
-
-
 def _appended(
     renderer: ChatRenderer, order: str, messages: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> "Appended":
@@ -215,7 +208,9 @@ def _appended(
     except ModelError as error:
         raise ModelError(f"{problem}: {_reason(error)}") from error
     text = decode_text(renderer.tokenizer, appended.token_ids, skip_special_tokens=False)
-    expected = _readable(renderer, messages[-1].content)
+    # the text as ids of this tokenizer show it
+    ids = renderer.template.encode(messages[-1].content)
+    expected = decode_text(renderer.tokenizer, ids, skip_special_tokens=False).strip()
     if text.count(expected) < sum(message.content == messages[-1].content for message in messages):
         raise ModelError(f"{problem}: it drops its text")
     return appended
@@ -232,17 +227,6 @@ def _require_whole(
             f"the chat template of {renderer.template.name} refuses {order} at once, as "
             f"model.history_thinking = strip renders it: {_reason(error)}: use keep"
         ) from error
-
-
-def _readable(renderer: ChatRenderer, text: str) -> str:
-    """The text as ids of this tokenizer show it."""
-    return decode_text(renderer.tokenizer, renderer.template.encode(text), skip_special_tokens=False).strip()
-
-
-def _writes_date(renderer: ChatRenderer) -> bool:
-    """Whether the clock decides about a prompt."""
-    source = str(getattr(renderer.tokenizer, "chat_template", ""))
-    return "strftime_now" in source and "date_string" not in renderer.template.variables
 
 
 def written_call(renderer: ChatRenderer) -> str:
@@ -262,26 +246,18 @@ def matching_formats(renderer: ChatRenderer) -> list[str]:
     """
     written = written_call(renderer)
     known = known_names("call_formats") if written else []
-    return [form for form in known if _reads(_with(renderer, form), written)]
-
-
-def _with(renderer: ChatRenderer, form: str) -> ChatRenderer:
-    variables = renderer.template.variables
-    return ChatRenderer(
-        renderer.tokenizer, template_kwargs=variables, call_format=form, observations=("tool",)
-    )
+    tokenizer, variables = renderer.tokenizer, renderer.template.variables
+    renderers = {
+        form: ChatRenderer(tokenizer, template_kwargs=variables, call_format=form, observations=("tool",))
+        for form in known
+    }
+    return [form for form in known if _reads(renderers[form], written)]
 
 
 def _reads(renderer: ChatRenderer, written: str) -> bool:
     read = renderer.parse(renderer.template.encode(written), tools=TOOLS)
     # words that nobody said are markers of another form
     return read.tool_calls == _CALL.tool_calls and not read.content and not read.problems
-
-
-def _unread(renderer: ChatRenderer) -> str:
-    """A call as the template itself writes it, where the form of calls does not read it."""
-    written = "" if renderer.call_format is None else written_call(renderer)
-    return "" if not written or _reads(renderer, written) else written.strip()
 
 
 def _conversation(messages: Sequence[Message]) -> list[Message]:

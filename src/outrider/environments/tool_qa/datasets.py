@@ -73,10 +73,25 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
         raise DataError(f"{prefix}{no_such_file(config.path, search_folders())}")
     tasks: dict[str, Task] = {}
     blank: list[str] = []
-    for index, row in enumerate(_rows(config)):
+    if config.path is not None:
+        rows: Iterable[Row] = read_rows(config.path)
+    else:
+        assert config.hub is not None
+        rows = hub_rows(config.hub, config.hub_config, config.hub_split)
+    name = config.path.stem if config.path is not None else f"{config.hub}-{config.hub_split}"
+    for index, row in enumerate(rows):
         if config.limit is not None and index >= config.limit:
             break
-        task = _task(row, index, config)
+        key = f"{name}-{index}" if config.key is None else str(row.get(config.key))
+        question = row.text(config.question).strip()
+        column = answer_column(row, config.answer)
+        values = row.get(column)
+        answers = tuple(
+            _answer(value, row, config) for value in (values if isinstance(values, list) else [values])
+        )
+        if not answers:
+            raise DataError(f"{row.location}: column {column!r} holds no answer")
+        task = Task(key=key, question=question, answers=answers)
         if not all(task.answers):
             blank.append(row.location)
             continue
@@ -137,28 +152,6 @@ def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> 
 def _unloadable(name: str, error: Exception, advice: str) -> DataError:
     reason = (str(error) or repr(error)).splitlines()[0].rstrip(".")
     return DataError(f"{name}: cannot load: {reason}{advice}")
-
-
-def _rows(config: DatasetConfig) -> Iterable[Row]:
-    if config.path is not None:
-        return read_rows(config.path)
-    assert config.hub is not None
-    return hub_rows(config.hub, config.hub_config, config.hub_split)
-
-
-def _task(row: Row, index: int, config: DatasetConfig) -> Task:
-    name = config.path.stem if config.path is not None else f"{config.hub}-{config.hub_split}"
-    key = f"{name}-{index}" if config.key is None else str(row.get(config.key))
-    return Task(key=key, question=row.text(config.question).strip(), answers=_answers(row, config))
-
-
-def _answers(row: Row, config: DatasetConfig) -> tuple[str, ...]:
-    name = answer_column(row, config.answer)
-    value = row.get(name)
-    answers = tuple(_answer(item, row, config) for item in (value if isinstance(value, list) else [value]))
-    if not answers:
-        raise DataError(f"{row.location}: column {name!r} holds no answer")
-    return answers
 
 
 def answer_column(row: Row, column: str) -> str:

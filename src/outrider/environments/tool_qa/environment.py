@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias, cast
 
@@ -277,17 +277,12 @@ class NativeToolEnvironment(ToolEpisode):
         for call, output in outputs:
             self._count(self._tools.call_key(call), failed=output.failed)
         first = len(calls) + len(turn.problems)  # behind the numbers of all calls, read or not
-        messages += [_complaint(problem, number) for number, problem in enumerate(turn.problems, first)]
+        messages += [  # some templates reject a tool's message without the id of a call
+            Message(role="tool", content=problem, tool_call_id=call_id(number))
+            for number, problem in enumerate(turn.problems, first)
+        ]
         executed = tuple(call.name for call, _ in outputs)
-        self._turns.append(
-            NativeTurn(
-                content=turn.content,
-                has_thought=turn.has_thought,
-                num_calls=turn.num_calls,
-                problems=turn.problems,
-                executed=executed,
-            )
-        )
+        self._turns.append(replace(turn, executed=executed))
         is_invalid = bool(turn.problems) or is_repeated
         self._num_refused += is_refused
         self._num_invalid += is_invalid
@@ -345,11 +340,6 @@ def native_fault(turns: Sequence[NativeTurn], config: RewardConfig) -> str | Non
     if config.require_boxed and last_boxed(turns[-1].content) is None:
         return "no closed \\boxed{} in the answer"
     return None
-
-
-def _complaint(problem: str, number: int) -> Message:
-    """With the id of a call all the same: some templates refuse a tool's message without one."""
-    return Message(role="tool", content=problem, tool_call_id=call_id(number))
 
 
 def _result(call: ToolCall, text: str) -> Message:
