@@ -21,7 +21,7 @@ from outrider.engines.base import Generation, Request, VllmSettings
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import load_model
 from outrider.engines.vllm.engine import VllmEngine
-from outrider.smoke.model import save_model
+from outrider.smoke import save_model
 from outrider.testing import check_engine
 from outrider.training.policy import MASTERS, Policy
 from outrider.training.settings import OptimizerSettings, UpdateSettings

@@ -15,7 +15,7 @@ from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.cpu_kernels import fuse
 from outrider.engines.local.model import LanguageModel
 from outrider.planning.shape import ModelShape, known_models, shape_from_config
-from outrider.smoke.model import character_tokenizer
+from outrider.smoke import character_tokenizer
 
 _TINY: Final[Mapping[str, Any]] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

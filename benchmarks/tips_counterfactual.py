@@ -38,7 +38,7 @@ from outrider.rollout.hooks import EpisodeState
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Trace
 from outrider.training.cold_start import imitate_experts
-from outrider.training.components import Components, token_counter
+from outrider.training.components import Components
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build
 from outrider.types import Message, Origin, Task
@@ -102,7 +102,7 @@ class Play:
     def run(self) -> dict[str, Any]:
         """Scores by line and task, and what was shown."""
         others: dict[str, Any] = {
-            "embedder": self.embedder, "num_tokens": token_counter(self.parts.renderer),
+            "embedder": self.embedder, "num_tokens": self.parts.renderer.count_tokens,
             "seed": self.parts.settings.seed
         }  # fmt: skip
         writer = TipHook(self.memory, **others)

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from outrider.engines.local.model import Forward, LanguageModel, load_model
 from outrider.errors import ModelError
-from outrider.smoke.model import character_tokenizer
+from outrider.smoke import character_tokenizer
 
 _SIZES: Final[Mapping[str, Any]] = {
     "vocab_size": 98, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

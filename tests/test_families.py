@@ -57,6 +57,7 @@ def generate(engine: ScriptedEngine, ids: Sequence[int], *stop: str, max_tokens:
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
+@settings(max_examples=8)
 @given(before=TEXT, text=TEXT)
 def test_text_behind_text_gains_and_loses_no_blank(name: str, before: str, text: str) -> None:
     continuation = Continuation(TOKENIZERS[name])
@@ -79,7 +80,7 @@ def test_texts_of_single_tokens_are_the_whole_text(name: str, text: str) -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(text=TEXT)
 def test_text_behind_a_marker_is_encoded_as_in_the_whole(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]

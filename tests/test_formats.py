@@ -14,8 +14,7 @@ from outrider.memory.chat_files import import_trajectories
 from outrider.tools.browser.pages import PageCollection
 from outrider.tools.search import SearchTool, load_passages
 from outrider.training.experts import read_demonstrations
-from outrider.training.no_expert import require_experts
-from outrider.training.settings import RunSettings
+from outrider.training.settings import RunSettings, require_experts
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
 

@@ -7,8 +7,8 @@ from transformers import LlamaForCausalLM
 
 from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.model import LanguageModel
-from outrider.smoke.model import CHARACTERS, TEMPLATE, tiny_config
-from outrider.smoke.model import character_tokenizer as tiny_tokenizer
+from outrider.smoke import CHARACTERS, TEMPLATE, tiny_config
+from outrider.smoke import character_tokenizer as tiny_tokenizer
 
 __all__ = ["CHARACTERS", "TEMPLATE", "save_tiny_model", "tiny_config", "tiny_model", "tiny_tokenizer"]
 

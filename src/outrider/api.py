@@ -27,8 +27,8 @@ from outrider.signals import stop_on_interrupt
 if TYPE_CHECKING:
     from outrider.evaluation.compare import Comparison
     from outrider.evaluation.tasks import EvalTasksSettings
+    from outrider.training.run_dir import RunDirectory
     from outrider.training.settings import RunSettings
-    from outrider.training.setup import StartLearner, StartRemote
 
 Recipe: TypeAlias = "str | Path | Mapping[str, Any] | RunSettings"
 """A TOML file, its content as a mapping, or settings that were read before."""
@@ -75,23 +75,31 @@ def train(
             for name, value in plugins.items():
                 if isinstance(value, str | Mapping):
                     raise ConfigError(f"a resumed run keeps its {name}: only an object may be given again")
-            return _resume(Path(resume), run, overrides, progress, changed_plugins, on_start, sections)
-        assert recipe is not None
-        settings = run_settings(recipe, overrides=overrides, sections=sections)
-        folder = _validate_run(run, settings)
-        from outrider.training.run_dir import RunDirectory
+            if run is not None:
+                raise ConfigError("a resumed run keeps its model and its directory")
+            opened = _open_run(Path(resume), overrides, changed_plugins, sections)
+        else:
+            assert recipe is not None
+            settings = run_settings(recipe, overrides=overrides, sections=sections)
+            folder = _validate_run(run, settings)
+            from outrider.training.run_dir import RunDirectory
+
+            opened = RunDirectory.create(folder, settings), settings
+        directory, settings = opened
         from outrider.training.setup import run_training
 
-        opened = RunDirectory.create(folder, settings), settings
-        with _stopping(folder, on_start) as stop:
-            run_training(
-                opened,
-                progress=progress,
-                on_start=stop,
-                start_learner=_learner_factory(settings),
-                start_remote=_remote_factory(settings),
-            )
-    return load_run(folder)
+        other_processes: dict[str, Any] = {}  # Ray is only imported if there are any
+        if settings.has_ranks:
+            from outrider.distributed import sharded_learner
+
+            other_processes["start_learner"] = sharded_learner
+        if settings.cluster.is_remote:
+            from outrider.distributed import remote_rollouts
+
+            other_processes["start_remote"] = remote_rollouts
+        with _stopping(directory.path, on_start) as stop:
+            run_training(opened, progress=progress, on_start=stop, **other_processes)
+    return load_run(directory.path)
 
 
 def _default_progress() -> Progress:
@@ -118,77 +126,40 @@ def _stopping(folder: Path, on_start: OnStart | None) -> Iterator[OnStart]:
         )
 
 
-def _resume(
+def _open_run(
     folder: Path,
-    run: str | Path | None,
     overrides: Sequence[str],
-    progress: Progress,
     changed_plugins: bool,
-    on_start: OnStart | None,
-    again: Mapping[str, Mapping[str, Any]],
-) -> Run:
+    sections: Mapping[str, Mapping[str, Any]],
+) -> "tuple[RunDirectory, RunSettings]":
+    """The run to resume and its settings; ``sections`` are those of objects that were passed again."""
     from outrider.training.run_dir import RunDirectory
 
-    if run is not None:
-        raise ConfigError("a resumed run keeps its model and its directory")
-    opened = RunDirectory.open(folder, overrides, allow_changed_plugins=changed_plugins)
+    directory, settings = RunDirectory.open(folder, overrides, allow_changed_plugins=changed_plugins)
     try:
-        _require_same_objects(opened[1], again)
+        for name, section in sections.items():
+            original = getattr(settings, name).model_dump()
+            for key, value in section.items():
+                if not _is_same(original.get(key), value):
+                    raise ConfigError(f"{name}.{key} is {value!r}, the run began with {original.get(key)!r}")
         # demonstrations and initial weights have been read, a buffer has been copied
         for name in ("environment", "engine"):
-            require_paths(getattr(opened[1], name), search_folders(), prefix=f"{name}.")
+            require_paths(getattr(settings, name), search_folders(), prefix=f"{name}.")
     except OutriderError:
-        opened[0].release()
+        directory.release()
         raise
-    from outrider.training.setup import run_training
+    return directory, settings
 
-    with _stopping(folder, on_start) as stop:
-        run_training(
-            opened,
-            progress=progress,
-            on_start=stop,
-            start_learner=_learner_factory(opened[1]),
-            start_remote=_remote_factory(opened[1]),
+
+def _is_same(recorded: Any, value: Any) -> bool:
+    """Whether two values of settings are equal; a run records absolute paths."""
+    if isinstance(recorded, Mapping) and isinstance(value, Mapping):
+        return recorded.keys() == value.keys() and all(
+            _is_same(recorded[key], value[key]) for key in recorded
         )
-    return load_run(folder)
-
-
-def _learner_factory(settings: "RunSettings") -> "StartLearner":
-    """What makes the learner: Ray is loaded where several processes train, and nowhere else."""
-    if settings.has_ranks:
-        from outrider.distributed import sharded_learner
-
-        return sharded_learner
-    from outrider.training.setup import local_learner
-
-    return local_learner
-
-
-def _remote_factory(settings: "RunSettings") -> "StartRemote | None":
-    """What plays in other processes, where any does."""
-    if not settings.cluster.is_remote:
-        return None
-    from outrider.distributed import remote_rollouts
-
-    return remote_rollouts
-
-
-def _require_same_objects(settings: "RunSettings", again: Mapping[str, Mapping[str, Any]]) -> None:
-    """An object that is given again is one of the class, and has the settings, that the run began with."""
-    for name, section in again.items():
-        began = getattr(settings, name).model_dump()
-        for key, value in section.items():
-            if not _is_same(began.get(key), value):
-                raise ConfigError(f"{name}.{key} is {value!r}, the run began with {began.get(key)!r}")
-
-
-def _is_same(began: Any, value: Any) -> bool:
-    """Whether two values of settings are equal; a run records paths as absolute ones."""
-    if isinstance(began, Mapping) and isinstance(value, Mapping):
-        return began.keys() == value.keys() and all(_is_same(began[key], value[key]) for key in began)
-    if isinstance(began, Path) and isinstance(value, Path):
-        return began == Path.cwd() / value.expanduser()
-    return bool(began == value)
+    if isinstance(recorded, Path) and isinstance(value, Path):
+        return recorded == Path.cwd() / value.expanduser()
+    return bool(recorded == value)
 
 
 def evaluate(
@@ -350,8 +321,8 @@ def _task_set(plugin: Any) -> Any:
 def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
     """Refuses, before torch is imported, what can be refused without it; the new folder."""
     from outrider.engines.names import require_known_model
-    from outrider.training.no_expert import require_experts
     from outrider.training.run_dir import require_free
+    from outrider.training.settings import require_experts
 
     folder = _new_folder(run)
     require_free(folder)

@@ -187,6 +187,7 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = Non
     """One error of pydantic about ``tree``, a tree of ``kind``, as ``path: what is wrong``."""
     path, sections, choices = _locate(kind, item["loc"])
     location, text = ".".join(path), item["msg"].removeprefix("Value error, ")
+    discriminator = str(item.get("ctx", {}).get("discriminator")).strip("'")
     match item["type"]:
         case "extra_forbidden":
             is_owned = any(_describe_owner(choice, path) for choice in choices)  # another type has this key
@@ -196,9 +197,9 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = Non
             known = [name.strip(" '") for name in item["ctx"]["expected_tags"].split(",")]
             tag = item["ctx"]["tag"]
             text = f"there is no {tag!r}{did_you_mean(tag, known)} (one of {', '.join(known)})"
-            location = f"{location}.{_discriminator(item)}"
+            location = f"{location}.{discriminator}"
         case "union_tag_not_found":
-            text, location = "is missing", f"{location}.{_discriminator(item)}"
+            text, location = "is missing", f"{location}.{discriminator}"
         case "literal_error" if isinstance(item["input"], str):
             text += did_you_mean(item["input"], re.findall(r"'([^']+)'", item["ctx"]["expected"]))
         case "plugin_name" if not isinstance(item["input"], str):
@@ -212,10 +213,6 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = Non
         case "string_type" if isinstance(item["input"], Mapping):
             text = f"is a string and has no keys ({', '.join(map(str, item['input']))})"[:200]
     return f"{location}: {text}" if location else str(text)
-
-
-def _discriminator(item: Mapping[str, Any]) -> str:
-    return str(item["ctx"]["discriminator"]).strip("'")
 
 
 def _locate(
@@ -239,7 +236,15 @@ def _locate(
             choices.append(_Choice(len(path), part, others))
             sections, marker = [marker.settings_class(part)], None
             continue
-        chosen = [section for section in sections if part in _tags(section)] if len(sections) > 1 else []
+        chosen = [  # the members of a union whose literals have the tag
+            section
+            for section in sections
+            if len(sections) > 1
+            and any(
+                get_origin(field.annotation) is Literal and part in get_args(field.annotation)
+                for field in section.model_fields.values()
+            )
+        ]
         if chosen:
             others = {
                 _type_value(member): member
@@ -281,14 +286,6 @@ def _members(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _members(argument)
 
 
-def _tags(section: type[BaseModel]) -> set[str]:
-    """Values of fields that tell the members of a union apart."""
-    literals = (
-        field.annotation for field in section.model_fields.values() if get_origin(field.annotation) is Literal
-    )
-    return {value for annotation in literals for value in get_args(annotation)}
-
-
 class _Marker(Protocol):
     """Mark of :mod:`outrider.plugins.registry` on a field whose class the recipe names."""
 
@@ -322,9 +319,15 @@ def _suggest(
     """
     *above, key = path
     names = {name for section in sections for name in section.model_fields}
-    if similar := _similar(kind, path, choices, tree):
+    known = set(_paths(kind, tree, ""))
+    similar = [other for other in _SIMILAR.get(key, ()) if other in known]
+    if similar and not any(_describe_owner(choice, path) for choice in choices):
         return f", did you mean {' or '.join(similar)}?"
-    same_name = _same_name_keys(kind, path, tree)
+    # Other keys with this last part, those of every run before those of one plug-in.
+    same_name = sorted(
+        (other for other in known if other.rpartition(".")[2] == key and other != ".".join(path)),
+        key=lambda other: (other.count("."), other),
+    )
     section = f"{'.'.join(path[: choices[-1].depth])}." if choices else ""
     if section and (siblings := [other for other in same_name if other.startswith(section)]):
         return f", did you mean {' or '.join(siblings[:2])}?"
@@ -338,29 +341,15 @@ def _suggest(
         return f", did you mean {' or '.join(same_name[:2])}?"
     if (match := match or closest_match(key, names)) is not None:
         return f", did you mean {'.'.join([*above, match])}?"
-    return next(
-        (f", {hint}" for choice in reversed(choices) if (hint := _describe_similar_key(choice, path))), ""
-    )
-
-
-def _similar(kind: type[BaseModel], path: Sequence[str], choices: Sequence[_Choice], tree: Any) -> list[str]:
-    """Keys of this configuration for a common name of other libraries; none if another type of the section
-    has a key of this name.
-    """
-    if path[-1] not in _SIMILAR or any(_describe_owner(choice, path) for choice in choices):
-        return []
-    known = set(_paths(kind, tree, ""))
-    return [one for one in _SIMILAR[path[-1]] if one in known]
-
-
-def _same_name_keys(kind: type[BaseModel], path: Sequence[str], tree: Any) -> list[str]:
-    """Other keys with the same last part, those of every run before those of one plug-in."""
-    keys = {
-        other
-        for other in _paths(kind, tree, "")
-        if other.rpartition(".")[2] == path[-1] and other != ".".join(path)
-    }
-    return sorted(keys, key=lambda other: (other.count("."), other))
+    for choice in reversed(choices):  # a mistyped key of another type
+        rest = path[choice.depth :]
+        for name, other_section in choice.others.items():
+            match = (
+                closest_match(rest[-1], other_section.model_fields, cutoff=_SURE) if len(rest) == 1 else None
+            )
+            if match is not None:
+                return f", did you mean {match}? It belongs to {_types([name])}, yours is {choice.name}"
+    return ""
 
 
 def _describe_owner(choice: _Choice, path: Sequence[str]) -> str:
@@ -379,16 +368,6 @@ def _describe_owner(choice: _Choice, path: Sequence[str]) -> str:
         return ""
     name = min(deeper, key=lambda key: deeper[key][0].count("."))
     return f"{deeper[name][0]} belongs to {_types([name])}, yours is {choice.name}"
-
-
-def _describe_similar_key(choice: _Choice, path: Sequence[str]) -> str:
-    """A mistyped key of another type."""
-    rest = path[choice.depth :]
-    for name, section in choice.others.items():
-        match = closest_match(rest[-1], section.model_fields, cutoff=_SURE) if len(rest) == 1 else None
-        if match is not None:
-            return f"did you mean {match}? It belongs to {_types([name])}, yours is {choice.name}"
-    return ""
 
 
 def _types(names: Sequence[str]) -> str:
@@ -515,7 +494,7 @@ def _merged(own: "Settings", table: Mapping[str, Any], annotation: Any) -> dict[
     if any(table.get(key, getattr(own, key)) != getattr(own, key) for key in choices):
         return dict(table)
     if any(field.alias for field in fields.values()) or (
-        "type" not in choices and len(list(_sections(annotation))) > 1
+        "type" not in choices and len(list(_members(annotation))) > 1
     ):
         return dict(table)
     merged = {key: getattr(own, key) for key in own.model_fields_set}
@@ -528,14 +507,6 @@ def _merged(own: "Settings", table: Mapping[str, Any], annotation: Any) -> dict[
         else:
             merged[key] = value
     return merged
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The settings classes that an annotation names."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _sections(part)
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

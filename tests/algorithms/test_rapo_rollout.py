@@ -29,7 +29,7 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.metrics.registry import declared_metric
 from outrider.rollout.base import Limits
 from outrider.rollout.hooks import EpisodeState
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Node, Trace
 from outrider.training.step_metrics import retrieval_metrics
 from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
@@ -515,49 +515,6 @@ def test_credit_and_ratio_scale_are_the_formulas(buffer: StepTraceBuffer, a: flo
         # what a fault left is unassigned
         assert all(node.credit is None for node in trace.nodes if id(node) not in owned)
     assert seen == {"retrieved", "plain", "fault"}
-
-
-def test_group_credit_by_hand() -> None:
-    """Z = (0, 0, tanh(1)*2, 0): the third rollout's entropy falls from 2 to 1. Returns (1, 0, 1, 0)."""
-    trace = Trace(task=Task(key="t", question=""))
-    text = Message(role="user", content="")
-    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1, 2, 3), message=text)
-
-    def policy(parent: Node, entropy: float) -> Node:
-        return trace.append(
-            parent=parent.node_id,
-            origin=Origin.POLICY,
-            token_ids=(4, 5),
-            message=text,
-            logprobs=(-1.0,) * 2,
-            entropies=(entropy,) * 2,
-        )
-
-    for rollout, value in enumerate([1.0, 0.0, 1.0, 0.0]):
-        tip = policy(root, 2.0)
-        if rollout == 2:
-            tip = trace.append(
-                parent=tip.node_id,
-                origin=Origin.BUFFER,
-                token_ids=(6,) * 4,
-                message=text,
-                metadata={"similarity": 1.0, "step_ids": [1]},
-            )
-            tip = policy(tip, 1.0)
-        trace.finish(
-            Leaf(node_id=tip.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value)
-        )
-    credit = Rapo(
-        RapoSettings(group_size=4, num_hybrid=2), buffer=None, num_training_steps=1
-    ).assign_advantages(trace)
-    # A_ret of one outlier among four with the sample std: 1.5 and -0.5; A_acc: +-sqrt(3)/2.
-    half = math.sqrt(3) / 2
-    assert credit.advantages.values.tolist() == pytest.approx(
-        [0.9 * half, -0.9 * half, 1.3 * half, -0.9 * half], abs=1e-5
-    )
-    assert credit.measurements["retrieval/z_mean"] == pytest.approx([2 * math.tanh(1.0)])
-    scales = {leaf.rollout: path[-1].ratio_scale for leaf, path in trace.rollouts()}
-    assert scales == {0: 1.0, 1: 1.0, 2: pytest.approx(1 + 0.05 * 4 / 8), 3: 1.0}
 
 
 def bits(trace: Trace) -> list[tuple[tuple[float, ...] | None, float]]:

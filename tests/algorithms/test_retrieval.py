@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
@@ -79,19 +78,6 @@ def test_combinations_without_meaning_raise() -> None:
             RetrievalAdvantageSettings(**switch)
     with pytest.raises(ValueError):
         retrieval_reward_per_rollout(entropies_before=[1.0], entropies_after=[])
-
-
-def test_group_of_hybrid_and_on_policy_rollouts_by_hand() -> None:
-    """Zeros of on-policy rollouts are in the statistics: Z = (0, 0, 1, 1) has sample std 1/sqrt(3)."""
-    outcome = group_normalized_advantages_per_rollout(returns=[0.0, 1.0, 1.0, 0.0], eps=0.0)
-    combined, factors = combined_advantages_per_rollout(
-        outcome=outcome, rewards=[0.0, 0.0, 1.0, 1.0], weight=0.2
-    )
-    less, more, half = 1 - math.sqrt(0.03), 1 + math.sqrt(0.03), math.sqrt(3) / 2
-    np.testing.assert_allclose(factors, [less, less, more, more], rtol=1e-6)
-    np.testing.assert_allclose(
-        combined.values, [-half + 0.15, half - 0.15, half + 0.15, -half - 0.15], rtol=1e-6
-    )
 
 
 @pytest.mark.parametrize(

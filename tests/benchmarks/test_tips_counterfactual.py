@@ -86,8 +86,8 @@ def searcher(*, reads: bool) -> ScriptedEngine:
     return ScriptedEngine(tokenizer=tiny_model().tokenizer, script=say, context_length=4096)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("reads", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [True, False])
 def test_who_reads_gains_by_true_tips_alone(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:

@@ -20,7 +20,7 @@ from outrider.engines.local.engine import describe_path
 from outrider.engines.local.model import load_model
 from outrider.errors import ModelError
 from outrider.files import first_folder, replacing_by_name, replacing_folder
-from outrider.smoke.model import save_model, tiny_config
+from outrider.smoke import save_model, tiny_config
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 Change = Callable[[dict[str, Tensor], Path], Any]

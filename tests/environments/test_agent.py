@@ -33,7 +33,6 @@ from outrider.errors import ToolUnavailable  # noqa: E402
 from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.episode import Sampling  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
-from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
@@ -530,14 +529,6 @@ def wait_for(come: Callable[[], bool]) -> None:
 def children(pid: int) -> list[str]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return file.read().split()
-
-
-def test_the_contract(tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text('{"question": "q", "answer": "7"}\n')
-    config = AgentConfig(
-        function=f"{PROGRAMS}:guess", train=DatasetConfig(path=tmp_path / "tasks.jsonl"), failed_return=0.0
-    )
-    check_environment(AgentTaskSet(config), texts=("25", "7"))
 
 
 def test_an_expert_answers_the_program(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_answers_that_should_be_json() -> None:
     assert "num_ignored_formats" not in leaf.metrics
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_agents_with_a_type_for_what_comes_out() -> None:
     pytest.importorskip("agents", reason="needs OpenAI's Agents SDK")
     with scheduled(

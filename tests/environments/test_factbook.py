@@ -132,9 +132,9 @@ def test_splits_are_fixed_and_share_no_country(family: FactbookTaskSet, book: Fa
 def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) -> None:
     factory = family.make()
     num_played: Counter[object] = Counter()
-    # All of valid, and a stride through the long lists; the whole has been replayed once
+    # A stride through the lists; the whole has been replayed once
     # (docs/environments.md).
-    for task in [*family.tasks("valid"), *family.tasks("train")[::36], *family.tasks("test")[::20]]:
+    for task in [*family.tasks("valid")[::4], *family.tasks("train")[::72], *family.tasks("test")[::40]]:
         environment = factory(task)
         environment.reset(0)
         steps = family.expert(task, 0)
@@ -146,7 +146,7 @@ def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) ->
         assert (record.episode_return, record.success) == (1.0, True), task.key
         assert len(steps) == int(str(task.metadata["hops"])) + 1
         num_played[task.metadata["hops"]] += 1
-    assert min(num_played[hops] for hops in (1, 2, 3)) >= 25
+    assert min(num_played[hops] for hops in (1, 2, 3)) >= 5
 
 
 def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: FactbookTaskSet) -> None:
@@ -191,6 +191,7 @@ def test_the_order_depends_on_the_seed_only() -> None:
     assert sorted(task.key for task in interleave(tasks, 1)) == sorted(task.key for task in tasks)
 
 
+@pytest.mark.long
 def test_the_default_panels_are_frozen() -> None:
     family = FactbookTaskSet(FactbookConfig())
     measured = {split: (len(family.tasks(split)), hash_tasks(family.tasks(split))[:16]) for split in SPLITS}
@@ -306,7 +307,7 @@ def facts() -> FactbookTaskSet:
 def test_lines_of_facts_solve_every_kept_question(facts: FactbookTaskSet, book: Factbook) -> None:
     factory = facts.make()
     num_played: Counter[object] = Counter()
-    for task in [*facts.tasks("valid"), *facts.tasks("train")[::9], *facts.tasks("test")[::5]]:
+    for task in [*facts.tasks("valid")[::4], *facts.tasks("train")[::72], *facts.tasks("test")[::40]]:
         environment = factory(task)
         environment.reset(0)
         for step in facts.expert(task, 0):
@@ -316,7 +317,7 @@ def test_lines_of_facts_solve_every_kept_question(facts: FactbookTaskSet, book: 
             assert len(step.observation) < 130
         assert environment.result().success, task.key
         num_played[task.metadata["hops"]] += 1
-    assert min(num_played[hops] for hops in (1, 2, 3)) >= 30
+    assert min(num_played[hops] for hops in (1, 2, 3)) >= 5
 
 
 def test_a_line_holds_a_country_what_was_asked_and_its_value(book: Factbook) -> None:

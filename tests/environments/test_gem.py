@@ -13,7 +13,6 @@ from outrider.environments.gym.environment import (
     GymTaskSet,  # noqa: E402
 )
 from outrider.environments.gym.making import GymConfig  # noqa: E402
-from outrider.testing import check_environment  # noqa: E402
 from outrider.types import Message  # noqa: E402
 
 
@@ -23,14 +22,6 @@ def family(game: str, **settings: Any) -> GymTaskSet:
 
 def say(environment: Any, text: str) -> Any:
     return environment.step(Message(role="assistant", content=text))
-
-
-@pytest.mark.parametrize(
-    "game", ["game:GuessTheNumber-v0-easy", "game:Mastermind-v0-easy", "game:Minesweeper-v0-random"]
-)
-def test_the_contract(game: str) -> None:
-    texts = [f"\\boxed{{{one}}}" for one in ("1", "5", "1 2", "reveal 1 1")]
-    check_environment(family(game), texts=texts)
 
 
 def test_a_number_is_found_by_halving() -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -62,6 +62,7 @@ def act(environment: HouseEnvironment, command: str) -> StepResult:
     return environment.step(Message(role="assistant", content=f"<action>{command}</action>"))
 
 
+@settings(max_examples=5)
 @given(config=configs())
 def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseConfig) -> None:
     family = HouseTaskSet(config)

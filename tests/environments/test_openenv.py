@@ -29,7 +29,6 @@ from outrider.environments.openenv.server import (
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.plugins.listing import plugin_digests  # noqa: E402
 from outrider.rollout.base import Limits  # noqa: E402
-from outrider.testing import check_environment  # noqa: E402
 from outrider.types import Message, Outcome  # noqa: E402
 from tests.environments.openenv_worlds import NUM_SESSIONS  # noqa: E402
 from tests.rollout.fakes import scheduler, scripted  # noqa: E402
@@ -77,14 +76,6 @@ def opening(environment: OpenEnvEnvironment, seed: int = 0) -> str:
 
 def word_of(environment: OpenEnvEnvironment) -> str:
     return environment.reset(0)[0].content.split()[-1].strip(".")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", ["", "/grid"])
-def test_the_contract(url: str, world: str) -> None:
-    settings: dict[str, Any] = {"observation": ()} if world else {"expert": f"{EXPERTS}:says_the_word"}
-    texts = [f"<action>{one}</action>" for one in ("sun", "star", '{"row": 1, "column": 2}', '{"row": 9}')]
-    check_environment(OpenEnvTaskSet(of(url + world, **settings)), texts=texts)
 
 
 def test_a_word_is_read_said_and_paid(url: str) -> None:

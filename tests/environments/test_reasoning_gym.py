@@ -18,7 +18,6 @@ from outrider.environments.reasoning_gym.environment import (  # noqa: E402
     SandboxedVerifier,  # noqa: E402
 )
 from outrider.errors import ConfigError, DataError, ToolFault  # noqa: E402
-from outrider.testing import check_environment  # noqa: E402
 from outrider.tools.python import sandbox  # noqa: E402
 from outrider.types import Message, Task  # noqa: E402
 
@@ -55,12 +54,6 @@ def played(factory: ReasoningGymFactory, task: Task, text: str) -> tuple[float, 
     record = environment.result()
     assert last.done and last.reward == record.episode_return
     return record.episode_return, record.success, record.metrics["num_undecided_answers"]
-
-
-@pytest.mark.slow
-@locked
-def test_the_contract(family: ReasoningGymTaskSet) -> None:
-    check_environment(family, num_tasks=1, texts=["<answer>1</answer>"], max_turns=4)
 
 
 def test_data_sets_take_turns_and_more_tasks_keep_the_first(family: ReasoningGymTaskSet) -> None:

@@ -149,7 +149,7 @@ def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: ScienceWor
     factory.pool.release(simulator)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_process_is_a_fault_and_is_replaced(
     family: ScienceWorldTaskSet, factory: ScienceWorldFactory
 ) -> None:

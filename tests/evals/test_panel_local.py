@@ -17,8 +17,9 @@ from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, EnvironmentFault
 from outrider.evaluation.grading import Grader, find_variant
 from outrider.evaluation.model import load_language_model, resolve, weights_hash
+from outrider.evaluation.report import build_report
 from outrider.evaluation.results import EvalTasksStore
-from outrider.evaluation.run import LocalPlayer, make_report, play_eval_tasks, run_evaluation
+from outrider.evaluation.run import LocalPlayer, play_eval_tasks, run_evaluation
 from outrider.evaluation.tasks import BENCHMARKS, EvalSetup, EvalTasks, EvalTasksSettings
 from outrider.rollout.base import Limits
 from outrider.training.checkpoint import save_checkpoint
@@ -268,7 +269,11 @@ def play(
         play_eval_tasks(panel, player, grader, store, num_samples=2, display=Progress())
         if notes is not None:
             notes += player.notes()
-        return make_report(settings, panel, player, store).as_json()  # type: ignore[return-value]
+        identity = {**panel.identity, **player.identity}
+        report = build_report(
+            settings, panel.eval_tasks, scorer=panel.scorer, identity=identity, results=store.results
+        )
+        return report.as_json()  # type: ignore[return-value]
     finally:
         store.close()
 

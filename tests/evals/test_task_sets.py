@@ -96,8 +96,7 @@ def test_every_named_set_reads_its_hub_format(name: str, hub: types.SimpleNamesp
     panel = load_benchmark(name)
     metadata = {"level": "1"} if name == "gaia" else {}
     assert panel.tasks == (Task(key=f"{name}-0", question="q", answers=("1234",), metadata=metadata),)
-    source = BENCHMARKS[name].hub
-    assert source is not None and hub.asked == (source.name, source.config, source.split)
+    assert hub.asked == BENCHMARKS[name].hub
     assert panel.benchmark is BENCHMARKS[name] and panel.panel_hash == hash_tasks(panel.tasks)
 
 

@@ -104,7 +104,8 @@ def machines() -> list[str]:
         ("printf blue > colour.txt; ls", "colour.txt", 1.0),
         pytest.param("printf red > colour.txt; ls nowhere", "(status ", 0.0, marks=pytest.mark.slow),
         pytest.param("ls /tests; exit 3", "(status 3)", 0.0, marks=pytest.mark.slow),
-        ("printf blue > colour.txt; touch logs", "", 0.0),  # there is no place for its reward
+        # there is no place for its reward
+        pytest.param("printf blue > colour.txt; touch logs", "", 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_what_the_commands_leave_is_paid(
@@ -116,6 +117,7 @@ def test_what_the_commands_leave_is_paid(
     assert machines() == []
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_gone_is_a_fault_and_no_reward(tasks: tuple[Task, ...]) -> None:
     _, ends = played(tasks, call('rm -r "$PWD"'), "done")
     assert ends == [(Outcome.ENVIRONMENT_FAULT, None)] * 2

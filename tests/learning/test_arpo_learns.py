@@ -13,7 +13,7 @@ from tests.toy_result import Result
 from tests.toys import TABLE_HEAD, table_row
 from tests.toys_branching import branching, plain, play
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow  # test_three_learn.py has a long test of all methods together
 
 SEEDS = range(10)
 FEW_SEEDS = range(1)  # the others take minutes: `make test-slow`

@@ -18,7 +18,7 @@ from tests.toy_result import Result
 from tests.toys import _SHARED, TABLE_HEAD, Toy, ToyRun, grpo, play, table_row
 from tests.toys_demonstrated import Demonstrated, expert_paths
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 SEEDS = range(5)
 FEW_SEEDS = range(1)  # the others take minutes: `make test-slow`

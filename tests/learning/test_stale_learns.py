@@ -18,12 +18,13 @@ pytestmark = pytest.mark.long
 SEED = 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "in_flight"),
     [
-        pytest.param(1, False, marks=pytest.mark.slow),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(1, True, marks=pytest.mark.slow),
+        (1, False),
+        (2, False),
+        (1, True),
         (2, True),
     ],
 )

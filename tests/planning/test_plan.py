@@ -50,7 +50,7 @@ def test_parameters_are_those_of_the_real_model(family: str, is_tied: bool, tmp_
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if number % 3 else [])
+        pytest.param(name, marks=[pytest.mark.slow] if number % 6 else [])
         for number, name in enumerate(known_models())
     ],
 )

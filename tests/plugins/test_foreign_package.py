@@ -145,6 +145,7 @@ def test_it_trains_evaluates_and_compares(whole: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_it_is_killed_and_resumes_to_the_same_bits(bench: Bench, whole: Path) -> None:
     run = bench.root / "killed"
     process = bench.forked("train", bench.recipe, "--run", run, "--progress", "none")

@@ -7,14 +7,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.base import Limits
 from outrider.rollout.branching import Expansion
-from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Outcome
 from tests.rollout.fakes import Factory, Fake, say, scheduler, tasks
@@ -158,33 +155,3 @@ def test_a_chain_that_is_lost_leaves_the_root() -> None:
     [trace] = report.traces
     assert trace.leaves[0].outcome is Outcome.ENVIRONMENT_FAULT
     assert all(shared_turns(trace, rollout, (1, 2, 3, 4)) == 0 for rollout in (1, 2, 3, 4))
-
-
-@settings(max_examples=8)
-@given(
-    seed=st.integers(0, 2**32),
-    copies=st.booleans(),
-    max_concurrent=st.sampled_from([1, 3, 40]),
-    rounds=st.integers(0, 3),
-)
-def test_every_owed_rollout_ends_once_whatever_breaks(
-    seed: int, copies: bool, max_concurrent: int, rounds: int
-) -> None:
-    def trouble(number: int, text: str) -> StepResult:
-        draw = stream(seed, text, number).random()
-        if draw < 0.06:
-            raise ToolFault("broken")
-        if draw < 0.12:
-            raise EnvironmentFault("gone")
-        return END if draw < 0.3 else say(" o")
-
-    shape = Expansion(num_trees=2, num_expansions=2, num_rounds=rounds, num_trained_leaves=1 + rounds)
-    kind = Copying if copies else Fake
-    report, _ = grow(
-        shape, make=lambda task, number: kind(on_step=trouble), num_tasks=3, max_concurrent=max_concurrent
-    )
-    for trace in report.traces:
-        assert sorted(trace.leaves) == list(range(2 * shape.tree_size))
-        for leaf, path in trace.rollouts():
-            assert (leaf.episode_return is None) == leaf.outcome.is_fault == (not path)
-            assert path == [] or path[0].parent is None

@@ -158,7 +158,7 @@ PARTS: dict[str, dict[str, Any]] = {
     scope="module",
     params=[
         ("qwen3_moe", "adapters"),
-        ("glm4_moe", "all weights"),
+        pytest.param(("glm4_moe", "all weights"), marks=pytest.mark.slow),
         pytest.param(("qwen3_moe", "all weights"), marks=pytest.mark.slow),
         pytest.param(("glm4_moe", "adapters"), marks=pytest.mark.slow),
     ],

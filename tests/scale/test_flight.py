@@ -86,7 +86,7 @@ def test_groups_go_on_with_new_weights(crew: Crew) -> None:
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        pytest.param("engine", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("engine", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("worker", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("worker", signal.SIGSTOP, marks=pytest.mark.slow),
     ],

@@ -13,7 +13,7 @@ import pytest
 from tests.scale.traces import Traces
 from tests.train.whole_runs import command, differences, metrics, write_data
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
 STEPS = 4
 ASIDE = ("cluster.weights=store", "cluster.max_staleness=1")

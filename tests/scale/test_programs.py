@@ -166,13 +166,13 @@ class held:
     """A batch that is played meanwhile, whose programs wait between their two questions."""
 
     def __init__(self, crew: Crew, place: Path) -> None:
-        self._crew, self._held = crew, place / "held"
+        self._processes, self._held = crew, place / "held"
         self._found: list[RolloutReport] = []
         self._thread = threading.Thread(target=self._play)
 
     def _play(self) -> None:
         try:
-            self._found.append(self._crew.play())
+            self._found.append(self._processes.play())
         except Exception:  # of a crew that was ended
             return
 

@@ -230,7 +230,7 @@ def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int
     crew.remote.notes()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_engine_that_dies_between_two_batches_is_replaced(crew: Crew, unbroken: object) -> None:
     """Where it is asked first; the run does not begin anew for it."""
     os.kill(crew.remote.engine_pids[0], signal.SIGKILL)

@@ -19,7 +19,7 @@ from outrider.distributed.rollouts import WorkerRollouts
 from outrider.distributed.worker import Heartbeat, Job, JobResult
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import StatelessHook
+from outrider.rollout.hooks import Hook, StatelessHook
 from outrider.rollout.scheduler import RolloutReport
 from outrider.tools.concurrency import CallBudget
 from outrider.trace import Trace
@@ -179,7 +179,7 @@ def test_what_broke_is_played_again_and_nothing_else(breaks: list[list[str]]) ->
         assert [job.is_again for job in worker.jobs] == [False, *[True] * (tries - 1)]
         assert all(job.snapshots == worker.jobs[0].snapshots for job in worker.jobs)
     rounds = max(map(len, breaks), default=0)
-    replaced = played._crew.replaced  # type: ignore[attr-defined]
+    replaced = played._processes.replaced  # type: ignore[attr-defined]
     assert [num_groups for _, num_groups in replaced] == [
         2 * sum(len(each) > number for each in breaks) for number in range(rounds)
     ]
@@ -234,8 +234,8 @@ def test_a_batch_that_cannot_be_is_refused_before_anybody_plays() -> None:
 
 
 def test_a_hook_that_has_no_copies_is_named() -> None:
-    class Own:
-        """Neither remembers nor counts, and does not say so."""
+    class Own(Hook):
+        """A hook that says nothing about copies."""
 
     with pytest.raises(ConfigError, match="Own has no copies in other processes"):
         rollouts_of([Worker(0)], [Own()])
@@ -300,7 +300,7 @@ def test_a_group_that_breaks_its_worker_is_masked_and_named(poisoned: set[str], 
     workers: list[Worker] = [Breaking(number, poisoned, is_silent=is_silent) for number in range(2)]
     hook, tasks = Notes(), [Task(key=f"t{number}", question="") for number in range(6)]
     played = rollouts_of(workers, [hook])
-    crew = played._crew = Refunded(workers)  # type: ignore[assignment]
+    crew = played._processes = Refunded(workers)  # type: ignore[assignment]
     report = played.run(tasks, modes=("plain", "other"), training_step=0)
     assert [trace.task for trace in report.traces] == tasks
     for trace in report.traces:
@@ -324,7 +324,7 @@ def test_a_group_that_breaks_its_worker_is_masked_and_named(poisoned: set[str], 
 def test_a_group_that_is_alone_from_the_beginning_is_played_twice() -> None:
     workers: list[Worker] = [Breaking(0, {"t0"}, is_silent=True)]
     played = rollouts_of(workers, [])
-    crew = played._crew = Refunded(workers)  # type: ignore[assignment]
+    crew = played._processes = Refunded(workers)  # type: ignore[assignment]
     report = played.run([Task(key="t0", question="")], modes=("plain",), training_step=0)
     assert [len(job.tasks) for job in workers[0].jobs] == [1, 1]
     assert (report.faults["environment_fault"], crew.num_charged) == (1, 0)
@@ -334,7 +334,7 @@ def test_a_batch_s_calls_are_shared_when_its_groups_are_played_one_by_one() -> N
     workers: list[Worker] = [Breaking(0, {"t1"}, is_silent=True)]
     workers[0].num_spent = 2
     played = rollouts_of(workers, [])
-    played._crew = Refunded(workers)  # type: ignore[assignment]
+    played._processes = Refunded(workers)  # type: ignore[assignment]
     tasks = [Task(key=f"t{number}", question="") for number in range(3)]
     played.run(tasks, modes=("plain",), training_step=0)
     assert [job.calls for job in workers[0].jobs] == [(0, 3, 3)] * 2 + [(0, 1, 3), (1, 2, 3), (2, 3, 3)]

@@ -18,7 +18,7 @@ from tests.scale.test_remote_faults import Crew, crew_of
 if TYPE_CHECKING:
     from outrider.distributed.ray_session import Session
 
-pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

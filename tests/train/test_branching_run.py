@@ -39,12 +39,22 @@ def steps(run: Path) -> list[dict[str, float]]:
     return [line for line in lines if line["kind"] == "train"]
 
 
+def assert_forks_share_rows(run: Path) -> None:
+    rows = TraceReader(run / "traces").read(1)
+    children: dict[tuple[str, int], int] = {}
+    for row in rows:
+        children[row.trace_id, row.parent_id] = children.get((row.trace_id, row.parent_id), 0) + (
+            row.origin == "policy"
+        )
+    prompts = {(row.trace_id, row.node_id) for row in rows if row.origin == "prompt"}
+    assert any(count > 1 for place, count in children.items() if place not in prompts)
+
+
 @pytest.mark.parametrize(
     "preset",
     [
         "arpo",
-        "aepo-released",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("arpo-released", "aepo")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("aepo-released", "arpo-released", "aepo")),
     ],
 )
 def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str) -> None:
@@ -60,19 +70,10 @@ def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str
             on_paths
         )
     assert sum(record["rollout/num_tool_calls_shared"] for record in records) > 0
+    if preset == "arpo":
+        assert_forks_share_rows(run)
     page = (run / "report.html").read_text()
     assert "Branching groups" in page and "left in front of it" in page and "advantage" in page
-
-
-def test_a_fork_shares_the_rows_of_its_prefix(recipe: Path) -> None:
-    rows = TraceReader(train(recipe, "rows", "algorithm.base_probability=1.0") / "traces").read(1)
-    children: dict[tuple[str, int], int] = {}
-    for row in rows:
-        children[row.trace_id, row.parent_id] = children.get((row.trace_id, row.parent_id), 0) + (
-            row.origin == "policy"
-        )
-    prompts = {(row.trace_id, row.node_id) for row in rows if row.origin == "prompt"}
-    assert any(count > 1 for place, count in children.items() if place not in prompts)
 
 
 def test_branching_and_retrieval_in_one_run(tmp_path: Path) -> None:

@@ -41,6 +41,12 @@ def recipe(made: Path, tmp_path: Path) -> Path:
     return folder / "recipe.toml"
 
 
+@pytest.fixture(scope="module")
+def begun(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the unchanged recipe, for tests that work in copies of it."""
+    return begin(made / "recipe.toml", tmp_path_factory.mktemp("begun") / "run")
+
+
 def test_a_shared_buffer_may_grow_meanwhile(recipe: Path, tmp_path: Path) -> None:
     run = begin(recipe, tmp_path / "run")
     killed = interrupted(run)
@@ -146,10 +152,10 @@ def test_the_reference_of_the_kl_term_comes_back(recipe: Path, tmp_path: Path) -
 
 
 def test_a_checkpoint_that_does_not_know_tasks_or_reference_still_continues(
-    recipe: Path, tmp_path: Path
+    begun: Path, tmp_path: Path
 ) -> None:
     """As earlier versions wrote them."""
-    run = begin(recipe, tmp_path / "run")
+    run = shutil.copytree(begun, tmp_path / "run")
     killed = interrupted(run)
     path = killed / "checkpoints" / "step-000001" / "state.json"
     state = json.loads(path.read_text())
@@ -173,9 +179,9 @@ def test_an_adaptation_is_no_training_run(
     assert (tmp_path / "adapted" / "config.toml").exists()
 
 
-def test_other_versions_are_told(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_versions_are_told(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same bits are promised for the same packages only."""
-    killed = interrupted(begin(recipe, tmp_path / "run"))
+    killed = interrupted(shutil.copytree(begun, tmp_path / "run"))
     with rewrite_state(killed / "checkpoints" / "step-000001") as state:
         state["versions"]["torch"] = "0.4.1"
     run_training(RunDirectory.open(killed), progress="plain", on_start=lambda stop: None)
@@ -183,11 +189,10 @@ def test_other_versions_are_told(recipe: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_another_processor_is_told_and_the_same_one_is_not(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It went on to other bits without a word."""
-    begun = begin(recipe, tmp_path / "run")
-    here = interrupted(begun)
+    """The same bits are promised for the same processor only."""
+    here = interrupted(shutil.copytree(begun, tmp_path / "run"))
     elsewhere = shutil.copytree(here, tmp_path / "elsewhere")
     run_training(RunDirectory.open(here), progress="plain", on_start=lambda stop: None)
     assert "OTHER" not in capsys.readouterr().out

@@ -56,10 +56,10 @@ def test_one_seed_gives_equal_bits_and_another_seed_does_not(recipe: Path) -> No
 
 
 def test_the_evaluation_before_training_may_be_left_out_and_changes_no_bit(recipe: Path) -> None:
-    with_it = _train(recipe, "evaluated", "train.num_steps=2")
-    without = _train(recipe, "not-evaluated", "train.num_steps=2", "evaluation.at_start=false")
-    assert _equal(_weights(with_it, 2), _weights(without, 2)) and not _equal(
-        _weights(without, 2), _weights(without, 0)
+    with_it = _train(recipe, "evaluated", "train.num_steps=1")
+    without = _train(recipe, "not-evaluated", "train.num_steps=1", "evaluation.at_start=false")
+    assert _equal(_weights(with_it, 1), _weights(without, 1)) and not _equal(
+        _weights(without, 1), _weights(without, 0)
     )
     labels = [
         [one["label"] for one in RunDirectory(run).finished_evaluations()] for run in (with_it, without)
@@ -81,11 +81,11 @@ def test_concurrency_decides_no_draw(recipe: Path) -> None:
     these.
     """
     texts = []
-    for number in (1, 3, 64):
+    for number in (1, 64):
         run = _train(recipe, f"concurrent-{number}", f"train.max_concurrent={number}", "train.num_steps=1")
         rows = TraceReader(run / "traces").read(1)
         path: dict[tuple[str, int], list[tuple[str, str]]] = {(row.task_key, row.rollout): [] for row in rows}
         for row in rows:
             path[row.task_key, row.rollout].append((row.origin, row.text))
         texts.append(path)
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]

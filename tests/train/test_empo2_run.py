@@ -91,7 +91,8 @@ def test_a_preset_trains_in_all_modes(recipe: Path, preset: str) -> None:
     assert (run / "report.html").exists()
 
 
-@pytest.mark.parametrize("q", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [0, 1])
 def test_in_a_run_the_first_ratio_of_tips_on_is_one_and_that_of_tips_off_is_not(recipe: Path, q: int) -> None:
     """Two optimiser steps that move nothing: denominators are scored before the first one, and only a context
     can tell them apart.

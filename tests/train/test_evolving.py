@@ -12,8 +12,7 @@ from outrider.rollout.base import Limits
 from outrider.rollout.experts import play_experts
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
-from outrider.training.buffers import evolve_buffer
-from outrider.training.experts import fill_buffer
+from outrider.training.experts import evolve_buffer, fill_buffer
 from outrider.training.settings import BufferSettings, RunSettings
 from outrider.types import Step
 from tests.rollout.fakes import TOKENIZER

@@ -107,10 +107,9 @@ WORLDS = {
     "results inside the answer": (FACTBOOK + REST + COLD, ("rollout.max_turn_tokens=100",)),
     "native calls": (NATIVE + REST, ()),
 }
-# One family in each world is long, the others slow.
+# These are long, the others slow.
 LONG = {
     ("mistral v3", "text world with a cold start"),
-    ("llama2", "results inside the answer"),
     ("glm4.5", "native calls"),
 }
 

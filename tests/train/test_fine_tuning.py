@@ -55,7 +55,7 @@ def solved(*, num: int = 3) -> tuple[list[Trace], list[RolloutPath]]:
 )
 def test_every_step_is_the_mean_over_the_tokens_of_its_batch(max_tokens: int) -> None:
     _, paths = solved()
-    chosen = ColdStartSettings(num_examples=9, num_epochs=2, batch_size=2, learning_rate=0.5, warmup_steps=2)
+    chosen = ColdStartSettings(num_examples=5, num_epochs=2, batch_size=2, learning_rate=0.5, warmup_steps=2)
     model = tiny_model(dtype=torch.float64)
     plain, policy = eager(model), Scheduled(model)
     losses: list[dict[str, float]] = []
@@ -93,7 +93,7 @@ def test_a_skipped_batch_advances_neither_warm_up_nor_decay() -> None:
 
     def rates_of(kind: type[Scheduled]) -> list[float | None]:
         policy = kind(tiny_model(dtype=torch.float64))
-        chosen = ColdStartSettings(num_examples=9, num_epochs=2, batch_size=2, warmup_steps=2)
+        chosen = ColdStartSettings(num_examples=5, num_epochs=2, batch_size=2, warmup_steps=2)
         _, paths = solved()
         cold_start(policy, paths, chosen, run_seed=4, max_tokens=40, on_step=lambda *_: None)
         return policy.rates

@@ -81,6 +81,7 @@ def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
         assert [mine[0], mine[2]] == theirs
 
 
+@pytest.mark.long
 def test_a_longer_run_that_is_killed_goes_on_with_its_new_length(
     ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

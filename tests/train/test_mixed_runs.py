@@ -141,7 +141,8 @@ def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path, selection:
     assert replay_step(run, 6) == 0
 
 
-@pytest.mark.parametrize("preset", ["tree-grpo", pytest.param("tree-grpo-official", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/golden plays a preset in the fast tests
+@pytest.mark.parametrize("preset", ["tree-grpo", "tree-grpo-official"])
 def test_trees_share_turns_and_calls(recipe: Path, preset: str) -> None:
     run = train(
         recipe, preset, "algorithm.type=tree_grpo", f"algorithm.preset={preset}", "algorithm.group_size=6"

@@ -168,23 +168,6 @@ def test_any_split_into_micro_batches_gives_the_same_metrics_loss_and_gradient(
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-def test_the_effective_sample_share_is_that_of_all_tokens() -> None:
-    """By hand, for as many micro-batches as rollouts."""
-    traces = traces_of(3)
-    model = tiny_model(dtype=torch.float64)
-    paths = [path for path in rollout_paths(traces) if any(any(node.credit or ()) for node in path.nodes)]
-    with torch.no_grad():
-        old = torch.cat(padded_logprobs(eager(model), paths))
-    engine = torch.tensor(
-        [value for path in paths for node in path.nodes for value in node.logprobs], dtype=torch.float64
-    )
-    weights = (old - engine).exp().clamp(max=2.0)
-    _, metrics = run(traces, {}, chosen=UpdateSettings(max_tokens=1))
-    assert metrics["ratio/importance_ess_share"] == pytest.approx(
-        float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())), rel=1e-9
-    )
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
 def test_on_policy_the_losses_have_one_gradient(aggregation: str) -> None:
     traces = traces_of(5, scaled=False)

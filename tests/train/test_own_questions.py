@@ -14,9 +14,8 @@ from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.training.experts import read_demonstrations
-from outrider.training.no_expert import require_experts
 from outrider.training.run_dir import RunDirectory
-from outrider.training.settings import RunSettings
+from outrider.training.settings import RunSettings, require_experts
 from outrider.training.setup import run_training
 from outrider.types import Task
 from tests.train.tool_run import write_demonstrations, write_tool_run

@@ -14,7 +14,7 @@ import outrider
 from outrider.cli import main
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError, InvalidResult, OutriderError
-from outrider.smoke.model import save_model
+from outrider.smoke import save_model
 from outrider.types import Message, Step, Task
 
 HERE = "tests.train.test_own_results"

@@ -748,15 +748,6 @@ def test_gradients_of_micro_batches_are_added_in_float32() -> None:
     assert torch.equal(gradient, torch.full_like(gradient, 1.125))
 
 
-def test_a_gradient_that_is_no_number_skips_the_step() -> None:
-    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
-    before = {name: master.clone() for name, master in policy.masters.items()}
-    name = next(iter(policy.masters))
-    (policy.working[name].sum() * float("nan")).backward()
-    assert policy.step() != policy.step()  # NaN, then 0: nothing is left over
-    assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
-
-
 def test_a_batch_whose_tokens_are_all_rejected_moves_nothing() -> None:
     """Nor does it count as a step of the warm-up: the moments of the step before it would move the
     weights.
@@ -807,21 +798,6 @@ def test_the_gap_is_measured_under_the_weights_that_the_update_starts_from() -> 
         settings=UpdateSettings(num_mini_batches=4, num_epochs=2), reference=None, first=False,
     )  # fmt: skip
     assert report.metrics["gap/logprob_max"] < 1e-3 < abs(report.metrics["ratio/max"] - 1)
-
-
-def test_log_probs_that_are_not_finite_skip_the_step_and_are_counted() -> None:
-    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
-    traces = [random_trace(31, faults=False)]
-    before = {name: master.clone() for name, master in policy.masters.items()}
-    node = next(one for one in traces[0].nodes if one.trainable and one.credit and any(one.credit))
-    node.logprobs = (float("-inf"),) * len(node.logprobs)
-    report = update(
-        policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False
-    )
-    assert report.metrics["grad/num_skipped"] == 1.0
-    assert all(
-        torch.equal(before[name], master) and master.grad is None for name, master in policy.masters.items()
-    )
 
 
 def test_the_cold_start_s_rate_is_not_warmed_up_twice() -> None:

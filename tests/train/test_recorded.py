@@ -8,15 +8,11 @@ import pytest
 from outrider.algorithms.loss_settings import ClipLoss, SamplerCorrection, migrate_keys
 from outrider.api import run_settings
 from outrider.config import Settings, to_toml
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import ConfigError
 from outrider.training.run_dir import (
     _plain,
-    check_settings,
-    flat_settings,
-    migrate_flat_keys,
     recorded_settings,
 )
-from outrider.training.settings import RunSettings
 
 OLD = """
 [environment]
@@ -60,30 +56,9 @@ def test_overrides_of_a_record_have_todays_keys(old: Path) -> None:
         recorded_settings(old, ["algorithm.clip_low=0.15"])
 
 
-def test_a_checkpoint_of_before_knows_the_settings_of_today(old: Path) -> None:
-    now = recorded_settings(old)
-    began = {
-        key: value
-        for key, value in flat_settings(now).items()
-        if not key.startswith(("algorithm.loss.", "algorithm.sampler_correction."))
-    } | {
-        "algorithm.loss": "clip", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3,
-        "algorithm.dual_clip": None,
-        "algorithm.keep_clipped_gradient": False, "algorithm.sampler_correction": 2.0,
-        "algorithm.sampler_level": "token",
-        "algorithm.sampler_floor": None, "algorithm.sampler_outside": "truncate", "algorithm.ratio_cap": None,
-    }  # fmt: skip
-    assert migrate_flat_keys(began) == flat_settings(now)
-    assert check_settings(began, now) == []
-    with pytest.raises(CheckpointError, match=r"algorithm\.loss\.clip_low is 0\.1, was 0\.2"):
-        check_settings(began | {"algorithm.clip_low": 0.2}, now)
-
-
 def test_todays_spelling_is_left_as_it_is(old: Path) -> None:
     today = recorded_settings(old).model_dump(mode="json")
     assert migrate_keys(today) == today
-    flat = flat_settings(RunSettings.model_validate(today))
-    assert migrate_flat_keys(flat) == flat
     old.write_text(to_toml(today))
     assert recorded_settings(old).model_dump(mode="json") == today
 

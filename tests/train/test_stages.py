@@ -19,7 +19,7 @@ from outrider.environments.base import make_task_set
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run
-from outrider.smoke.settings import NO_SERVER, smoke_assets, smoke_overrides
+from outrider.smoke import NO_SERVER, smoke_assets, smoke_overrides
 from outrider.trace import Trace
 from outrider.training.data import TaskOrder, count_groups, play_step, require_tasks, stage_lines, stage_tasks
 from outrider.training.settings import RunSettings, StageSettings, TrainSettings

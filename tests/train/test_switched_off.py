@@ -33,7 +33,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def weights(recipe: Path, run: Path, algorithm: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     """The weights before the first step and after the last one."""
-    overrides = ["evaluation.every=0", f"train.num_steps={NUM_STEPS}", "optimizer.learning_rate=3e-3"]
+    overrides = [
+        "evaluation.every=0", "evaluation.at_start=false", "evaluation.num_tasks=1",
+        f"train.num_steps={NUM_STEPS}", "optimizer.learning_rate=3e-3",
+    ]  # fmt: skip
     base = load_settings(RunSettings, file=recipe, overrides=overrides).model_dump(mode="json")
     settings = validate(RunSettings, {**base, "algorithm": algorithm})
     run_training((RunDirectory.create(run, settings), settings), progress="none", on_start=lambda stop: None)

@@ -12,9 +12,8 @@ from outrider.engines.local.model import LanguageModel
 from outrider.trace import Leaf, Node, Share, Trace
 from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings, UpdateSettings
-from outrider.training.step_records import trace_rows
+from outrider.training.step_records import trace_rows, values_by_node
 from outrider.training.update import split_mini_batches, update
-from outrider.training.update_metrics import values_by_node
 from outrider.types import Message, Origin, Outcome, Task
 from tests.tiny import tiny_model
 

@@ -31,6 +31,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
+@pytest.mark.long
 def test_two_steps_move_the_weights_and_a_killed_run_ends_in_the_same_bits(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
-from outrider.algorithms.loss_settings import ClipLoss, GppoLoss, RejectionMask, SamplerCorrection
+from outrider.algorithms.loss_settings import ClipLoss, GppoLoss, SamplerCorrection
 from outrider.algorithms.losses import without_tips_mask
 from outrider.algorithms.luffy import LuffySettings
 from outrider.errors import EngineFault
@@ -211,14 +211,6 @@ def test_the_measures_of_left_out_tips_are_means_over_the_tokens_that_lost_them(
     # The gap is the engine's from the policy that acted.
     assert report.metrics["gap/logprob_mean"] == pytest.approx(0.5 / 4)
     assert report.metrics["ratio/mean"] == pytest.approx((1.0 + 0.5 + 2.0 + 0.125) / 4)
-
-
-def test_rejected_tokens_are_counted_over_micro_batches() -> None:
-    """Gaps of 0.5, 0.1, 0.2 and 1: two of them are above a ratio of 1.5."""
-    objective = ObjectiveSettings(sampler_correction=None, sampler_rejection=RejectionMask(upper=1.5))
-    report = run(TablePolicy([TRAINER]), [two_rollouts(engine=ENGINE, credit=(3.0, -1.0))], objective)
-    assert report.metrics["ratio/num_rejected"] == 2.0
-    assert report.metrics["loss/policy"] == pytest.approx(-(-1.0 - 1.0) / 4)
 
 
 def test_nothing_to_train_on_has_a_gradient_of_zero() -> None:

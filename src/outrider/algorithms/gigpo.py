@@ -7,8 +7,8 @@ once, so that no value depends on the order of the rollouts.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from statistics import fmean
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -24,7 +24,7 @@ from outrider.algorithms.advantages import (
 from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings, require_unassigned
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.presets import GIGPO_PRESETS, GigpoPreset, with_preset
-from outrider.trace import Leaf, Node, Trace, policy_turns
+from outrider.trace import Node, PolicyTurn, Trace, policy_turns
 from outrider.types import Origin
 
 Normalization = Literal["none", "std"]
@@ -184,23 +184,8 @@ class GigpoSettings(ObjectiveSettings):
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One policy turn: its node, the observation that it acted on, and its penalty.
-
-    ``score`` is the return of its episode and ``step_score`` its discounted step return, both less the
-    penalty.
-    """
-
-    node: Node
-    anchor: str
-    penalty: float
-    score: float
-    step_score: float
-
-
 class Gigpo(OnPolicyGroup):
-    """On-policy rollouts of one initial state; credit per turn."""
+    """On-policy rollouts of one initial state; an advantage per turn."""
 
     Settings = GigpoSettings
     settings: GigpoSettings
@@ -208,46 +193,68 @@ class Gigpo(OnPolicyGroup):
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """``A^E + omega A^S`` (Eq. 8) on the tokens of every turn; ``advantages`` holds A^E per rollout.
 
-        Raises ValueError for a node that several rollouts share: it would need one credit for several step
+        Raises ValueError for a node that several rollouts share: it would need one advantage for several step
         returns.
         """
         chosen = self.settings
         rollouts = list(trace.rollouts())
-        rollout_turns = [self._turns(leaf, path) for leaf, path in rollouts]
-        turns = [turn for own in rollout_turns for turn in own]
+        scores: list[float | None] = []  # of every rollout
+        turns: list[PolicyTurn] = []
+        turn_scores: list[float] = []
+        step_scores: list[float] = []
+        for leaf, path in rollouts:
+            if leaf.episode_return is None:
+                scores.append(None)
+                continue
+            own = policy_turns(path)
+            penalties = [
+                chosen.invalid_penalty if turn.node.metadata.get("invalid", False) else 0.0 for turn in own
+            ]
+            returns = step_returns(path, episode_return=leaf.episode_return, gamma=chosen.gamma)
+            turns += own
+            turn_scores += [leaf.episode_return - penalty for penalty in penalties]
+            step_scores += [value - penalty for value, penalty in zip(returns, penalties, strict=True)]
+            # less the mean penalty of the turns, so that A^E stays centred
+            scores.append(leaf.episode_return - (fmean(penalties) if penalties else 0.0))
         require_unassigned(turn.node for turn in turns)
-        scores = [_score(leaf, own) for (leaf, _), own in zip(rollouts, rollout_turns, strict=True)]
-        turn_scores = [turn.score for turn in turns]
         scorable = [score for score in scores if score is not None]
-        population = scorable if chosen.episode_statistics == "rollouts" else turn_scores
-        episode = episode_advantages_per_turn(
-            turn_scores, population=population, normalization=chosen.normalization
+        statistics = partial(
+            episode_advantages_per_turn,
+            population=scorable if chosen.episode_statistics == "rollouts" else turn_scores,
+            normalization=chosen.normalization,
         )
-        groups = anchor_groups([turn.anchor for turn in turns], similarity=chosen.similarity)
-        step_scores = [turn.step_score for turn in turns]
+        episode = statistics(turn_scores)
+        groups = anchor_groups([turn.observation for turn in turns], similarity=chosen.similarity)
         step = step_advantages_per_turn(step_scores, groups=groups, normalization=chosen.normalization)
-        for turn, value in zip(turns, (episode + chosen.step_weight * step).tolist(), strict=True):
+        combined = (episode + chosen.step_weight * step).tolist()
+        for turn, value in zip(turns, combined, strict=True):
             turn.node.credit = (value,) * len(turn.node.token_ids)
-        rollout_advantages = episode_advantages_per_turn(
-            scorable, population=population, normalization=chosen.normalization
+        # a signal as soon as one token has one, if only from the step part
+        has_signal = any(value and turn.node.token_ids for turn, value in zip(turns, combined, strict=True))
+        plain = group_normalized_advantages_per_rollout(returns=scores)
+        values = np.zeros(len(scores))
+        values[plain.assigned] = statistics(scorable)
+        advantages = RolloutAdvantages(
+            values=values,
+            assigned=plain.assigned,
+            has_signal=has_signal,
+            reason=None if has_signal else plain.reason or "no_spread",
         )
-        advantages = _group_advantages(scores, rollout_advantages, turns)
-        values, assigned = advantages.values.tolist(), advantages.assigned.tolist()
-        for (leaf, _), value, has_return in zip(rollouts, values, assigned, strict=True):
-            leaf.advantage = value if has_return else None
-        return GroupAdvantages(advantages=advantages, measurements=_measure(rollouts, groups, episode, step))
-
-    def _turns(self, leaf: Leaf, path: Sequence[Node]) -> list[Turn]:
-        if leaf.episode_return is None:
-            return []
-        returns = step_returns(path, episode_return=leaf.episode_return, gamma=self.settings.gamma)
-        turns = []
-        for turn, step_return in zip(policy_turns(path), returns, strict=True):
-            node, anchor = turn.node, turn.observation
-            penalty = self.settings.invalid_penalty if node.metadata.get("invalid", False) else 0.0
-            score, step_score = leaf.episode_return - penalty, step_return - penalty
-            turns.append(Turn(node=node, anchor=anchor, penalty=penalty, score=score, step_score=step_score))
-        return turns
+        for (leaf, _), value, score in zip(rollouts, values.tolist(), scores, strict=True):
+            leaf.advantage = None if score is None else value
+        sizes = np.bincount(np.array(groups, dtype=np.int64))
+        measurements = {
+            "gigpo/anchor_group_size": sizes.astype(np.float64).tolist(),
+            "gigpo/share_alone": [float(sizes[group] == 1) for group in groups],
+            "gigpo/episode_advantage_abs": np.abs(episode).tolist(),
+            "gigpo/step_advantage_abs": np.abs(step).tolist(),
+            "gigpo/reward_without_step_abs": [
+                abs(reward_without_step(path, episode_return=leaf.episode_return))
+                for leaf, path in rollouts
+                if leaf.episode_return is not None
+            ],
+        }
+        return GroupAdvantages(advantages=advantages, measurements=measurements)
 
 
 def step_returns(path: Sequence[Node], *, episode_return: float, gamma: float) -> list[float]:
@@ -269,47 +276,3 @@ def step_returns(path: Sequence[Node], *, episode_return: float, gamma: float) -
 def reward_without_step(path: Sequence[Node], *, episode_return: float) -> float:
     """The environment's record less the step rewards: not 0 where an environment pays at the end only."""
     return episode_return - math.fsum(node.reward for node in path)
-
-
-def _score(leaf: Leaf, turns: Sequence[Turn]) -> float | None:
-    """A rollout's value in the statistics: its return less the mean penalty of its turns, so that A^E stays
-    centred.
-    """
-    if leaf.episode_return is None or not turns:
-        return leaf.episode_return
-    return leaf.episode_return - fmean(turn.penalty for turn in turns)
-
-
-def _group_advantages(
-    scores: Sequence[float | None], values: Float64Array, turns: Sequence[Turn]
-) -> RolloutAdvantages:
-    """A^E per rollout; the group has a signal as soon as one token has, if only from the step part."""
-    plain = group_normalized_advantages_per_rollout(returns=scores)
-    placed = np.zeros(len(scores))
-    placed[plain.assigned] = values
-    has_signal = any(value != 0.0 for turn in turns for value in turn.node.credit or ())
-    reason = None if has_signal else plain.reason or "no_spread"
-    return RolloutAdvantages(values=placed, assigned=plain.assigned, has_signal=has_signal, reason=reason)
-
-
-def _measure(
-    rollouts: Sequence[tuple[Leaf, list[Node]]],
-    groups: Sequence[int],
-    episode: Float64Array,
-    step: Float64Array,
-) -> dict[str, list[float]]:
-    """Raw values behind the metrics: a group, a turn, a turn, a turn, a rollout; the trainer averages them
-    over the step.
-    """
-    sizes = np.bincount(np.array(groups, dtype=np.int64))
-    return {
-        "gigpo/anchor_group_size": sizes.astype(np.float64).tolist(),
-        "gigpo/share_alone": [float(sizes[group] == 1) for group in groups],
-        "gigpo/episode_advantage_abs": np.abs(episode).tolist(),
-        "gigpo/step_advantage_abs": np.abs(step).tolist(),
-        "gigpo/reward_without_step_abs": [
-            abs(reward_without_step(path, episode_return=leaf.episode_return))
-            for leaf, path in rollouts
-            if leaf.episode_return is not None
-        ],
-    }

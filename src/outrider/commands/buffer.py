@@ -71,7 +71,7 @@ def _build(parsed: argparse.Namespace) -> int:
         settings = make_settings([*overrides, *more])
         require_paths(settings, search_folders())
         if parsed.smoke:
-            from outrider.smoke.settings import server
+            from outrider.smoke import server
 
             endpoint = endpoint and served.enter_context(server())
             num_trajectories = min(2, num_trajectories)

@@ -21,7 +21,7 @@ from outrider.distributed.ray_session import Session, on_node
 from outrider.distributed.weights import Carrier, ObjectStore
 from outrider.doctor import Check, report
 from outrider.errors import ClusterFault
-from outrider.smoke.model import save_model
+from outrider.smoke import save_model
 from outrider.trace import Leaf, Trace
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build, local_learner

@@ -112,7 +112,7 @@ def check_run(settings: "RunSettings") -> list[str]:
 
 
 def _checks(settings: "RunSettings") -> Iterator[str]:
-    from outrider.training.no_expert import require_experts
+    from outrider.training.settings import require_experts
 
     require_experts(settings)
     require_paths(settings, search_folders())

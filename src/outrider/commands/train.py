@@ -83,8 +83,8 @@ def smoke(
     if not enabled:
         yield []
         return
-    from outrider.smoke import settings as stand_ins
-    from outrider.smoke.settings import describe_omissions, smoke_overrides
+    from outrider import smoke as stand_ins
+    from outrider.smoke import describe_omissions, smoke_overrides
 
     settings, names = make_settings(overrides), stand_ins.smoke_assets()
     if omissions := describe_omissions(settings):
@@ -99,7 +99,7 @@ def smoke(
 
 def resolve_trajectories(file: Path) -> Path:
     """A file of trajectories, or under ``--smoke`` the chats that stand in for one that is not there."""
-    from outrider.smoke import settings as stand_ins
+    from outrider import smoke as stand_ins
 
     stand_ins.write(names := stand_ins.smoke_assets())
     return file if file.exists() else names.trajectories

@@ -1,21 +1,22 @@
-"""Runs on several processes (extra ``cluster``): trainer ranks as Ray actors, weights in shards by FSDP2.
+"""Runs on several processes (extra ``cluster``): Ray actors, with weights sharded by FSDP2.
 
 Only this package imports ray. Its requirements are checked before a model is loaded.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.errors import ConfigError
-from outrider.training.components import RemoteRollouts
 from outrider.training.learner import Learner
 from outrider.training.restarts import Allowance
 from outrider.training.settings import RunSettings
 
+if TYPE_CHECKING:
+    from outrider.distributed.actors import RemoteProcesses
+
 
 def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
-    """For :func:`outrider.training.setup.build`: starts Ray and the ranks. Raises ConfigError without Ray,
-    and for a torch that is too old.
-    """
+    """Start Ray and the trainer ranks. Raises ConfigError without Ray or with a torch that is too old."""
     require_packages()
     from outrider.distributed.learner import ShardedLearner
 
@@ -24,10 +25,8 @@ def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
 
 def remote_rollouts(
     settings: RunSettings, learner: Learner, *, folder: Path, allowance: Allowance | None = None
-) -> RemoteRollouts:
-    """For :func:`outrider.training.setup.build`: starts Ray, where the learner has not, and the engines.
-    Raises ConfigError without Ray.
-    """
+) -> "RemoteProcesses":
+    """Start Ray, unless the learner has started it, and the engines. Raises ConfigError without Ray."""
     require_ray("cluster.num_engines, num_rollout_workers and weights need")
     from outrider.distributed.actors import RemoteProcesses
 
@@ -35,14 +34,14 @@ def remote_rollouts(
         return RemoteProcesses(settings, learner, folder=folder, allowance=allowance)
     from outrider.distributed.learner import ShardedLearner
 
-    assert isinstance(learner, ShardedLearner)  # :func:`sharded_learner` made it
+    assert isinstance(learner, ShardedLearner)
     return RemoteProcesses(
         settings, learner, folder=folder, allowance=allowance, session=learner.session, ranks=learner
     )
 
 
 def require_ray(subject: str) -> None:
-    """Raises ConfigError, naming what to install."""
+    """Raise ConfigError with the missing package."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
@@ -50,7 +49,7 @@ def require_ray(subject: str) -> None:
 
 
 def require_packages() -> None:
-    """Raises ConfigError, naming what to install."""
+    """Raise ConfigError with the missing package."""
     require_ray("cluster.num_trainers above 1 needs")
     try:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: F401

@@ -1,4 +1,4 @@
-"""How often processes of a run were replaced: counted for the metrics of a step, and allowed so often."""
+"""Engines and rollout workers of a run as Ray actors: started, replaced and ended together."""
 
 import os
 import signal
@@ -9,7 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from outrider.distributed.engines import EngineActor, StreamEngineActor, VllmEngineActor, make_pool, probes
+from outrider.distributed.engines import (
+    DirectPool,
+    EngineActor,
+    EnginePool,
+    StreamEngineActor,
+    VllmEngineActor,
+    probes,
+)
 from outrider.distributed.ray_session import Recipe, Resources, Session, outcomes, results, timeout_error
 from outrider.distributed.rollouts import RemoteGroupPlayer, WorkerRollouts, portable, worker_name
 from outrider.distributed.weights import Carrier, Folder, ObjectStore
@@ -17,7 +24,7 @@ from outrider.distributed.worker import RolloutWorker, WorkerSettings
 from outrider.errors import ClusterFault, ProcessLost
 from outrider.rollout.scheduler import Rollouts
 from outrider.trace import Trace
-from outrider.training.async_rollouts import GroupPlayer, RolloutPrefetch
+from outrider.training.async_rollouts import RolloutPrefetch
 from outrider.training.components import Components
 from outrider.training.learner import Learner
 from outrider.training.restarts import Allowance
@@ -27,12 +34,16 @@ if TYPE_CHECKING:
     from outrider.distributed.learner import ShardedLearner
 
 
+_CLOSE_S: Final = 10.0
+_MOST_GROUPS: Final = 64  # of a worker at a time, with a thread each
 COUNTED: Final = ("cluster/worker_deaths", "cluster/engine_deaths", "cluster/engine_hangs",
                   "weights/num_failed", "rollout/num_groups_replayed")  # fmt: skip
 
 
 class Repairs:
-    """``allowance`` is the run's: what all begin anew for counts there too."""
+    """Counts replaced processes. ``allowance`` is that of the run, which also counts restarts of
+    everything.
+    """
 
     def __init__(self, allowance: Allowance) -> None:
         self._allowance = allowance
@@ -42,8 +53,9 @@ class Repairs:
         self._notes: list[str] = []
 
     def allow(self, fault: ClusterFault, *, is_another: bool = False) -> None:
-        """A process is to be replaced, because of this fault; ``is_another``: one more of those that are gone
-        at once, which count once. Raises NoRepair where that is one too many.
+        """Count the replacement of a process. Raises NoRepair if the limit is exceeded.
+
+        ``is_another``: it was lost together with the previous one, and both count once.
         """
         is_free = isinstance(fault, ProcessLost) and not fault.is_charged
         if not is_another and not is_free:
@@ -53,11 +65,10 @@ class Repairs:
         self._notes.append(f"{message}; replaced{'' if is_free else counted}")
 
     def refund(self, num: int) -> None:
-        """The newest ``num`` repairs were the fault of a task: they do not count."""
+        """Do not count the newest ``num`` repairs, because a task caused them."""
         self._allowance.refund(num)
 
     def count_process(self, fault: ProcessLost) -> None:
-        """An engine or a rollout worker that died or was silent."""
         self.num_replaced[fault.process] += 1
         if fault.process.startswith("rollout worker"):
             self._counts["cluster/worker_deaths"] += 1
@@ -65,35 +76,27 @@ class Repairs:
             self._counts["cluster/engine_hangs" if fault.is_silent else "cluster/engine_deaths"] += 1
 
     def count(self, name: str, num: int = 1) -> None:
-        """One of :data:`COUNTED`."""
         self._counts[name] += num
 
     def pop_counts(self) -> dict[str, float]:
-        """Since the last call."""
+        """Return the counts since the last call."""
         counts, self._counts = self._counts, Counter()
         return {name: float(counts[name]) for name in COUNTED}
 
     def note(self, line: str) -> None:
-        """One more line for the person who watches."""
         self._notes.append(line)
 
     def pop_notes(self) -> list[str]:
-        """Since the last call: for the person who watches."""
+        """Return the notes since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
 
-# Engines and rollout workers of a run as Ray actors: started together, ended together.
-
-
-_CLOSE_S: Final = 10.0
-_MOST_GROUPS: Final = 64  # of a worker at a time, a thread each
-
-
 class RemoteProcesses:
-    """See :class:`outrider.training.components.RemoteRollouts`. ``session`` is a Ray that is there already,
-    ``ranks`` the learner where it is in processes of its own. Ray restarts no actor, since that would have
-    its first weights: :meth:`replace` does, with the newest.
+    """Engines and rollout workers in other processes; ``engine`` stands for all engines and sends weights.
+
+    ``session`` is an existing session, ``ranks`` a learner with its own processes. Ray restarts no actor,
+    because it would have the initial weights; :meth:`replace` does, with the newest weights.
     """
 
     def __init__(
@@ -116,49 +119,44 @@ class RemoteProcesses:
         self._engines: list[Any] = []
         self._placement: Any = None
         self._folder = folder
-        self._parts: Any = None  # what workers are told comes of them
+        self._parts: Any = None  # the source of the workers' settings
         self.repairs = Repairs(allowance or Allowance(cluster.max_restarts))
         try:
-            self._carrier = self._made_carrier(folder)
-            self._placement = self._reserve_placement()
+            self._carrier: Carrier = ObjectStore(self._session.ray)
+            if cluster.weights == "disk":
+                self._carrier = Folder(folder.resolve())
+            num_engine_bundles = 0 if self._resources.colocates else cluster.num_engines
+            self._placement = self._session.reserve(
+                [self._resources.engine_bundle] * num_engine_bundles
+                + [{"CPU": 1}] * cluster.num_rollout_workers,
+                subject=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
+                f"{cluster.num_rollout_workers} need",
+            )
             self._engines = [self._new_engine(number) for number in range(cluster.num_engines)]
             self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
             built = self._build_actors(
                 {f"engine {number}": actor for number, actor in enumerate(self._engines)}
             )
             self.engine_pids = [pid for pid, _ in built]
-            self.engine = make_pool(
-                learner,
-                ranks if cluster.sends_directly else None,
-                self._carrier,
-                settings=settings.engine,
-                load_s=cluster.update_timeout_s,
-                anew=self._replace_process,
-                ray=self._session.ray,
-                actors=self._engines,
-                tokenizer=learner.language_model.tokenizer,
-                context_length=built[0][1],
-                timeout_s=cluster.turn_timeout_s,
+            options: dict[str, Any] = {
+                "settings": settings.engine,
+                "load_s": cluster.update_timeout_s,
+                "anew": self._replace_process,
+                "ray": self._session.ray,
+                "actors": self._engines,
+                "tokenizer": learner.language_model.tokenizer,
+                "context_length": built[0][1],
+                "timeout_s": cluster.turn_timeout_s,
+            }
+            self.engine = (
+                DirectPool(ranks, self._carrier, **options)
+                if ranks is not None and cluster.sends_directly
+                else EnginePool(learner, self._carrier, **options)
             )
             self.engine.load(0)
         except BaseException:
             self.close()
             raise
-
-    def _reserve_placement(self) -> Any:
-        """Of the engines, where those are not on the ranks' GPUs, and of the workers behind them."""
-        cluster = self._settings.cluster
-        return self._session.reserve(
-            [self._resources.engine_bundle] * (0 if self._resources.colocates else cluster.num_engines)
-            + [{"CPU": 1}] * cluster.num_rollout_workers,
-            subject=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
-            f"{cluster.num_rollout_workers} need",
-        )
-
-    def _made_carrier(self, folder: Path) -> Carrier:
-        if self._settings.cluster.weights == "disk":
-            return Folder(folder.resolve())
-        return ObjectStore(self._session.ray)
 
     def _actor(
         self, kind: type, bundle_index: int, num_calls: int, *, placement: Any = None, **options: Any
@@ -184,9 +182,8 @@ class RemoteProcesses:
         return actor.remote(self._recipe, number, str(self._folder), self._carrier)
 
     def _new_worker(self, number: int) -> Any:
-        """Beside the engines. One thread plays, or one a group where weights come in between; others are
-        asked for beats and for the end.
-        """
+        # One thread runs all groups, or one thread per group if weights arrive in between. Other threads
+        # answer requests for heartbeats and the end.
         settings, options = self._settings, self._session.actor_options
         if settings.cluster.in_flight:
             num = max(1, settings.num_concurrent // settings.cluster.num_rollout_workers)
@@ -197,14 +194,14 @@ class RemoteProcesses:
 
     @property
     def num_replaced(self) -> Counter[str]:
-        """How often each process was replaced, by its name."""
+        """Number of replacements of each process, by name."""
         return self.repairs.num_replaced
 
     def replace(self, faults: Mapping[str, ProcessLost], *, num_groups: int) -> None:
         """Replace processes that are gone, and any that fail meanwhile, until all of them run again.
 
         Args:
-            gone: The faults, by the name of the process.
+            faults: The faults, by the name of the process.
             num_groups: Number of groups whose rollouts are generated again.
 
         Raises ClusterFault if the limits on repairs are exceeded.
@@ -212,7 +209,7 @@ class RemoteProcesses:
         self.repairs.count("rollout/num_groups_replayed", num_groups)
         left, done = dict(faults), set[str]()
         while left:
-            name = max(left)  # workers first: those are told of new engines
+            name = max(left)  # workers first, because they are told of new engines
             fault = left.pop(name)
             self.repairs.allow(fault, is_another=bool(done) and name not in done)
             self.repairs.count_process(fault)
@@ -224,13 +221,15 @@ class RemoteProcesses:
         self.repairs.refund(num_repairs)
 
     def _find_pid(self, name: str) -> int | None:
-        """The process of a worker, if it runs on this machine for certain."""
+        """Return the process id of a worker if it certainly runs on this machine."""
         number = int(name.rpartition(" ")[2])
         return self.worker_pids[number] if self._session.is_local else None
 
     def _replace(self, name: str, fault: ProcessLost, *, is_again: bool) -> dict[str, ProcessLost]:
-        """Those that are gone since: the new process too, where a node that is being lost took it in. That
-        happens once; then all may begin anew.
+        """Replace one process and return others that were lost meanwhile.
+
+        The new process may be lost too, if its node is failing. That is accepted once; then everything may be
+        restarted.
         """
         kind, _, number = name.rpartition(" ")
         try:
@@ -258,7 +257,7 @@ class RemoteProcesses:
         )
 
     def _replace_engine(self, number: int) -> dict[str, ProcessLost]:
-        """The workers that cannot be told of it, because they are gone too: a node has both."""
+        """Replace an engine; returns workers that are lost too, for example with the same node."""
         self._end(self._engines[number], self.engine_pids[number])
         actor = self._engines[number] = self._new_engine(number)
         self._session.await_placement(actor, f"engine {number}")
@@ -282,7 +281,7 @@ class RemoteProcesses:
     def _end(self, actor: Any, pid: int) -> None:
         with suppress(Exception):
             self._session.ray.kill(actor, no_restart=True)
-        if self._session.is_local:  # a process that stands still hears nothing of Ray's
+        if self._session.is_local:  # a stopped process does not react to Ray
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -296,9 +295,7 @@ class RemoteProcesses:
         )
 
     def begin(self, parts: Components) -> None:
-        """Tell the workers what to play. Raises ConfigError for a hook that has no copies, and what a start
-        raises.
-        """
+        """Build the workers. Raises ConfigError for a hook without copies."""
         portable(parts.algorithm.hooks)
         self._parts = parts
         self.worker_pids = self._build_actors(
@@ -307,7 +304,7 @@ class RemoteProcesses:
         )
 
     def _worker_settings(self) -> Any:
-        """Made when it is asked for: a buffer may have been rolled back since the run began."""
+        # always anew, because a buffer may have been rolled back
         settings = WorkerSettings.from_components(
             self._parts, self._recipe, context_length=self.engine.context_length
         )
@@ -321,7 +318,6 @@ class RemoteProcesses:
         on_finished: Callable[[int, int], None],
         prefetch: RolloutPrefetch | None = None,
     ) -> Rollouts:
-        """Of training, with the algorithm's hooks, or of an evaluation."""
         return WorkerRollouts(
             self._session.ray,
             self,
@@ -338,7 +334,8 @@ class RemoteProcesses:
             note=self.repairs.note,
         )
 
-    def group_player(self, parts: Components) -> GroupPlayer:
+    def group_player(self, parts: Components) -> RemoteGroupPlayer:
+        """Generates the groups of training one by one, several at a time, while weights come and go."""
         return RemoteGroupPlayer(
             self._session.ray,
             self,
@@ -352,23 +349,26 @@ class RemoteProcesses:
         )
 
     def probes(self, trace: Trace) -> list[Trace]:
+        """A few tokens of every engine behind the prompt of a group: they show which weights it has."""
         return probes(self.engine, trace, num=len(self._engines))
 
     def busy_s(self) -> float:
+        """Seconds in which an engine generated since the run began: mean over engines."""
         return self.engine.busy_s()
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest weights that were sent, and of processes that were replaced."""
+        """Return metrics of the newest transfer and of replaced processes."""
         return self.engine.sent | self.repairs.pop_counts()
 
     def notes(self) -> list[str]:
+        """What happened to processes since the last call, for the log."""
         return self.repairs.pop_notes()
 
     def close(self) -> None:
-        """End all actors, and Ray where it was started for them; may be called twice."""
+        """End all actors, and Ray if it was started for them; may be called twice."""
         ray = self._session.ray
         with suppress(Exception):
-            # what they started would outlive a process that is killed
+            # their own children would survive if they were killed
             started = [*self.workers]
             if self._settings.engine.has_own_processes:
                 started += self._engines

@@ -1,12 +1,12 @@
-"""A few tokens of every engine that nothing trains on: whether its weights are the trainer's, where the
-tokens that are trained on are of older ones and cannot say.
+"""Engines in their own processes: actors, the engine that represents all of them, and probes of their
+weights.
 """
 
 import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
@@ -33,19 +33,24 @@ from outrider.trace import Leaf, Trace
 from outrider.training.adapters import choose_trained, plain_names
 from outrider.training.learner import Learner
 from outrider.training.policy import export, set_threads
-from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Outcome
 
 if TYPE_CHECKING:
     from outrider.distributed.learner import ShardedLearner
 
 
-_NUM_TOKENS: Final = 16
+_NUM_PROBE_TOKENS: Final = 16
+_ALL_CLIENTS: Final = ""
+_SHARE_ALONE: Final = 0.9  # of a GPU that only the engine uses
+
+ResultT = TypeVar("ResultT")
 
 
 def probes(engine: Engine, trace: Trace, *, num: int) -> list[Trace]:
-    """``num`` continuations of the prompt of a played group, one an engine: groups take the engines in turn.
-    Empty where none of its rollouts has a prompt that leaves room. Raises what the engine raises.
+    """Sample ``num`` continuations of a group's prompt, one per engine, which are never trained on.
+
+    They show whether the engines have the trainer's weights if the tokens of a step are of older ones. Empty
+    if no prompt leaves room.
     """
     longest = engine.context_length - 1
     prompt = next(
@@ -58,7 +63,7 @@ def probes(engine: Engine, trace: Trace, *, num: int) -> list[Trace]:
             request_id=f"probe-{number}/0",
             cache_key=f"probe-{number}/0",
             token_ids=prompt.token_ids,
-            max_tokens=min(_NUM_TOKENS, engine.context_length - len(prompt.token_ids)),
+            max_tokens=min(_NUM_PROBE_TOKENS, engine.context_length - len(prompt.token_ids)),
             seed=number,
         )
         for number in range(num)
@@ -86,15 +91,11 @@ def probes(engine: Engine, trace: Trace, *, num: int) -> list[Trace]:
     return traces
 
 
-# An engine in a process of its own, and the engine that stands for all of them where rollouts are played.
-
-
 class EngineActor:
-    """Full weights, and an engine over them; it serves nobody before :meth:`load`.
+    """A process with all weights and engines over them; no request is accepted before :meth:`load`.
 
-    An engine that generates with the model that it is given (``is_exact``) is made once per client: what one
-    client asks cannot depend on when another one did, so the same bits come whoever is faster. The model is
-    there once, keys and values once per client.
+    An exact engine (``is_exact``) is built once per client, with its own keys and values, so that results do
+    not depend on the timing of other clients' requests. The model is shared.
     """
 
     def __init__(self, recipe: Recipe, number: int, folder: str, carrier: Carrier) -> None:
@@ -106,7 +107,7 @@ class EngineActor:
         self._busy_s = 0.0
 
     def build(self) -> tuple[int, int]:
-        """Load the model; the process id, and the longest context."""
+        """Load the model; returns the process id and the context length."""
         settings = self._settings = self._recipe.settings()
         set_threads(settings.num_threads, device=settings.model.device)
         chosen = settings.model
@@ -119,12 +120,12 @@ class EngineActor:
         return os.getpid(), self._engine("").context_length
 
     def load(self, parcel: Parcel) -> tuple[int, int]:
-        """Take new weights, and forget what was computed with the old ones; version and checksum for the
-        sender. Raises ClusterFault for weights that are older than those that are here.
+        """Load new weights and clear all caches; returns version and checksum. Raises ClusterFault for
+        weights older than the current ones.
         """
         assert self._model is not None
         require_newer(self._number, self._version, parcel.version)
-        self._version = None  # half of them are served to nobody
+        self._version = None  # no request is accepted while they are incomplete
         model = self._model.model
         own = plain_names(model) | dict(model.named_parameters())
         checksum = unpack(parcel, own, carrier=self._carrier)
@@ -136,8 +137,8 @@ class EngineActor:
     def generate(
         self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
     ) -> list[Generation]:
-        """See :class:`outrider.engines.base.Engine`. Raises ClusterFault where the weights are not those of
-        ``version``, ``or_newer`` ones.
+        """Sample for a client. Raises ClusterFault unless the weights are of ``version``, or newer with
+        ``or_newer``.
         """
         if or_newer and self._version is not None:
             version = max(version, self._version)
@@ -148,16 +149,18 @@ class EngineActor:
         finally:
             self._busy_s += time.perf_counter() - began
         if wrong := {generation.weight_version for generation in generations} - {version}:
-            raise ClusterFault(f"engine {self._number} wrote tokens of version {wrong.pop()} under {version}")
+            raise ClusterFault(
+                f"engine {self._number} sampled tokens of version {wrong.pop()} instead of {version}"
+            )
         return generations
 
     def clear(self, client: str) -> None:
-        """All that is kept for a client: what it asks again is computed as it was the first time."""
+        """Clear the caches of a client, so that a repeated request gives the same bits as the first one."""
         if self._settings.engine.is_exact:
             self._engines.pop(client, None)
 
     def busy_s(self) -> float:
-        """Seconds of :meth:`generate` so far."""
+        """Return the total seconds in :meth:`generate`."""
         return self._busy_s
 
     def release(self, client: str, cache_keys: Sequence[str]) -> None:
@@ -197,11 +200,11 @@ class EngineActor:
 
 
 class RemoteEngine:
-    """All engine processes as one, for one client. A group's rollouts stay with one engine, and so with their
-    keys and values; groups take the engines in turn, in the order in which they first ask.
+    """All engine processes as one engine, for one client.
 
-    Raises EngineFault where a batch could not be served, as any engine does, and ClusterFault where an engine
-    is gone, silent, or has other weights than those of ``weight_version``, ``or_newer`` ones.
+    A group's rollouts stay with one engine, because of their keys and values; groups are assigned in turn, in
+    the order of their first requests. Raises EngineFault like any engine, and ClusterFault if an engine is
+    lost or has other weights than ``weight_version`` (or newer ones with ``or_newer``).
     """
 
     or_newer: ClassVar[bool] = False
@@ -221,13 +224,13 @@ class RemoteEngine:
         self.context_length = context_length
         self.weight_version = 0
         self._ray, self._actors, self._client, self._timeout_s = ray, list(actors), client, timeout_s
-        self._first = self._next = first  # clients begin at different engines
+        self._first = self._next = first  # clients start at different engines
         self._homes: dict[str, int] = {}  # group -> engine
-        self._known_busy_s = [0.0] * len(actors)  # of each engine, as it was told last
-        self._before_s = [0.0] * len(actors)  # of those in whose place it is
+        self._known_busy_s = [0.0] * len(actors)  # by engine, at the last request
+        self._before_s = [0.0] * len(actors)  # by engine, of its predecessors
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample all requests, each engine its groups' at the same time."""
+        """Sample all requests on the engines concurrently."""
         parts: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
             parts.setdefault(self._engine_index(request), []).append(index)
@@ -264,7 +267,7 @@ class RemoteEngine:
         return self._homes[group]
 
     def release(self, cache_keys: Sequence[str]) -> None:
-        """Told to the engines that have them; nobody waits for that."""
+        # without waiting for the engines
         homes: dict[int, list[str]] = {}
         for key in cache_keys:
             if (number := self._homes.get(key.rpartition("/")[0])) is not None:
@@ -273,30 +276,27 @@ class RemoteEngine:
             self._actors[number].release.remote(self._client, keys)
 
     def free_cache(self) -> None:
-        """Of all engines. Waited for: an engine that did it between two turns would compute the second one's
-        context another way, to other last bits.
-        """
+        # Waits for the engines: one that did it between two turns would compute the second turn's context
+        # differently, with different last bits.
         self._wait(
             {_engine_name(number): actor.free_cache.remote() for number, actor in self._each()}, "free_cache"
         )
 
     def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on. What the one before did since it was last asked
-        for its seconds is lost, and so are they.
-        """
+        """Replace engine ``number``. Its busy seconds since the last request are lost."""
         self._actors[number] = actor
         self._before_s[number] += self._known_busy_s[number]
         self._known_busy_s[number] = 0.0
 
     def clear(self) -> None:
-        """All that is kept for this client: after a batch that broke."""
+        """Clear the caches of this client, after a failed batch."""
         self._wait(
             {_engine_name(number): actor.clear.remote(self._client) for number, actor in self._each()},
-            "forget",
+            "clear",
         )
 
     def busy_s(self) -> float:
-        """Seconds in which an engine generated so far: mean over engines."""
+        """Return the total seconds of generation: mean over engines."""
         seconds = self._wait(
             {_engine_name(number): item.busy_s.remote() for number, item in self._each()}, "busy_s"
         )
@@ -304,8 +304,8 @@ class RemoteEngine:
         return sum(self._known_busy_s + self._before_s) / len(seconds)
 
     def load(self, version: int) -> None:
-        """The engines have weights of this version now: ask for no other. Groups take engines from the first
-        again, so that no batch depends on those before it.
+        """Request only this version from now on. The assignment of groups to engines starts anew, so that no
+        batch depends on earlier ones.
         """
         self.weight_version = version
         self._next, self._homes = self._first, {}
@@ -320,7 +320,7 @@ class RemoteEngine:
 
 
 def require_version(number: int, current: int | None, requested: int) -> None:
-    """Raises ClusterFault where an engine has other weights than a request names."""
+    """Raise ClusterFault if an engine has other weights than requested."""
     if current != requested:
         description = "no weights yet" if current is None else f"weights of version {current}"
         raise ClusterFault(
@@ -329,7 +329,7 @@ def require_version(number: int, current: int | None, requested: int) -> None:
 
 
 def require_newer(number: int, current: int | None, sent: int) -> None:
-    """Raises ClusterFault where an engine was sent older weights than it has."""
+    """Raise ClusterFault if an engine receives older weights than it has."""
     if current is not None and sent < current:
         raise ClusterFault(f"engine {number} has weights of version {current}, and was sent {sent}")
 
@@ -338,16 +338,9 @@ def _engine_name(number: int) -> str:
     return f"engine {number}"
 
 
-# An engine process that takes requests one by one, from all workers: what has come while it generated is its
-# next batch.
-
-
-_EVERYBODY = ""
-
-
 class StreamEngineActor:
-    """See :class:`outrider.distributed.engines.EngineActor`, whose methods run in a thread here, one at a
-    time; all workers are one client.
+    """An :class:`EngineActor` that accepts single requests: those that arrive while it generates are its next
+    batch. Its methods run in a thread, one at a time; all workers are one client.
     """
 
     def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:
@@ -357,7 +350,7 @@ class StreamEngineActor:
         self._serving: asyncio.Task[None] | None = None
 
     async def stream(self, request: Request, version: int, or_newer: bool = False) -> Generation:
-        """One request. Raises what :meth:`outrider.distributed.engines.EngineActor.generate` raises."""
+        """Sample one request. Raises the exceptions of :meth:`EngineActor.generate`."""
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, version, or_newer, future))
         if self._serving is None:
@@ -378,9 +371,13 @@ class StreamEngineActor:
                 ]
                 try:
                     generations = await self._call(
-                        self._inner.generate, _EVERYBODY, [request for request, _ in batch], version, or_newer
+                        self._inner.generate,
+                        _ALL_CLIENTS,
+                        [request for request, _ in batch],
+                        version,
+                        or_newer,
                     )
-                except Exception as error:  # each request's own: whoever waits for it decides
+                except Exception as error:  # raised in every waiting request
                     for _, future in batch:
                         future.set_exception(error)
                 else:
@@ -401,36 +398,31 @@ class StreamEngineActor:
         return result
 
     async def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
-        generations: list[Generation] = await self._call(self._inner.generate, _EVERYBODY, requests, version)
+        generations: list[Generation] = await self._call(
+            self._inner.generate, _ALL_CLIENTS, requests, version
+        )
         return generations
 
     async def release(self, client: str, cache_keys: Sequence[str]) -> None:
-        await self._call(self._inner.release, _EVERYBODY, cache_keys)
+        await self._call(self._inner.release, _ALL_CLIENTS, cache_keys)
 
     async def free_cache(self) -> None:
         await self._call(self._inner.free_cache)
 
     async def clear(self, client: str) -> None:
-        """Nothing: what is kept is everybody's, and no bits are promised."""
+        """Do nothing: the caches are shared, and the same bits are not guaranteed."""
 
     async def busy_s(self) -> float:
         return self._inner.busy_s()
 
 
-# An engine process whose engine is vLLM, with processes of its own: it takes requests one by one, from all
-# workers.
-
-
-_ALONE: Final = 0.9  # share of a GPU
-
-
 class VllmEngineActor:
-    """See :class:`outrider.distributed.engines.EngineActor`; all workers are one client here."""
+    """An engine process with vLLM, which has its own processes; all workers are one client."""
 
     def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:
         self._recipe, self._number, self._carrier = recipe, number, carrier
         self._version: int | None = None
-        self._may_begin = asyncio.Event()  # not while weights come
+        self._may_begin = asyncio.Event()  # cleared while weights are loaded
         self._may_begin.set()
         self._num_running = 0
         self._since = self._busy_s = 0.0
@@ -440,9 +432,16 @@ class VllmEngineActor:
         model, cluster = settings.model, settings.cluster
         engine = cast(VllmSettings, settings.engine)
         self._sleeps = cluster.placement == "colocate"
+        # vLLM's default share of a GPU is for an engine beside a trainer
+        is_alone = model.device != "cpu" and not self._sleeps
+        if is_alone and engine.memory is None:
+            engine = engine.model_copy(update={"memory": _SHARE_ALONE})
         folder = resolve_model(model.name)
         longest = longest_context(AutoConfig.from_pretrained(folder), model.name)
-        ends, texts = turn_ends(model.name, AutoTokenizer.from_pretrained(folder), _configured(folder))
+        configured = None
+        with suppress(OSError):  # many folders have none
+            configured = GenerationConfig.from_pretrained(folder)
+        ends, texts = turn_ends(model.name, AutoTokenizer.from_pretrained(folder), configured)
         requests = Requests(
             eos_token_ids=ends,
             eos_texts=texts,
@@ -454,7 +453,7 @@ class VllmEngineActor:
             requests=requests,
             precision=resolve_precision(model.precision, model.device),
             device=model.device,
-            settings=_with_memory(settings),
+            settings=engine,
             backend=f"outrider-{cluster.weights}" if cluster.sends_directly else "outrider",
             num_gpus=cluster.tensor_parallel,
             sleeps=self._sleeps and model.device != "cpu",
@@ -463,29 +462,29 @@ class VllmEngineActor:
 
     async def load(self, parcel: Parcel) -> tuple[int, int]:
         require_newer(self._number, self._version, parcel.version)
-        with self._renewing():
-            checksum = await self._engine.load(parcel.version, self._pieces(parcel))
+        # requests wait until the weights are complete
+        self._version = None
+        self._may_begin.clear()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for handle in parcel.pieces:
+                yield await asyncio.to_thread(self._carrier.get, handle)
+
+        try:
+            with self._as_cluster_fault():
+                checksum = await self._engine.load(parcel.version, pieces())
             if checksum != parcel.checksum:
                 raise ClusterFault(
                     f"the weights of version {parcel.version} did not arrive as they were sent"
                 )
             self._version = parcel.version
+        finally:
+            self._may_begin.set()
         return parcel.version, checksum
 
     @contextmanager
-    def _renewing(self) -> Iterator[None]:
-        """Half of the weights are served to nobody; whoever asks meanwhile waits."""
-        self._version = None
-        self._may_begin.clear()
-        try:
-            with self._as_cluster_fault():
-                yield
-        finally:
-            self._may_begin.set()
-
-    @contextmanager
     def _as_cluster_fault(self) -> Iterator[None]:
-        """A fault of vLLM's that is of no request is the run's."""
+        """Convert faults of vLLM outside of requests."""
         try:
             with self._ending():
                 yield
@@ -493,35 +492,28 @@ class VllmEngineActor:
             raise ClusterFault(f"engine {self._number}: {fault}; {AGAIN}") from fault
 
     async def meet(self, info: Mapping[str, Any]) -> None:
-        """The rank that sends: this and the next three are the calls of
+        """Connect to the sending rank; called, like the next three methods, by
         :class:`outrider.distributed.weights.EngineClient`.
         """
         with self._as_cluster_fault():
             await self._engine.meet(info)
 
     async def begin_update(self) -> None:
-        """Weights will come."""
         self._version = None
         self._may_begin.clear()
         with self._as_cluster_fault():
             await self._engine.begin_update()
 
     async def take(self, info: Mapping[str, Any]) -> None:
-        """They come."""
         with self._as_cluster_fault():
             await self._engine.take(info)
 
     async def end_update(self, version: int) -> int:
-        """All are here; the version that they have now."""
         with self._as_cluster_fault():
             await self._engine.end_update(version)
         self._version = version
         self._may_begin.set()
         return version
-
-    async def _pieces(self, parcel: Parcel) -> AsyncIterator[bytes]:
-        for handle in parcel.pieces:
-            yield await asyncio.to_thread(self._carrier.get, handle)
 
     async def generate(
         self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
@@ -531,7 +523,7 @@ class VllmEngineActor:
             return await stream_all(self._engine, requests, version)
 
     async def _await_version(self, version: int, or_newer: bool) -> int:
-        """The version that answers, once nothing is half loaded. Raises ClusterFault for another one."""
+        """Wait until weights are complete and return their version. Raises ClusterFault for a wrong one."""
         await self._may_begin.wait()
         if or_newer and self._version is not None:
             version = max(version, self._version)
@@ -539,7 +531,7 @@ class VllmEngineActor:
         return version
 
     async def stream(self, request: Request, version: int, or_newer: bool = False) -> Generation:
-        """One request, beside all others. Raises what :meth:`generate` raises."""
+        """Sample one request. Raises the exceptions of :meth:`generate`."""
         version = await self._await_version(version, or_newer)
         with self._busy():
             return await self._engine.stream(request, version)
@@ -559,7 +551,7 @@ class VllmEngineActor:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Whoever asks hears of vLLM's end as of this process's own: another one takes its place."""
+        """If vLLM has died, exit, so that this process is replaced."""
         try:
             yield
         except EngineFault:
@@ -568,54 +560,30 @@ class VllmEngineActor:
             raise
 
     async def free_cache(self) -> None:
-        """The trainers' turn: where they are on the same GPUs the engine sleeps until the next weights."""
+        """If the trainers use the same GPUs, sleep until the next weights."""
         if self._sleeps:
             self._version = None
             with self._as_cluster_fault():
                 await self._engine.sleep()
 
     async def release(self, client: str, cache_keys: Sequence[str]) -> None:
-        """Nothing to do: vLLM evicts blocks when it needs them."""
+        """Do nothing: vLLM evicts blocks when it needs them."""
 
     async def clear(self, client: str) -> None:
-        """Nothing: what is kept is everybody's, and no bits are promised."""
+        """Do nothing: the caches are shared, and the same bits are not guaranteed."""
 
     async def busy_s(self) -> float:
-        """Seconds in which at least one request was under way."""
+        """Return the total seconds with at least one running request."""
         running = time.perf_counter() - self._since if self._num_running else 0.0
         return self._busy_s + running
 
     async def close(self) -> None:
-        """End vLLM's processes."""
         self._engine.close()
 
 
-def _with_memory(settings: RunSettings) -> VllmSettings:
-    """The most of a GPU that is the engine's alone; vLLM's default here is for one beside a trainer."""
-    engine = cast(VllmSettings, settings.engine)
-    is_alone = settings.model.device != "cpu" and settings.cluster.placement == "disaggregate"
-    if not is_alone or engine.memory is not None:
-        return engine
-    return engine.model_copy(update={"memory": _ALONE})
-
-
-def _configured(folder: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except OSError:  # many a folder has none
-        return None
-
-
-# All engines of a run for the process that trains: they get the learner's weights, by a carrier or from the
-# ranks' GPUs, and whoever takes an engine's place gets them too.
-
-
-_AnswerT = TypeVar("_AnswerT")
-
-
 class EnginePool(RemoteEngine):
-    """The engine of the process that trains: :meth:`load` sends the learner's weights to all engines, and
-    keeps what was sent for engines that take the place of others.
+    """The engine of the training process: :meth:`load` sends the learner's weights to all engines, and stores
+    them for engines that replace others. ``anew`` replaces a lost process.
     """
 
     def __init__(
@@ -632,12 +600,10 @@ class EnginePool(RemoteEngine):
         self._learner, self._carrier, self._load_s, self._anew = learner, carrier, load_s, anew
         self._settings = settings
         self._parcel: Parcel | None = None
-        self.sent: dict[str, float] = {}  # metrics of the newest transfer
+        self.sent: dict[str, float] = {}  # metrics of the last transfer
 
     def load(self, version: int) -> None:
-        """Raises ClusterFault where not every engine says within the limit that it has these weights, and no
-        other one may take its place.
-        """
+        """Raises ClusterFault if an engine does not confirm the weights in time and cannot be replaced."""
         began = time.perf_counter()
         self.drop_parcel()
         weights = engine_weights(self._learner, self._settings)
@@ -647,7 +613,7 @@ class EnginePool(RemoteEngine):
                 self._send(parcel, dict(enumerate(self._actors)))
                 break
             except ProcessLost as error:
-                self._anew(error, True)  # which sends it too
+                self._anew(error, True)  # which also sends the parcel
         super().load(version)
         self.sent = {
             "weights/bytes": float(parcel.num_bytes * len(self._actors)),
@@ -656,7 +622,6 @@ class EnginePool(RemoteEngine):
         }
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """See :class:`RemoteEngine`: of an engine that is gone, another one is asked."""
         return self._retrying(partial(super().generate, requests))
 
     def free_cache(self) -> None:
@@ -665,10 +630,8 @@ class EnginePool(RemoteEngine):
     def busy_s(self) -> float:
         return self._retrying(super().busy_s)
 
-    def _retrying(self, call: Callable[[], _AnswerT]) -> _AnswerT:
-        """An engine that died between two batches is noticed here first. Raises ClusterFault where no other
-        one may take its place.
-        """
+    def _retrying(self, call: Callable[[], ResultT]) -> ResultT:
+        """Repeat a call after replacing a lost engine. Raises ClusterFault if it cannot be replaced."""
         while True:
             try:
                 return call()
@@ -676,7 +639,7 @@ class EnginePool(RemoteEngine):
                 self._anew(error, False)
 
     def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on, with the weights that were sent last."""
+        """Replace engine ``number`` and send the last weights to the new one."""
         if self._parcel is not None:
             self._send(self._parcel, {number: actor})
         super().put(number, actor)
@@ -695,22 +658,22 @@ class EnginePool(RemoteEngine):
             )
 
     def drop_parcel(self) -> None:
-        """Nobody needs the weights that were sent last any more."""
+        """Delete the last weights."""
         if self._parcel is not None:
             drop(self._parcel.pieces, self._carrier)
             self._parcel = None
 
 
 class DirectPool(EnginePool):
-    """The ranks send from their GPUs (:mod:`outrider.distributed.weights`): nothing is kept here."""
+    """The ranks send weights from their GPUs (:mod:`outrider.distributed.weights`)."""
 
     def __init__(self, ranks: "ShardedLearner", *args: Any, **kwargs: Any) -> None:
         super().__init__(ranks, *args, **kwargs)
         self._ranks = ranks
 
     def load(self, version: int) -> None:
-        """Raises ClusterFault where not every engine says within the limit that it has these weights: the
-        ranks have ended then, and all begin anew.
+        """Raises ClusterFault if an engine does not confirm the weights in time; the ranks have
+        ended then.
         """
         self._load(version, is_again=False)
 
@@ -718,7 +681,7 @@ class DirectPool(EnginePool):
         began = time.perf_counter()
         try:
             num_bytes, num_calls = self._ranks.send(version, self._actors, is_again=is_again)
-        except ProcessLost as error:  # nobody is to take its place
+        except ProcessLost as error:  # not replaced
             raise ClusterFault(str(error)) from error
         RemoteEngine.load(self, version)
         self.sent = {
@@ -728,15 +691,8 @@ class DirectPool(EnginePool):
         }
 
     def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on; all engines meet the ranks anew. Raises
-        ClusterFault where the ranks' weights have moved since.
+        """Replace engine ``number``; all engines reconnect to the ranks. Raises ClusterFault if the ranks'
+        weights have changed since the last transfer.
         """
         super().put(number, actor)
         self._load(self.weight_version, is_again=True)
-
-
-def make_pool(
-    learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **options: Any
-) -> EnginePool:
-    """``ranks``: those that send by themselves."""
-    return EnginePool(learner, carrier, **options) if ranks is None else DirectPool(ranks, carrier, **options)

@@ -1,9 +1,4 @@
-"""Which rank computes which rollouts: whole groups by cost, the longest first to the lightest rank.
-
-A group's cost is ``6 P U + 12 L d C`` floating-point operations: P parameters, U its unique tokens, L layers
-of attention width d, C the sum of the tokens that each of them attends to. All ranks compute the same
-placement.
-"""
+"""Trainer ranks with FSDP2: assignment of rollouts, process groups, sharded models and policies."""
 
 import contextlib
 import copy
@@ -55,15 +50,17 @@ from outrider.training.policy import (
 )
 from outrider.training.settings import LoraSettings, OptimizerSettings
 
-_TOLERANCE: Final = 1.10  # heaviest rank over the mean
+_TOLERANCE: Final = 1.10  # load of the heaviest rank over the mean
 _MAX_CUTS: Final = 64
+
+ValueT = TypeVar("ValueT")
 
 Cost = Callable[[Sequence[RolloutPath]], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a model that decide what a token costs."""
+    """Sizes of a model that determine the cost of a token."""
 
     num_parameters: int
     num_layers: int
@@ -71,7 +68,6 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Any, *, num_parameters: int) -> "Shape":
-        """From a model's configuration."""
         text = config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return cls(
@@ -81,7 +77,11 @@ class Shape:
         )
 
     def cost(self, paths: Sequence[RolloutPath]) -> float:
-        """Of rollouts that share their beginnings; a beginning that they share counts once."""
+        """Estimate the floating-point operations of rollouts; shared prefixes count once.
+
+        ``6 P U + 12 L d C``: P parameters, U unique tokens, L layers of attention width d, C the sum over
+        tokens of the number of tokens that each attends to.
+        """
         num_tokens = sum_of_contexts = 0
         seen: set[tuple[int, ...]] = set()
         for path in paths:
@@ -103,10 +103,11 @@ class Shape:
 
 
 def assign_to_ranks(paths: Sequence[RolloutPath], *, num_ranks: int, cost: Cost) -> list[list[RolloutPath]]:
-    """The rollouts of every rank, in the order of ``paths``: each is in exactly one list.
+    """Assign each rollout to one rank; the order of ``paths`` is preserved. All ranks compute the same
+    result.
 
-    Groups stay whole, because a beginning is computed once; where the heaviest rank is more than 10 % above
-    the mean, its largest group is cut between rollouts, as long as that makes it lighter.
+    Groups stay whole, because shared prefixes are computed once. If the heaviest rank is more than 10 % above
+    the mean, its largest group is split between rollouts, as long as that reduces its load.
     """
     groups: dict[int, list[RolloutPath]] = {}
     for path in paths:
@@ -136,7 +137,7 @@ def assign_to_ranks(paths: Sequence[RolloutPath], *, num_ranks: int, cost: Cost)
 def _lightest(
     units: Sequence[list[RolloutPath]], num_ranks: int, cost: Cost
 ) -> list[list[list[RolloutPath]]]:
-    """Longest first to the rank with the least; ties go to the lower number."""
+    """Assign units by decreasing cost to the rank with the lowest load; ties go to the lower number."""
     placed: list[list[list[RolloutPath]]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     costs = [cost(unit) for unit in units]
@@ -147,14 +148,8 @@ def _lightest(
     return placed
 
 
-# The ranks of a run over gloo and NCCL: what all of them know, and who computes what.
-
-
-ValueT = TypeVar("ValueT")
-
-
 class GlooRanks:
-    """This process among ``size`` of them. A collective that takes longer than the group's limit raises."""
+    """This process among ``size`` ranks. A collective raises after the time limit of the group."""
 
     def __init__(self, shape: Shape) -> None:
         self.rank = dist.get_rank()
@@ -171,15 +166,16 @@ class GlooRanks:
 
 
 def open_store(host: str, *, size: int, timeout_s: float) -> TCPStore:
-    """Where ranks meet, on a free port; kept by rank 0 as long as the others need it."""
+    """Open the store at which ranks meet, on a free port; rank 0 keeps it open."""
     return TCPStore(
         host, 0, size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
     )
 
 
 def join(host: str, port: int, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
-    """Meet the other ranks: over gloo, and over NCCL for what is on a GPU, of which Ray shows each rank its
-    own. Raises what torch raises when they do not come in time.
+    """Join the process group: gloo, and NCCL for tensors on a GPU (each rank sees only its own).
+
+    Raises an exception of torch if not all ranks join in time.
     """
     limit = timedelta(seconds=timeout_s)
     store = TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
@@ -190,20 +186,20 @@ def join(host: str, port: int, *, rank: int, size: int, timeout_s: float, device
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
-# A model in shards by FSDP2, filled from a folder of safetensors without a full copy on any rank.
+# --- Sharded models, filled from a folder of safetensors without a full copy on any rank ---
 
 
 def shard(model: PreTrainedModel, *, size: int, precision: torch.dtype, device: str = "cpu") -> nn.Module:
-    """The module whose forward scores tokens, its weights in shards over all ranks.
+    """Shard a model over all ranks and return the module whose forward scores tokens.
 
-    One group a layer; embedding, vocabulary projection and last norm are the root's, because torch refuses a
-    tied weight in two groups. Gradients are *summed* over ranks, since token weights are those of the whole
-    mini-batch; neither setting reaches the modules below, so each gets its own.
+    Each layer is a group; embedding, vocabulary projection and last norm belong to the root, because torch
+    does not accept a tied weight in two groups. Gradients are *summed* over ranks, because token weights
+    refer to the whole mini-batch; the settings are not inherited by submodules, so each module gets its own.
     """
     mesh = init_device_mesh(device, (size,))
     root = Scoring(model)
     options: dict[str, Any] = {"mesh": mesh}
-    if precision != torch.float32:  # masters in float32, a working copy in the precision of the model
+    if precision != torch.float32:  # master weights in float32, a working copy in the precision of the model
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     for layer in cast(Any, model.base_model).layers:
         fully_shard(layer, **options)
@@ -213,7 +209,7 @@ def shard(model: PreTrainedModel, *, size: int, precision: torch.dtype, device: 
 
 
 def sum_gradients(root: nn.Module) -> None:
-    """Ranks sum: FSDP2 would average, and a factor without the forced sum fails on gloo."""
+    """Sum over ranks: FSDP2 would average, and a factor without the forced sum fails on gloo."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -221,14 +217,14 @@ def sum_gradients(root: nn.Module) -> None:
 
 
 def empty_model(folder: str, *, device: str = "cpu") -> LanguageModel:
-    """The model of a folder without any memory for its weights, in float32; no tokenizer."""
+    """Build the model of a folder in float32 without memory for its weights, and without tokenizer."""
     register()
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=IMPLEMENTATION
         )
-    model.eval()  # as a model that is loaded: without dropout
+    model.eval()  # like a loaded model, without dropout
     if device == "cpu":
         fuse(model)
     return LanguageModel(
@@ -247,13 +243,14 @@ def choose_empty(
     seed: int,
     precision: torch.dtype,
 ) -> dict[str, Tensor]:
-    """:func:`outrider.training.adapters.choose_trained` of a model without memory; the adapters by name,
-    in float32, drawn as one process draws them. No weight of the model has to be there for that: the place
-    of each is taken by one number.
+    """Run :func:`outrider.training.adapters.choose_trained` for a model without memory; returns new adapters
+    by name in float32, initialized like those of a single process.
+
+    Each weight of the model is replaced by an expanded scalar meanwhile.
     """
     parameters = [
         (module, name, parameter) for module in model.modules() for name, parameter in _parameters(module)
-    ]  # a tied one is in several modules
+    ]  # tied parameters occur several times
     if lora is not None:
         placeholders = {
             id(parameter): torch.zeros((), dtype=precision).expand(parameter.shape)
@@ -287,16 +284,16 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def begin(model: nn.Module, folder: Path, adapters: Mapping[str, Tensor]) -> None:
-    """The weights of a folder, and fresh adapters beside them."""
+    """Load the weights of a folder, and add new adapters."""
     fill(folder, plain_names(model))
     parameters = dict(model.named_parameters())
     for name, adapter in adapters.items():
         target = parameters[name]
-        _copy(adapter, target)  # everybody drew the same: each takes its part
+        _copy(adapter, target)  # all ranks initialized the same adapter
 
 
 def _copy(whole: Tensor, target: Tensor) -> None:
-    """A tensor that every rank has as a whole, into its part of one in shards."""
+    """Copy a tensor that every rank has into its shard of ``target``."""
     own = whole.to(target.device)
     if isinstance(target, DTensor):
         own = distribute_tensor(own, target.device_mesh, target.placements, src_data_rank=None)
@@ -304,7 +301,7 @@ def _copy(whole: Tensor, target: Tensor) -> None:
 
 
 def require_shardable(folder: str) -> None:
-    """Raises ModelError, before any process is started, for a model of which no rank could hold a part."""
+    """Raise ModelError, before any process is started, for a model that cannot be sharded."""
     instead = "set cluster.num_trainers = 1"
     if not any(Path(folder).glob("*.safetensors")):
         raise ModelError(
@@ -319,8 +316,8 @@ def require_shardable(folder: str) -> None:
 
 
 def _fresh_buffers(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """The modules that have buffers, with what these are in a new model. Raises ModelError where that cannot
-    be found out.
+    """Return the modules with buffers and the initial values of these. Raises ModelError if these are
+    unknown.
     """
     config = model.config.get_text_config()
     module_buffers = []
@@ -329,7 +326,7 @@ def _fresh_buffers(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, Te
             continue
         try:
             fresh = dict(type(module)(config=config).named_buffers(recurse=False))
-        except TypeError as error:  # it is made of other things than the configuration
+        except TypeError as error:  # its constructor has other arguments
             fresh = _initialised(model, module)
             if not all(bool(buffer.isfinite().all()) for buffer in fresh.values()):
                 raise ModelError(
@@ -342,22 +339,22 @@ def _fresh_buffers(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, Te
 
 @torch.no_grad()
 def _initialised(model: PreTrainedModel, module: nn.Module) -> dict[str, Tensor]:
-    """A module's buffers as its architecture initialises them, NaN where it does not."""
+    """Return a module's buffers as its architecture initializes them; NaN if it does not."""
     shell = copy.copy(module)
     weights = {name: nn.Parameter(torch.empty(0)) for name in module._parameters}
     for weight in weights.values():
-        weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]  # skipped by transformers
     shell._parameters = cast(Any, weights)
     shell._buffers = {
         name: torch.full(buffer.shape, torch.nan) for name, buffer in module.named_buffers(recurse=False)
     }
-    with contextlib.suppress(Exception):  # an architecture's own code, which may want its weights
+    with contextlib.suppress(Exception):  # an architecture's own code, which may need its weights
         model._init_weights(shell)
     return {name: cast(Tensor, buffer) for name, buffer in shell._buffers.items()}
 
 
 def allocate(root: nn.Module, model: PreTrainedModel, *, device: str = "cpu") -> None:
-    """Memory for this rank's shards, and the buffers made anew; those that a checkpoint has are read with the
+    """Allocate memory for this rank's shards and initialize buffers; a checkpoint's buffers are read with the
     weights.
     """
     root.to_empty(device=device)
@@ -367,9 +364,10 @@ def allocate(root: nn.Module, model: PreTrainedModel, *, device: str = "cpu") ->
 
 
 def fill(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> None:
-    """Read every tensor's own part from the safetensors of a folder, by its name behind ``prefix``. In the
-    folder of a model, what transformers holds in other tensors than the files do (the experts of a layer in
-    one) is read as a whole, a layer at a time. Raises ModelError where one is not there.
+    """Read every tensor's shard from the safetensors of a folder, by its name after ``prefix``.
+
+    In a model's folder, weights that transformers stores differently from the files (for example the experts
+    of a layer as one tensor) are read as a whole, layer by layer. Raises ModelError if one is missing.
     """
     reader = HuggingFaceStorageReader(str(folder))
     known = reader.read_metadata().state_dict_metadata
@@ -388,14 +386,16 @@ def fill(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> No
 def _converted(
     folder: Path, keys: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> tuple[set[str], dict[str, str]]:
-    """Read what transformers converts; the names of that, and for all other weights the keys of the files."""
+    """Read weights that transformers converts; returns their names, and the file keys of all other
+    weights.
+    """
     disable_progress_bar()
     model = empty_model(str(folder)).model
     mapping: list[Any] = list(get_model_conversion_mapping(model))
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state, file_keys = model.state_dict(), dict[str, str]()
-    layers: dict[str, list[str]] = {}  # files' keys by the layer that they are converted for
+    layers: dict[str, list[str]] = {}  # keys of the files by layer
     for key in keys:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
@@ -407,12 +407,15 @@ def _converted(
     pending = {name for name in tensors if name not in file_keys}
     done = set[str]()
     with ExitStack() as opened:
-        slices = _slices(folder, opened)
+        slices: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = opened.enter_context(safe_open(path, "pt"))
+            slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         for layer, names in layers.items():
             if not (targets := {name for name in pending if layer_prefix(name) == layer}):
                 continue
             read = {name: slices[name] for name in names}
-            anew: list[Any] = list(get_model_conversion_mapping(model))  # the last ones hold what they read
+            anew: list[Any] = list(get_model_conversion_mapping(model))  # a mapping stores what it has read
             config = LoadStateDictConfig(weight_mapping=anew, dtype=torch.float32)
             convert_and_load_state_dict_in_model(model, read, config)
             for name in targets:
@@ -424,20 +427,11 @@ def _converted(
     return done, file_keys
 
 
-def _slices(folder: Path, opened: ExitStack) -> dict[str, Any]:
-    """Every weight of the files by its key, none of them read yet."""
-    slices: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        file = opened.enter_context(safe_open(path, "pt"))
-        slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-    return slices
-
-
-# A policy whose weights, moments and gradients are in shards; the update sees it as any other.
+# --- Policies whose weights, moments and gradients are sharded ---
 
 
 class ShardedScorer(Scorer):
-    """A model in shards that scores tokens, together with all other ranks."""
+    """A sharded model that scores tokens together with all other ranks."""
 
     def __init__(
         self, language_model: LanguageModel, scoring: nn.Module, ranks: Ranks, *, uses_flex: bool = False
@@ -457,15 +451,15 @@ class ShardedScorer(Scorer):
 
 
 def reshard(scoring: Any) -> None:
-    """Free the root's gathered weights after a pass without a backward one, which would do it: the next step
-    would leave them behind.
+    """Free the root's gathered weights after a forward pass without a backward pass, which would
+    free them.
     """
     if not torch.is_grad_enabled():
         scoring.reshard()
 
 
 class ShardedPolicy(ShardedScorer, Policy):
-    """Masters are this rank's shards in float32."""
+    """Policy whose master weights are this rank's shards in float32."""
 
     def __init__(
         self,
@@ -479,7 +473,7 @@ class ShardedPolicy(ShardedScorer, Policy):
         Scorer.__init__(self, language_model, ranks=ranks, uses_flex=uses_flex)
         self.scoring = scoring
         self.settings = settings
-        self.working = {}  # the working copy is made as it is gathered
+        self.working = {}  # gathering makes the working copy
         self.masters = {
             name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
@@ -498,10 +492,10 @@ class ShardedPolicy(ShardedScorer, Policy):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self.scoring.reshard()  # type: ignore[operator]  # a step that is skipped had no backward pass
+        self.scoring.reshard()  # type: ignore[operator]  # a skipped step had no backward pass
 
     def save(self, folder: Path) -> None:
-        """Every rank its shards, as safetensors: no pickle."""
+        """Save this rank's shards as safetensors."""
         (folder / SHARDS).mkdir(exist_ok=True)
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in self.masters.items()}
         for name, master in self.masters.items():
@@ -512,7 +506,7 @@ class ShardedPolicy(ShardedScorer, Policy):
 
     @torch.no_grad()
     def load(self, folder: Path, *, num_steps: int) -> None:
-        """What any number of ranks or one process saved. Raises CheckpointError for another model's."""
+        """Load a checkpoint of any number of ranks. Raises CheckpointError for one of another model."""
         source = tensor_folder(folder)
         known = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
         sizes = {name: tuple(entry.size) for name, entry in known.items()}  # type: ignore[union-attr]
@@ -537,5 +531,5 @@ class ShardedPolicy(ShardedScorer, Policy):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor in shards; any other tensor as it is."""
+    """Return this rank's shard of a tensor; a tensor that is not sharded is unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

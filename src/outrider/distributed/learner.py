@@ -1,10 +1,11 @@
-"""One trainer rank: an actor that holds its shards, and does what all ranks are told at the same time."""
+"""Trainer ranks: one actor (:class:`Rank`), all of them (:class:`RankGroup`), and the learner that
+uses them.
+"""
 
 import os
 import pickle
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,9 +31,10 @@ from outrider.distributed.fsdp import (
     require_shardable,
     shard,
 )
-from outrider.distributed.ray_session import AGAIN, Resources, Session
+from outrider.distributed.ray_session import AGAIN, Resources, Session, results
+from outrider.distributed.weights import pieces
 from outrider.engines.local.model import LanguageModel, load_model, resolve_model, resolve_precision
-from outrider.errors import CheckpointError, ClusterFault, ConfigError, OutriderError
+from outrider.errors import CheckpointError, ClusterFault, ConfigError, ProcessLost
 from outrider.files import replacing_by_name
 from outrider.trace import Trace
 from outrider.training.adapters import choose_trained
@@ -53,8 +55,8 @@ from outrider.training.update import TokenLossFn, UpdateReport, measure_kl, upda
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """What a rank has to know of a run. ``folder`` holds the model's configuration and safetensors;
-    ``initial`` is a checkpoint to begin with, None: the folder's weights. ``resources``: on what it computes.
+    """Settings of a run for a rank. ``folder`` has the model's configuration and safetensors; ``initial`` is
+    a checkpoint to start from, or None for the folder's weights.
     """
 
     folder: str
@@ -73,24 +75,26 @@ class RankSettings:
 
 
 class Rank:
-    """Every method is called on all ranks at once; what it returns is the same on all of them."""
+    """A trainer rank. Every method is called on all ranks concurrently and returns the same on all
+    of them.
+    """
 
     def __init__(self, settings: RankSettings, rank: int, size: int) -> None:
         self._settings, self._rank, self._size = settings, rank, size
         self._store: Any = None
         self._sender: Any = None
-        self._is_sent = False  # whether engines have got the weights as they are
+        self._is_sent = False  # whether the engines have the current weights
         self._device = settings.resources.device
         set_threads(settings.num_threads, device=self._device)
 
     def open_store(self, host: str) -> int:
-        """Of rank 0 alone: where the others meet it, a port."""
+        """Open the store at which ranks meet, on rank 0 only; returns its port."""
         limit = self._settings.timeout_s
         self._store = collective.open_store(host, size=self._size, timeout_s=limit)
         return int(self._store.port)
 
     def build(self, host: str, port: int) -> tuple[int, int]:
-        """Meet, and load the weights. The process id, and the parameters that this rank holds."""
+        """Join the other ranks and load the weights; returns process id and number of parameters here."""
         limit = self._settings.timeout_s
         collective.join(host, port, rank=self._rank, size=self._size, timeout_s=limit, device=self._device)
         self.policy = self._policy()
@@ -119,7 +123,7 @@ class Rank:
         return self._settings.update.uses_flex(self._device)
 
     def _sharded(self, *, choose: bool) -> tuple[LanguageModel, nn.Module]:
-        """A model in shards with the folder's weights and fresh adapters; ``choose``: one that trains."""
+        """Build a sharded model with the folder's weights and new adapters; ``choose`` if it is trained."""
         settings, precision = self._settings, getattr(torch, self._settings.precision)
         model = empty_model(settings.folder, device=self._device)
         adapters = choose_empty(
@@ -139,14 +143,14 @@ class Rank:
         return model, scoring
 
     def _copy_reference(self) -> None:
-        """A second model in shards with the policy's weights: FSDP2 refuses to copy the first."""
+        """Build a second sharded model with the policy's weights, because FSDP2 cannot copy the first."""
         model, scoring = self._sharded(choose=False)
         precision = getattr(torch, self._settings.precision)
         self.reference = ShardedScorer(model, scoring, self.ranks, uses_flex=self._uses_flex)
         newest = dict(self.policy.model.named_parameters())
         with torch.no_grad():
             for name, parameter in model.model.named_parameters():
-                # rounded as the working copy is, which a reference in one process is a copy of
+                # rounded like the working copy, which a reference in one process copies
                 parameter.copy_(newest[name].to(precision))
 
     def update(
@@ -157,7 +161,7 @@ class Rank:
         version: int | None,
         probes: Sequence[Trace],
     ) -> tuple[UpdateReport, int, float]:
-        """The update; its report, the optimiser steps so far, and the learning rate."""
+        """Run the update; returns its report, the optimizer steps so far, and the learning rate."""
         self._is_sent = False
         report = update(
             self.policy,
@@ -167,20 +171,20 @@ class Rank:
             token_loss=token_loss,
             reference=self.reference,
             first=self.policy.num_steps == 0,
-            gate_always=True,  # the engine has weights of its own
+            gate_always=True,  # the engine has its own weights
             version=version,
             probes=probes,
         )
         return report, self.policy.num_steps, self.policy.learning_rate
 
     def score(self, traces: Sequence[Trace]) -> list[list[tuple[float, ...] | None]]:
-        """The KL to the reference of every node of every trace."""
+        """Return the KL to the reference for every node of every trace."""
         assert self.reference is not None
         measure_kl(self.policy, self.reference, traces, max_tokens=self._settings.update.max_tokens)
         return [[node.kl for node in trace.nodes] for trace in traces]
 
     def fit(self, paths: Sequence[RolloutPath]) -> list[tuple[int, int, dict[str, float]]]:
-        """The cold start; what each of its steps has to tell."""
+        """Run the cold start; returns the progress and metrics of each step."""
         self._is_sent = False
         steps: list[tuple[int, int, dict[str, float]]] = []
         cold_start(
@@ -195,17 +199,15 @@ class Rank:
         return steps
 
     def save(self, folder: str) -> None:
-        """Every rank its shards into the folder."""
         self.policy.save(Path(folder))
 
     def load(self, folder: str, num_steps: int) -> tuple[int, float]:
-        """A checkpoint; optimiser steps and learning rate."""
         self._is_sent = False
         self.policy.load(Path(folder), num_steps=num_steps)
         return self.policy.num_steps, self.policy.learning_rate
 
     def freeze_reference(self, path: str) -> None:
-        """The reference becomes the policy as it is; rank 0 writes it into one file."""
+        """Copy the policy to the reference; rank 0 writes it to one file."""
         self._copy_reference()
         assert self.reference is not None
         whole = _whole(dict(self.reference.model.named_parameters()), is_receiver=self._rank == 0)
@@ -215,13 +217,12 @@ class Rank:
                 save_file({name: tensor.to(precision) for name, tensor in whole.items()}, temporary)
 
     def load_reference(self, folder: str) -> None:
-        """The weights of the one file of a folder."""
         assert self.reference is not None
         with torch.no_grad():
             fill(Path(folder), dict(self.reference.model.named_parameters()))
 
     def free_address(self) -> str:
-        """Where engines can meet this rank."""
+        """Return an address of this rank with a free port."""
         import ray
 
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -230,9 +231,7 @@ class Rank:
             return f"{host}:{free.getsockname()[1]}"
 
     def meet(self, actors: Sequence[Any], kind: str, address: str) -> None:
-        """Before :meth:`send`, and again where another process is an engine: see
-        :class:`outrider.distributed.weights.Sender`.
-        """
+        """Connect to the engines, before :meth:`send` and after an engine was replaced."""
         import ray
 
         from outrider.distributed.weights import EngineClient, Sender, Source
@@ -249,13 +248,14 @@ class Rank:
         )
 
     def send(self, version: int, is_again: bool = False) -> tuple[int, int]:
-        """The weights to all engines; bytes of one copy, and calls of one engine. ``is_again``: those that
-        were sent last. Raises ClusterFault where they have moved since.
+        """Send the weights to all engines; returns the bytes of one copy and the calls of one engine.
+
+        With ``is_again`` the last weights are sent again; raises ClusterFault if they have changed since.
         """
         assert self._sender is not None
         if is_again and not self._is_sent:
             raise ClusterFault(
-                f"the weights of version {version} are no longer there: an engine was gone beside an update; "
+                f"the weights of version {version} are no longer there: an engine was lost during an update; "
                 f"{AGAIN}"
             )
         self._is_sent = True
@@ -263,33 +263,25 @@ class Rank:
         return sizes
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every parameter in float32, in order."""
+        """Return the size of every parameter in float32, in order."""
         return {name: 4 * master.numel() for name, master in self.policy.masters.items()}
 
     def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The whole parameters of these names, from rank 0; the others help and return nothing."""
+        """Gather whole parameters on rank 0; the other ranks return nothing."""
         return _whole({name: self.policy.masters[name] for name in names}, is_receiver=self._rank == 0)
 
 
 def _whole(tensors: dict[str, Any], *, is_receiver: bool) -> dict[str, Tensor]:
     gathered = {}
-    for name, tensor in tensors.items():  # one at a time: only one rank keeps them
+    for name, tensor in tensors.items():  # one at a time, because only rank 0 stores them
         whole = tensor.detach().full_tensor()
         if is_receiver:
             gathered[name] = whole.cpu().contiguous()
     return gathered
 
 
-# All trainer ranks as one: a call goes to every rank, and none is waited for without a limit.
-
-
-_TICK_S: Final = 1.0  # how long a signal may have to wait
-
-
 class RankGroup:
-    """``size`` actors of the class ``kind``, placed and joined. Raises ClusterFault where that does not come
-    to be.
-    """
+    """``size`` rank actors of the class ``kind``, placed and joined. Raises ClusterFault if that fails."""
 
     def __init__(
         self, session: Session, settings: RankSettings, *, size: int, kind: type[Rank] = Rank
@@ -304,7 +296,7 @@ class RankGroup:
         variables = {"GLOO_SOCKET_IFNAME": "lo"} if session.is_local else {}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # Not restarted: a rank that Ray starts again has its first weights.
+        # never restarted by Ray, because the rank would have its initial weights
         actor = self._ray.remote(max_restarts=0, **resources.rank)(kind)
         for rank in range(size):
             placed = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank)
@@ -316,50 +308,34 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the ranks, in their order."""
         return [pid for pid, _ in self.built]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank returned. Raises a rank's own error where it is one of ours, and ClusterFault for a
-        rank that broke, died or took longer than ``cluster.update_timeout_s``; the ranks are ended then.
+        """Call a method on all ranks and return their results.
+
+        Raises an OutriderError of a rank as it is, and ClusterFault for a rank that failed, died or took
+        longer than ``cluster.update_timeout_s``; all ranks are ended then.
         """
-        # once into the store, however many ranks read it
+        # once in the store, however many ranks read it
         references = [self._ray.put(argument) for argument in arguments]
-        with self._call_lock:  # two threads in two orders: ranks would wait for each other
+        with self._call_lock:  # calls of two threads in different orders would deadlock the ranks
             calls = [getattr(actor, method).remote(*references) for actor in self._actors]
         return self._wait(calls, method)
 
     def _wait(self, references: Sequence[Any], method: str) -> list[Any]:
-        until = time.monotonic() + self._timeout_s
-        waiting = list(references)
         try:
-            while waiting:
-                # One at a time, and soon: where one rank has died, the others wait for it.
-                ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=_TICK_S)
-                for reference in ready:
-                    self._ray.get(reference)
-                if waiting and time.monotonic() > until:
-                    number = references.index(waiting[0])
-                    raise ClusterFault(
-                        f"trainer rank {number} did not end {method} within {self._timeout_s:g} s "
-                        "(cluster.update_timeout_s)"
-                    )
-            return list(self._ray.get(list(references)))
+            return results(
+                self._ray,
+                {f"trainer rank {rank}": reference for rank, reference in enumerate(references)},
+                action=method,
+                limit_s=self._timeout_s,
+                setting="cluster.update_timeout_s",
+            )
         except BaseException as error:
             self.close()
-            raise self._convert_error(error, method) from error
-
-    def _convert_error(self, error: BaseException, method: str) -> BaseException:
-        cause = getattr(error, "cause", None)
-        if isinstance(error, self._ray.exceptions.RayTaskError) and isinstance(cause, OutriderError):
-            return cause
-        if isinstance(error, self._ray.exceptions.RayError):
-            reason = (str(cause or error).strip() or type(error).__name__).splitlines()[0]
-            return ClusterFault(
-                f"a trainer rank broke or died in {method}: {type(cause or error).__name__}: {reason[:300]}; "
-                "continue from the newest checkpoint with --resume"
-            )
-        return error
+            if isinstance(error, ProcessLost):  # a rank cannot be replaced
+                raise ClusterFault(str(error)) from error
+            raise
 
     def close(self) -> None:
         """End all ranks; may be called twice."""
@@ -371,15 +347,11 @@ class RankGroup:
         self._actors = []
 
 
-# The learner of a run with several trainer ranks; rollouts are played in this process, with a copy of the
-# weights.
-
-
-_PIECE_BYTES: Final = 256 * 2**20  # of weights that are on their way at a time
+_PIECE_BYTES: Final = 256 * 2**20  # of weights gathered at a time
 
 
 class ShardedLearner:
-    """Calls every rank; :attr:`language_model` gets the weights after whatever moves them."""
+    """Learner with several trainer ranks; rollouts run in this process, with a copy of the weights."""
 
     def __init__(self, settings: RunSettings, *, initial: bool) -> None:
         self.num_steps = 0
@@ -396,7 +368,7 @@ class ShardedLearner:
                 self.session, _rank_settings(settings, initial=initial), size=settings.cluster.num_trainers
             )
             self.placement_group = self._group.placement_group
-            self._pieces = _pieces(self._group.call("sizes")[0])
+            self._pieces = list(pieces(self._group.call("sizes")[0], room=_PIECE_BYTES))
             if initial and settings.model.initial_checkpoint is not None:
                 self._mark_stale()
         except BaseException:
@@ -419,7 +391,7 @@ class ShardedLearner:
         num_steps_before = self.num_steps
         report, self.num_steps, self.learning_rate = first
         on_batch(report.num_scored_tokens)
-        if self.num_steps != num_steps_before:  # without a signal there is no step, and nothing to gather
+        if self.num_steps != num_steps_before:  # no step without a signal
             self._mark_stale()
         return report
 
@@ -430,7 +402,7 @@ class ShardedLearner:
                 node.kl = kl
 
     def fit(self, paths: Sequence[RolloutPath], *, on_step: OnStep) -> None:
-        """See :class:`outrider.training.learner.Learner`. What the steps tell comes at the end."""
+        # the progress of all steps arrives at the end
         [steps, *_] = self._group.call("fit", list(paths))
         self._mark_stale()
         for done, total, values in steps:
@@ -450,7 +422,7 @@ class ShardedLearner:
     def load_reference(self, path: Path, *, checksum: int | None) -> None:
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing: it holds the weights that the KL term refers to; put it back"
+                f"{path} is missing: it has the reference weights of the KL term; restore it"
             )
         if checksum is not None and file_checksum(path) != checksum:
             raise CheckpointError(
@@ -468,10 +440,7 @@ class ShardedLearner:
         self.session.close()
 
     def send(self, version: int, actors: Sequence[Any], *, is_again: bool = False) -> tuple[int, int]:
-        """The weights from the ranks' GPUs to engine processes; bytes of one copy, and calls of one engine.
-        ``is_again``: those that were sent last. Raises ClusterFault where that is not done in time, or they
-        have moved since.
-        """
+        """Send the weights from the ranks' GPUs to the engines; see :meth:`Rank.send`."""
         if self._connected_actors != list(actors):
             [address, *_] = self._group.call("free_address")
             self._group.call("meet", list(actors), self._weights, address)
@@ -480,14 +449,14 @@ class ShardedLearner:
         return sizes
 
     def _mark_stale(self) -> None:
-        """The copy here follows the ranks; where nobody plays with it, once it is asked for."""
+        """Update the local copy; if no rollouts use it, only when it is needed."""
         self._is_stale = True
         if self._weights is None:
             self._sync()
 
     @torch.no_grad()
     def _sync(self) -> None:
-        """The weights of all ranks into the copy that rollouts are played with, a piece at a time."""
+        """Copy the weights of the ranks to the local model, piece by piece."""
         self._is_stale = False
         own = dict(self.language_model.model.named_parameters())
         for names in self._pieces:
@@ -496,7 +465,7 @@ class ShardedLearner:
 
 
 def _load_copy(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
-    """The copy that rollouts are played with, and the names of what trains in it."""
+    """Load the copy for rollouts; also returns the names of the trained parameters."""
     model_settings = settings.model
     model = load_model(
         model_settings.name, precision=_precision(settings), device="cpu", forward=model_settings.forward
@@ -518,7 +487,6 @@ def _load_copy(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
 
 
 def _folder(settings: RunSettings) -> Path:
-    """Where the model's files are."""
     folder = Path(resolve_model(settings.model.name)).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -550,30 +518,15 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
 
 
 def _precision(settings: RunSettings) -> Literal["bfloat16", "float32"]:
-    """The same for all processes. Raises ConfigError where this one cannot tell for theirs."""
+    """Resolve the precision of all processes. Raises ConfigError if that is impossible in this one."""
     model = settings.model
     if model.precision == "auto" and model.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError('model.precision = "auto": no GPU is seen here; set "bfloat16" or "float32"')
     return resolve_precision(model.precision, model.device)
 
 
-def _pieces(sizes: dict[str, int]) -> list[list[str]]:
-    """Names in order, in pieces of about as many bytes as may be on their way at a time."""
-    pieces: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not pieces or size > room:
-            pieces.append([])
-            room = _PIECE_BYTES
-        pieces[-1].append(name)
-        room -= size
-    return pieces
-
-
 def _own_loss(algorithm: Algorithm) -> Any:
-    """None where the objective has the loss, which every algorithm of this package leaves to it. Raises
-    ConfigError for one whose object cannot be sent.
-    """
+    """Return an overridden token loss, or None. Raises ConfigError if it cannot be pickled."""
     if type(algorithm).token_loss is Algorithm.token_loss:
         return None
     try:

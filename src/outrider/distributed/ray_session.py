@@ -1,4 +1,4 @@
-"""The way into this package: what it needs is asked for before a model is loaded."""
+"""A run's Ray session: settings for other processes, resources, waiting with limits, errors, life signs."""
 
 import contextlib
 import os
@@ -23,13 +23,25 @@ from outrider.plugins.registry import substituted_kinds
 from outrider.rollout.base import RolloutStatus
 from outrider.training.settings import ClusterSettings, RunSettings
 
-# A run's settings on their way to another process.
+AGAIN: Final = "continue from the newest checkpoint with --resume"
+_TICK_S: Final = 0.5  # the longest time that a signal has to wait
+_NAME: Final = "outrider-place"
+_SIZE: Final = 512
+_PREFIX: Final = "outrider-ray-"
+_KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}
+_CONNECT_TIMEOUT_S: Final = 5.0  # of one attempt
+_STORE_BYTES: Final = 2**30  # traces of a step and small weights; Ray writes what does not fit to disk
+_OWN_END: Final = {"RAY_kill_child_processes_on_worker_exit": "0"}
+
+Bundle = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """``folder`` is where relative paths begin, ``searched`` where import paths are looked for. The settings
-    are ``pickled`` apart: a plug-in's module has to be found before they can be read.
+    """A run's settings for another process.
+
+    Relative paths start at ``folder``, and import paths are searched in ``searched``. The settings are
+    ``pickled`` separately, because modules of plug-ins must be found before they can be unpickled.
     """
 
     folder: str
@@ -38,7 +50,7 @@ class Recipe:
 
     @classmethod
     def from_settings(cls, settings: RunSettings) -> "Recipe":
-        """Raises ConfigError for an object in the place of a name: another process cannot make it."""
+        """Raises ConfigError for an object in place of a name, which another process cannot create."""
         if objects := substituted_kinds():
             raise ConfigError(
                 f"an object was given for {', '.join(objects)}: engines and rollout workers in processes of "
@@ -51,7 +63,7 @@ class Recipe:
         )
 
     def settings(self) -> RunSettings:
-        """In the other process: go to the folder, where it is there, and read them."""
+        """Unpickle the settings in the other process, after changing to the folder if it exists there."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         for folder in reversed(self.searched):
@@ -59,17 +71,13 @@ class Recipe:
         return cast(RunSettings, pickle.loads(self.pickled))
 
 
-# What the processes of a run ask Ray for: processors, and on GPUs a GPU a rank, ``tensor_parallel`` an
-# engine. Where both are in one place (``colocate``), a rank and its engine have half of one GPU each: Ray
-# gives them the same one, and vLLM sleeps while the rank works.
-
-
-Bundle = dict[str, float]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """``device`` is ``cpu`` or ``cuda``."""
+    """Resources of a run's processes in Ray; ``device`` is ``cpu`` or ``cuda``.
+
+    Each rank has one GPU, each engine ``tensor_parallel``. If a rank and an engine are colocated, each
+    requests half of a GPU, so that Ray assigns the same one; vLLM sleeps while the rank works.
+    """
 
     device: str = "cpu"
     tensor_parallel: int = 1
@@ -77,7 +85,6 @@ class Resources:
 
     @classmethod
     def from_settings(cls, settings: RunSettings) -> "Resources":
-        """Of a run."""
         return cls(
             device=settings.model.device,
             tensor_parallel=settings.cluster.tensor_parallel,
@@ -86,35 +93,29 @@ class Resources:
 
     @property
     def rank_bundle(self) -> Bundle:
-        """A place for a rank, and for the engine beside it where there is one."""
-        return {"CPU": 2, "GPU": 1} if self.colocates else self._with_gpus(1)
+        """Resources reserved for a rank, and for its engine if they are colocated."""
+        return {"CPU": 2, "GPU": 1} if self.colocates else self._with_gpus("CPU", "GPU", 1)
 
     @property
     def engine_bundle(self) -> Bundle:
-        """A place for an engine of its own."""
-        return self._with_gpus(self.tensor_parallel)
+        """Resources reserved for an engine of its own."""
+        return self._with_gpus("CPU", "GPU", self.tensor_parallel)
 
     @property
     def rank(self) -> dict[str, Any]:
-        """Of the actor, within its place."""
-        return self._actor(0.5 if self.colocates else 1)
+        """Options of a rank's actor."""
+        return self._with_gpus("num_cpus", "num_gpus", 0.5 if self.colocates else 1)
 
     @property
     def engine(self) -> dict[str, Any]:
-        return self._actor(0.5 if self.colocates else self.tensor_parallel)
+        """Options of an engine's actor."""
+        return self._with_gpus("num_cpus", "num_gpus", 0.5 if self.colocates else self.tensor_parallel)
 
-    def _with_gpus(self, num: float) -> Bundle:
-        return {"CPU": 1} | ({} if self.device == "cpu" else {"GPU": num})
-
-    def _actor(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_cpus": 1} | ({} if self.device == "cpu" else {"num_gpus": num_gpus})
+    def _with_gpus(self, cpu_key: str, gpu_key: str, num_gpus: float) -> dict[str, float]:
+        return {cpu_key: 1} | ({} if self.device == "cpu" else {gpu_key: num_gpus})
 
 
-# Waiting for other processes: with a limit, and with a line that says who is gone and how to go on.
-
-
-AGAIN: Final = "continue from the newest checkpoint with --resume"
-_TICK_S: Final = 0.5  # how long a signal may have to wait
+# --- Waiting for other processes, with a limit and an error that names the process ---
 
 
 def results(
@@ -126,11 +127,16 @@ def results(
     setting: str,
     watch: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """What each call returned, in order. ``calls``: by who was called (``engine 1``). ``watch`` is called all
-    the while.
+    """Wait for calls and return their results in order.
 
-    Raises what a call raised where it is an error of ours, and ClusterFault for a process that broke or died
-    in ``action``, or did not end it within ``limit_s`` of ``setting``.
+    Args:
+        calls: The calls by the name of the process, for example ``engine 1``.
+        action: What the processes do, for error messages.
+        limit_s: Time limit, which is the setting ``setting``.
+        watch: Called repeatedly while waiting.
+
+    Raises an OutriderError of a call as it is, and ClusterFault for a process that failed, died or exceeded
+    the limit.
     """
     owners = {reference: process for process, reference in calls.items()}
     waiting = list(owners)
@@ -150,10 +156,10 @@ def results(
 def outcomes(
     ray: Any, calls: Mapping[str, Any], *, action: str, watch: Callable[[], Mapping[str, ProcessLost]]
 ) -> dict[str, Any]:
-    """What each call returned, or the :class:`ProcessLost` of a process that it broke with: the others are
-    waited for. ``watch`` is called all the while; it names those that are not waited for any more.
+    """Return the result of each call, or its :class:`ProcessLost`; the others are still waited for.
 
-    Raises any other error of a call.
+    ``watch`` is called repeatedly and returns faults of processes that are no longer waited for. Raises any
+    other error of a call.
     """
     answers: dict[str, Any] = {}
     while missing := {reference: process for process, reference in calls.items() if process not in answers}:
@@ -169,7 +175,7 @@ def outcomes(
 
 
 def get_answer(ray: Any, reference: Any, process: str, action: str) -> Any:
-    """What a call returned, or the :class:`ProcessLost` that it broke with. Raises any other error of it."""
+    """Return the result of a call, or its :class:`ProcessLost`. Raises any other error of the call."""
     try:
         return _get(ray, reference, process, action)
     except ProcessLost as fault:
@@ -177,14 +183,14 @@ def get_answer(ray: Any, reference: Any, process: str, action: str) -> Any:
 
 
 def timeout_error(process: str, action: str, limit_s: float, setting: str) -> ProcessLost:
-    """The error for a process that does not answer."""
+    """Return the error for a process that does not respond."""
     return ProcessLost(
         f"{process} did not end {action} within {limit_s:g} s ({setting}); {AGAIN}", process, is_silent=True
     )
 
 
 def add_location(error: ProcessLost, location: str | None) -> ProcessLost:
-    """The same error with the task and the place that the process was last seen at."""
+    """Add the task and the place where the process was last seen."""
     if not location:
         return error
     fault, separator, rest = str(error).partition("; ")
@@ -203,7 +209,7 @@ def _get(ray: Any, reference: Any, process: str, action: str) -> Any:
 
 
 def convert_error(ray: Any, error: Exception, process: str, action: str) -> Exception:
-    """A typed error for whatever Ray raises of a call; any other error as it is."""
+    """Convert an exception of Ray to a typed error; returns any other exception unchanged."""
     cause = getattr(error, "cause", None)
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, OutriderError):
         return cause
@@ -222,15 +228,11 @@ def convert_error(ray: Any, error: Exception, process: str, action: str) -> Exce
     return error
 
 
-# Signs of life of a process of this machine that does not answer: a call may hold its interpreter's lock.
-
-
-_NAME: Final = "outrider-place"
-_SIZE: Final = 512
+# --- Signs of life of a local process that does not respond because a call holds the interpreter's lock ---
 
 
 class SharedRolloutStatus(RolloutStatus):
-    """Also writes the newest place into memory that other processes can read (:func:`read_location`)."""
+    """Also writes the newest location to memory that other processes can read (:func:`read_location`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,25 +240,23 @@ class SharedRolloutStatus(RolloutStatus):
         weakref.finalize(self, os.close, self._file)
 
     def set(self, rollout: str, location: str) -> None:
-        """Record the new location of a rollout and write it to the shared memory file."""
         super().set(rollout, location)
         line = f"{rollout}: {location}".encode("utf-8", "replace")[:_SIZE]
         os.pwrite(self._file, line.ljust(_SIZE, b"\0"), 0)
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Processor time that a process has used; None if it is not there."""
+    """Return the processor time of a process; None if it does not exist."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+    fields = stat.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def read_location(pid: int) -> str | None:
-    """The place that a worker's rollouts have moved to last; None if that cannot be read."""
+    """Return the newest location of a worker's rollouts; None if it cannot be read."""
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -267,24 +267,17 @@ def read_location(pid: int) -> str | None:
     return None
 
 
-# A Ray of the run's own, or the one of a cluster, and places in it; everything that waits has a limit.
-
-
-_PREFIX: Final = "outrider-ray-"
-_KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}  # what is asked of Ray
-_CONNECT_TIMEOUT_S: Final = 5.0  # for one answer
-_STORE_BYTES: Final = 2**30  # traces of a step and small weights: what does not fit Ray writes to disk
-_OWN_END: Final = {"RAY_kill_child_processes_on_worker_exit": "0"}
+# --- The session ---
 
 
 class Session:
-    """Ray for as long as the run lasts. Raises ClusterFault where it cannot be reached."""
+    """Ray during a run: its own or that of a cluster. Raises ClusterFault if it cannot be reached."""
 
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self._folder: Path | None = None
         self._has_begun = False
-        # else whoever asks a Ray that was ended starts another one, or finds a stray one
+        # otherwise a call after the end would start or find another Ray
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         self.ray: Any = import_module("ray")
         self.is_local = settings.ray_address == "local"
@@ -293,15 +286,15 @@ class Session:
 
     def _start(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # of several processes that broke, the first one's error is told, in a line
+        # if several processes fail, the first error is reported in one line
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: the ranks are the work, not beside it
+        os.environ.setdefault("RAY_worker_niceness", "0")  # otherwise 15, but the ranks are the main work
         for name, value in _OWN_END.items():
             os.environ.setdefault(name, value)
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if self.is_local:
             _remove_stale()
-            # a short name: sockets inside have to fit into 107 characters
+            # a short name, because paths of sockets are limited to 107 characters
             self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
             options |= {
                 "num_cpus": max(os.cpu_count() or 1, self._settings.num_processes),
@@ -313,7 +306,7 @@ class Session:
         until = time.monotonic() + self._settings.placement_timeout_s
         try:
             self._init(options, until)
-        except Exception as error:  # whatever a cluster that is not there raises
+        except Exception as error:  # an unreachable cluster raises various exceptions
             self.close()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ClusterFault(
@@ -321,25 +314,21 @@ class Session:
             ) from error
 
     def _hint(self, reason: str) -> str:
-        """Ray sends its token to no address that is named, unless it is told to, and does not say that this
-        is why.
-        """
+        # Ray sends its token to a given address only if RAY_AUTH_MODE is set, and its error does not say so.
         if self.is_local or "Failed to connect" not in reason or "RAY_AUTH_MODE" in os.environ:
             return ""
         return (
-            "; where that Ray asks for a token (a machine with ~/.ray/auth_token), set RAY_AUTH_MODE=token "
-            "for this command, and for every `ray start`"
+            "; if that Ray requires a token (a machine with ~/.ray/auth_token), set RAY_AUTH_MODE=token "
+            "for this command and for every `ray start`"
         )
 
     def _init(self, options: dict[str, Any], until: float) -> None:
-        """A machine under load starts Ray too slowly for Ray's own limit of half a minute: again, then. Where
-        nobody listens at an address Ray would ask for many minutes.
-        """
+        # Ray itself would try an address without a listener for many minutes.
         host, separator, port = self._settings.ray_address.removeprefix("ray://").rpartition(":")
         if separator and port.isdigit():
             _wait_until_reachable(host, int(port), until)
         self._has_begun = True
-        while True:
+        while True:  # on a busy machine Ray exceeds its own limit of half a minute
             try:
                 self.ray.init(address=self._settings.ray_address, namespace="outrider", **options)
                 return
@@ -350,14 +339,14 @@ class Session:
 
     @property
     def actor_options(self) -> dict[str, Any]:
-        """Options of an actor that starts processes: Ray is not to kill them when it ends the actor. They see
-        its end, and end what they have started in turn; launchers that are killed would leave that behind.
+        """Options of an actor that starts processes: Ray must not kill these when it ends the actor. They
+        notice its end and end their own children; killed launchers would leave theirs behind.
         """
         return {} if self.is_local else {"runtime_env": {"env_vars": dict(_OWN_END)}}
 
     def reserve(self, bundles: Sequence[Mapping[str, float]], *, subject: str) -> Any:
-        """So many processors and GPUs at each of several places; ``subject`` says who asks. Raises
-        ClusterFault where they do not come in time: Ray itself would wait for ever.
+        """Reserve a placement group; ``subject`` begins the error message. Raises ClusterFault if it is not
+        available in time; Ray itself would wait forever.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -374,35 +363,36 @@ class Session:
         return group
 
     def await_placement(self, actor: Any, name: str) -> None:
-        """Raises NoRepair where an actor that takes another one's place does not come to one in time: its
-        node was lost, and no other one has room.
+        """Wait until an actor that replaces another one is placed. Raises NoRepair if that takes too long,
+        because its node was lost and no other one has room.
         """
         limit = self._settings.placement_timeout_s
         ready, _ = self.ray.wait([actor.__ray_ready__.remote()], timeout=limit)
         if not ready:
-            free = " and ".join(self._free(kind) for kind in _KINDS if self._has(kind))
+            free = " and ".join(
+                self._free(kind) for kind in _KINDS if self.ray.cluster_resources().get(kind, 0)
+            )
             raise NoRepair(
                 f"{name} found no other place within {limit:g} s (cluster.placement_timeout_s): "
                 f"{free} were free; {AGAIN}"
             )
-
-    def _has(self, kind: str) -> bool:
-        return bool(self.ray.cluster_resources().get(kind, 0))
 
     def _free(self, kind: str) -> str:
         there = self.ray.cluster_resources().get(kind, 0)
         return f"{self.ray.available_resources().get(kind, 0):g} of {there:g} {_KINDS[kind]}"
 
     def release(self, group: Any) -> None:
-        """Let others have the processors of :meth:`places`: a Ray that is shared goes on."""
+        """Release a placement group, because a shared Ray continues."""
         from ray.util.placement_group import remove_placement_group
 
         with suppress(Exception):
             remove_placement_group(group)
 
     def close(self) -> None:
-        """End Ray where it is the run's own, and what it left on disk; may be called twice."""
-        if self._has_begun:  # else it would end one that somebody else is connected to
+        """Disconnect from Ray, or end it if it is the run's own, and remove its files; may be
+        called twice.
+        """
+        if self._has_begun:  # otherwise it would end a Ray of somebody else
             with suppress(Exception), _own_sigterm():
                 self.ray.shutdown()
         if self._folder is not None:
@@ -410,7 +400,7 @@ class Session:
 
 
 def on_node(node_id: str) -> Any:
-    """A scheduling strategy: there and nowhere else."""
+    """Return the scheduling strategy for one node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -418,7 +408,7 @@ def on_node(node_id: str) -> Any:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Ray puts a handler of its own in the place of the one that asks the trainer to stop."""
+    """Restore the handler of SIGTERM that stops the trainer, which Ray replaces by its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -430,7 +420,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _wait_until_reachable(host: str, port: int, until: float) -> None:
-    """Raises OSError where nobody listens there in time."""
+    """Raises OSError if there is no listener in time."""
     while True:
         try:
             socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
@@ -442,7 +432,7 @@ def _wait_until_reachable(host: str, port: int, until: float) -> None:
 
 
 def _remove_stale() -> None:
-    """Folders of runs that were killed, and could not."""
+    """Remove folders of runs that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         owner = folder.name.removeprefix(_PREFIX).split("-")[0]
         if owner.isdigit() and not Path("/proc", owner).exists() and Path("/proc").exists():

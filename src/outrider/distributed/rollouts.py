@@ -1,11 +1,11 @@
-"""The groups of a step on several rollout workers: group g goes to worker g mod W."""
+"""Groups on several rollout workers: group g runs on worker g mod W."""
 
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from outrider.distributed.ray_session import (
     add_location,
@@ -26,45 +26,27 @@ from outrider.trace import Trace
 from outrider.training.async_rollouts import GroupName, GroupResult, PendingStep, RolloutPrefetch
 from outrider.types import Outcome, Task
 
+if TYPE_CHECKING:
+    from outrider.distributed.actors import RemoteProcesses
+
+_TICK_S: Final = 0.5
 _BETWEEN_BEATS_S: Final = 1.0
 _BUSY_SHARE: Final = 0.05  # of one processor
-_MOST_BREAKS: Final = 2  # plays that end with a silent worker, before its groups are played one by one
-_MOST_DEATHS: Final = 4  # the same for workers that die, which others may have killed
-
-
-class Crew(Protocol):
-    """The rollout workers of a run, in their order, and what happens where a process is gone."""
-
-    @property
-    def workers(self) -> Sequence[Any]:
-        """Those that play now."""
-        ...
-
-    @property
-    def num_replaced(self) -> Counter[str]:
-        """How often each process was, by its name."""
-        ...
-
-    def replace(self, faults: Mapping[str, ProcessLost], *, num_groups: int) -> None:
-        """Put other processes in the place of these; ``num_groups`` are played again. Raises ClusterFault
-        where that may not be.
-        """
-        ...
-
-    def refund(self, num_repairs: int) -> None:
-        """These repairs were the fault of a task, which is masked: they are not counted."""
-        ...
+_MOST_BREAKS: Final = 2  # attempts with a silent worker, before its groups are run one by one
+_MOST_DEATHS: Final = 4  # the same for workers that die, possibly for external reasons
 
 
 class WorkerRollouts:
-    """See :class:`outrider.rollout.scheduler.Rollouts`. Hooks act as copies in the workers; those given here
-    absorb what the copies gathered, worker by worker, and then see all groups in their order.
+    """Runs the groups of a step on the workers.
+
+    Workers have copies of the hooks. The hooks here absorb what the copies gathered, worker by worker, and
+    then see all groups in order.
     """
 
     def __init__(
         self,
         ray: Any,
-        crew: Crew,
+        processes: "RemoteProcesses",
         *,
         hooks: Sequence[Hook],
         is_training: bool,
@@ -79,21 +61,22 @@ class WorkerRollouts:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._prefetch, self._busy_s, self._find_pid, self._note = prefetch, busy_s, find_pid, note
-        self._ray, self._crew = ray, crew
+        self._ray, self._processes = ray, processes
         self._hooks, self._copied = hooks, portable(hooks)
         self._is_training, self._version = is_training, version
         self._max_concurrent, self._heartbeat_s = max_concurrent, heartbeat_s
         self._on_finished, self._rollout_status = on_finished, rollout_status
-        # by worker, of the batch: its part of the cap on calls, and what it has spent of that
+        # by worker, for the batch: its share of the limit on tool calls, and the spent calls
         self._parts: dict[int, tuple[int, int, int]] = {}
         self._num_spent: dict[int, int] = {}
 
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
     ) -> RolloutReport:
-        """See :meth:`outrider.rollout.scheduler.Scheduler.run`. Where a process is gone or silent, another
-        one takes its place and the groups that it broke are played again, to the same bits. A group that
-        breaks its worker again and again is masked. Raises ClusterFault where that may not be.
+        """Run groups as :meth:`outrider.rollout.scheduler.Scheduler.run` does.
+
+        A lost process is replaced and its groups are run again, with the same bits. A group that repeatedly
+        breaks its worker is masked. Raises ClusterFault if the limits on repairs are exceeded.
         """
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
@@ -101,7 +84,7 @@ class WorkerRollouts:
         if len({len(entry) for entry in each}) > 1:
             raise ValueError("groups of one batch differ in size")
         jobs = self._jobs(tasks, each, training_step, continued=continued)
-        # What is left for each worker to play, one part after the other.
+        # the remaining parts of each worker
         left = {number: [Part(job)] for number, job in jobs.items()}
         results: dict[int, list[JobResult]] = {number: [] for number in jobs}
         while now := {number: parts[0] for number, parts in left.items() if parts}:
@@ -114,11 +97,13 @@ class WorkerRollouts:
             for number, part in broken.items():
                 part.note(faults.get(worker_name(number)))
             if faults:
-                self._crew.replace(faults, num_groups=sum(len(part.job.tasks) for part in broken.values()))
+                self._processes.replace(
+                    faults, num_groups=sum(len(part.job.tasks) for part in broken.values())
+                )
             for number, part in broken.items():
                 if part.is_lost:
                     results[number].append(part.masked())
-                    self._crew.refund(len(part.charged))
+                    self._processes.refund(len(part.charged))
                     part.charged.clear()
                 left[number][:1] = part.again()
         if self._prefetch is not None:
@@ -127,14 +112,14 @@ class WorkerRollouts:
             number: job.num_spent + sum(entry.num_spent - job.num_spent for entry in results[number])
             for number, job in jobs.items()
         }
-        # by worker, and not by who came to an end first
+        # in the order of workers, not of completion
         return self._merged(results, len(tasks))
 
     def _play(
         self, parts: Mapping[int, "Part"], results: Mapping[int, Sequence[JobResult]], *, num_pending: int
     ) -> tuple[dict[int, JobResult], dict[str, ProcessLost]]:
-        """Let the workers play: what they bring, and the processes that are gone."""
-        workers = {worker_name(number): self._crew.workers[number] for number in parts}
+        """Run one part per worker; returns results and lost processes."""
+        workers = {worker_name(number): self._processes.workers[number] for number in parts}
         calls = {
             worker_name(number): workers[worker_name(number)].run.remote(part.job)
             for number, part in parts.items()
@@ -181,7 +166,7 @@ class WorkerRollouts:
     def _jobs(
         self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], step: int, *, continued: bool
     ) -> dict[int, Job]:
-        size = len(self._crew.workers)
+        size = len(self._processes.workers)
         snapshots = [hook.snapshot() for hook in self._copied]
         jobs: dict[int, Job] = {}
         begin = 0
@@ -207,7 +192,7 @@ class WorkerRollouts:
         return jobs
 
     def _merged(self, results: Mapping[int, Sequence[JobResult]], num_groups: int) -> RolloutReport:
-        size = len(self._crew.workers)
+        size = len(self._processes.workers)
         traces_by_worker = {
             number: [trace for result in each for trace in result.report.traces]
             for number, each in results.items()
@@ -235,8 +220,10 @@ class WorkerRollouts:
 
 @dataclass(slots=True)
 class Part:
-    """Groups that a worker plays at a time. Those that break it again and again are played one by one, and
-    one that breaks it alone is masked: its task would otherwise end the run, after each resume again.
+    """Groups that a worker runs together.
+
+    Groups that repeatedly break the worker are run one by one, and a group that breaks it alone is masked;
+    otherwise its task would end the run, and again after each resume.
     """
 
     job: Job
@@ -246,13 +233,13 @@ class Part:
     faults: list[ProcessLost] = field(default_factory=list)
 
     def note(self, fault: ProcessLost | None) -> None:
-        """The worker broke with this fault; None: another process did."""
+        """Record the worker's fault, or None if another process failed."""
         self.job = replace(self.job, is_again=True)
         if fault is None:
             return
         self.num_breaks += 1
         self.faults.append(fault)
-        # Whoever breaks silently does so by what its task computes: that is not the cluster's fault.
+        # a worker becomes silent because of a task's computation, which is no fault of the cluster
         fault.is_charged = not self.is_alone and self.num_breaks <= (
             1 if fault.is_silent else _MOST_DEATHS - 1
         )
@@ -261,17 +248,17 @@ class Part:
 
     @property
     def is_spent(self) -> bool:
-        """Whether it broke the worker too often to be played like this once more."""
+        """Whether it broke the worker too often to run again in this form."""
         most = _MOST_BREAKS if self.faults and self.faults[-1].is_silent else _MOST_DEATHS
         return bool(self.num_breaks) and (self.is_alone or self.num_breaks >= most)
 
     @property
     def is_lost(self) -> bool:
-        """Whether its one group is not played again."""
+        """Whether its only group is not run again."""
         return self.is_spent and len(self.job.tasks) == 1
 
     def again(self) -> list["Part"]:
-        """What is played now: nothing, each group alone, or all at a time."""
+        """Return the parts to run now: none, each group alone, or all together."""
         if not self.is_spent:
             return [self]
         if self.is_lost:
@@ -293,27 +280,22 @@ class Part:
         ]
 
     def masked(self) -> JobResult:
-        """The group without its rollouts."""
-        return masked_group(self.job, self.faults[-1], num_spent=self.job.num_spent)
-
-
-def masked_group(job: Job, fault: ProcessLost, *, num_spent: int = 0) -> JobResult:
-    """A group whose rollouts are all lost, because it breaks the worker that plays it."""
-    [task], [modes] = job.tasks, job.modes
-    reason = str(fault).partition("; ")[0]
-    detail = f"not played again, because it breaks its rollout worker: {reason}"
-    trace = Trace(task=task, modes=tuple(modes))
-    for rollout in range(len(modes)):
-        trace.finish(lost_leaf(rollout, Outcome.ENVIRONMENT_FAULT, detail))
-    trace.number_by_rollout()
-    report = RolloutReport(
-        traces=[trace],
-        num_batches=0,
-        num_retries=0,
-        faults=Counter({Outcome.ENVIRONMENT_FAULT.value: len(modes)}),
-        fault_reasons=(f"{Outcome.ENVIRONMENT_FAULT.value} in {task.key}: {detail}",),
-    )
-    return JobResult(report=report, gathered=None, num_spent=num_spent)
+        """Return its only group without rollouts, because it breaks the worker."""
+        [task], [modes] = self.job.tasks, self.job.modes
+        reason = str(self.faults[-1]).partition("; ")[0]
+        detail = f"not played again, because it breaks its rollout worker: {reason}"
+        trace = Trace(task=task, modes=tuple(modes))
+        for rollout in range(len(modes)):
+            trace.finish(lost_leaf(rollout, Outcome.ENVIRONMENT_FAULT, detail))
+        trace.number_by_rollout()
+        report = RolloutReport(
+            traces=[trace],
+            num_batches=0,
+            num_retries=0,
+            faults=Counter({Outcome.ENVIRONMENT_FAULT.value: len(modes)}),
+            fault_reasons=(f"{Outcome.ENVIRONMENT_FAULT.value} in {task.key}: {detail}",),
+        )
+        return JobResult(report=report, gathered=None, num_spent=self.job.num_spent)
 
 
 def _num_rollouts(result: JobResult) -> int:
@@ -321,17 +303,17 @@ def _num_rollouts(result: JobResult) -> int:
 
 
 def worker_name(number: int) -> str:
-    """How a worker is named in errors."""
+    """Return the name of a worker in errors."""
     return f"rollout worker {number}"
 
 
 def portable(hooks: Sequence[Hook]) -> list[Hook]:
-    """The hooks as those that have copies. Raises ConfigError for one that can have none."""
+    """Return the hooks if all can be copied. Raises ConfigError for one that cannot."""
     for hook in hooks:
         if not hook.is_portable:
             raise ConfigError(
                 f"{type(hook).__name__} has no copies in other processes (snapshot, restore, gathered, "
-                "absorb: docs/concepts/hooks.md): play in one process, without cluster.num_engines, "
+                "absorb: docs/concepts/hooks.md): train in one process, without cluster.num_engines, "
                 "cluster.num_rollout_workers and cluster.weights"
             )
     return list(hooks)
@@ -339,9 +321,7 @@ def portable(hooks: Sequence[Hook]) -> list[Hook]:
 
 @dataclass(slots=True)
 class _PendingHeartbeat:
-    """A heartbeat that was asked for at ``since``, and the processor time that the worker had used at
-    ``checked``.
-    """
+    """A heartbeat requested at ``since``, and the worker's processor time at ``checked``."""
 
     reference: Any
     since: float
@@ -350,11 +330,10 @@ class _PendingHeartbeat:
 
 
 class HeartbeatMonitor:
-    """Asks every worker how far it is, again and again; called while its rollouts are waited for, it names
-    those that are silent.
+    """Requests heartbeats of all workers. Call it repeatedly while rollouts run; it returns silent workers.
 
-    A worker that does not answer but uses the processor is in a call that holds the interpreter's lock (a
-    regular expression, computer algebra): it is silent only ``busy_s`` later.
+    A worker that does not respond but uses the processor is in a call that holds the interpreter's lock (a
+    regular expression, computer algebra); it counts as silent only ``busy_s`` later.
     """
 
     def __init__(
@@ -379,7 +358,7 @@ class HeartbeatMonitor:
         self._num_reported = 0
 
     def __call__(self) -> dict[str, ProcessLost]:
-        """Take what has been answered, and ask again."""
+        """Process responses and send new requests."""
         for name, worker in self._workers.items():
             if name in self._silent:
                 continue
@@ -424,7 +403,7 @@ class HeartbeatMonitor:
         return None if pid is None else cpu_seconds(pid)
 
     def last_location(self, name: str) -> str | None:
-        """Task and place that a worker was last seen at."""
+        """Return the task and the location at which a worker was last seen."""
         pid = self._find_pid(name)
         beat = self._known.get(name)
         return (None if pid is None else read_location(pid)) or (None if beat is None else beat.location)
@@ -434,7 +413,7 @@ class HeartbeatMonitor:
             beat: Heartbeat = self._ray.get(reference)
         except Exception as error:
             if isinstance(convert_error(self._ray, error, name, "its rollouts"), ProcessLost):
-                return  # its rollouts say so too
+                return  # its rollouts report it too
             raise
         before = self._known.get(name)
         if beat.location is not None and (before is None or beat.changed != before.changed):
@@ -442,21 +421,14 @@ class HeartbeatMonitor:
         self._known[name] = beat
 
     def close(self) -> None:
-        """No worker plays any more."""
+        """Remove the workers from the rollout status."""
         for name in self._workers:
             self._rollout_status.remove(name)
 
 
-# Groups of several steps on the rollout workers, one call a group: group g of a step is worker g mod W's,
-# and engine g mod E's.
-
-
-_TICK_S: Final = 0.5
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """A group that plays, and how often each process had been replaced when it began."""
+    """A running group, and the replacements of each process when it started."""
 
     name: GroupName
     part: Part
@@ -465,15 +437,17 @@ class _Call:
 
 
 class RemoteGroupPlayer:
-    """See :class:`outrider.training.async_rollouts.GroupPlayer`. Where a process is gone another one takes
-    its place, and the groups that it broke are begun again: beside others at first, then alone on their
+    """Runs groups of several steps, one call per group; group g of a step runs on worker g mod W and engine
+    g mod E.
+
+    A lost process is replaced and its groups are started again: first with others, then alone on their
     worker; a group that breaks it alone is masked.
     """
 
     def __init__(
         self,
         ray: Any,
-        crew: Crew,
+        processes: "RemoteProcesses",
         *,
         hooks: Sequence[Hook],
         version: Callable[[], int],
@@ -484,10 +458,10 @@ class RemoteGroupPlayer:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._busy_s, self._find_pid, self._note = busy_s, find_pid, note
-        self._ray, self._crew, self._copied = ray, crew, portable(hooks)
+        self._ray, self._processes, self._copied = ray, processes, portable(hooks)
         self._version, self._heartbeat_s, self._rollout_status = version, heartbeat_s, rollout_status
         self._calls: dict[Any, _Call] = {}
-        self._waiting: dict[int, deque[_Call]] = {}  # by worker, in their order
+        self._waiting: dict[int, deque[_Call]] = {}  # by worker
         self._last_faults: dict[str, ProcessLost] = {}
         self._beats = self._new_beats()
 
@@ -510,43 +484,43 @@ class RemoteGroupPlayer:
             self._enqueue((step.step, number), Part(job), snapshots)
         self._send()
         if is_again:
-            self._crew.replace({}, num_groups=len(groups))
+            self._processes.replace({}, num_groups=len(groups))
 
     def _enqueue(self, name: GroupName, part: Part, snapshots: Any) -> None:
         call = _Call(name=name, part=part, snapshots=snapshots, before=Counter())
         self._waiting.setdefault(self._worker(call), deque()).append(call)
 
     def _send(self) -> None:
-        """Begin what is waiting; a group that has to play alone waits for its worker, and others for it."""
+        """Start waiting groups; one that has to run alone waits for its worker, and others wait for it."""
         for number, waiting in self._waiting.items():
             while waiting:
                 now = [call for call in self._calls.values() if self._worker(call) == number]
                 if any(call.part.is_alone for call in now) or (waiting[0].part.is_alone and now):
                     break
-                call = replace(waiting.popleft(), before=Counter(self._crew.num_replaced))
-                play = self._crew.workers[number].play.options(concurrency_group="play")
+                call = replace(waiting.popleft(), before=Counter(self._processes.num_replaced))
+                play = self._processes.workers[number].play.options(concurrency_group="play")
                 self._calls[play.remote(call.part.job, call.snapshots)] = call
 
     def _worker(self, call: _Call) -> int:
-        return call.name[1] % len(self._crew.workers)
+        return call.name[1] % len(self._processes.workers)
 
     def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
         results: dict[GroupName, GroupResult] = {}
         broken: list[tuple[_Call, ProcessLost]] = []
-        if self._known_replacements != self._crew.num_replaced:  # an evaluation has other workers now
+        if self._known_replacements != self._processes.num_replaced:  # replaced during an evaluation
             self._beats = self._new_beats()
         faults = dict(self._beats())
         calls = list(self._calls)
         if calls:
             ready, _ = self._ray.wait(calls, num_returns=1, timeout=_TICK_S if waits else 0)
-            if ready:  # and whatever else is
+            if ready:  # also all others that are ready
                 ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
             for reference in ready:
                 call = self._calls.pop(reference)
                 outcome = get_answer(self._ray, reference, self._worker_name(call), "its rollouts")
                 if isinstance(outcome, ProcessLost):
-                    # else it has been replaced since this group began: of that it broke as well
-                    if self._crew.num_replaced[outcome.process] == call.before[outcome.process]:
+                    # otherwise it was replaced after the start of this group
+                    if self._processes.num_replaced[outcome.process] == call.before[outcome.process]:
                         outcome = add_location(outcome, self._beats.last_location(outcome.process))
                         faults.setdefault(outcome.process, outcome)
                     else:
@@ -560,7 +534,7 @@ class RemoteGroupPlayer:
             fault.is_charged = not any(part.num_breaks or part.is_alone for part in parts)
         self._last_faults |= faults
         if faults or broken:
-            self._crew.replace(faults, num_groups=len(broken))
+            self._processes.replace(faults, num_groups=len(broken))
             self._beats = self._new_beats()
         for call, fault in broken:
             if (masked := self._retry(call, fault)) is not None:
@@ -569,30 +543,30 @@ class RemoteGroupPlayer:
         return results
 
     def _retry(self, call: _Call, fault: ProcessLost) -> GroupResult | None:
-        """Begin a group once more that broke with this fault, or mask it."""
+        """Start a failed group again, or mask it."""
         part = call.part
         if fault.process == self._worker_name(call):
             part.num_breaks += 1
             part.faults.append(fault)
         if part.is_spent and part.is_alone:
-            self._crew.refund(1)
+            self._processes.refund(1)
             return _group(part.masked())
         next_part = Part(part.job, is_alone=True) if part.is_spent else part
         self._enqueue(call.name, next_part, call.snapshots)
         return None
 
     def cancel(self) -> None:
-        for worker in self._crew.workers:
+        for worker in self._processes.workers:
             worker.leave.remote()
         self._calls.clear()
         self._waiting.clear()
         self._beats.close()
 
     def _new_beats(self) -> HeartbeatMonitor:
-        self._known_replacements = Counter(self._crew.num_replaced)
+        self._known_replacements = Counter(self._processes.num_replaced)
         return HeartbeatMonitor(
             self._ray,
-            {worker_name(number): worker for number, worker in enumerate(self._crew.workers)},
+            {worker_name(number): worker for number, worker in enumerate(self._processes.workers)},
             limit_s=self._heartbeat_s,
             rollout_status=self._rollout_status,
             on_finished=lambda num_ended: None,

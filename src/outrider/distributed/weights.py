@@ -1,7 +1,7 @@
-"""How new weights travel to the engines: in pieces, with a version, and checked where they arrive.
+"""Transfer of new weights to the engines: in pieces, with a version, and checked on arrival.
 
-A piece is safetensors in memory. What carries it (Ray's object store, files in a folder that all see) is one
-small class with three methods; packing, checks and the order of calls are the same for all of them.
+A piece is safetensors in memory. A carrier (Ray's object store, or files in a shared folder) is a small
+class; packing, checks and the order of calls are the same for all of them.
 """
 
 import zlib
@@ -34,23 +34,23 @@ PIECE_BYTES: Final = 128 * 2**20
 
 
 class Carrier(Protocol):
-    """Brings bytes to other processes. A handle is what :meth:`put` gave; it can be pickled."""
+    """Transfers bytes to other processes; handles can be pickled."""
 
     def put(self, piece: bytes) -> Any:
-        """Take a piece; its handle."""
+        """Store a piece and return its handle."""
         ...
 
     def get(self, handle: Any) -> bytes:
-        """The piece, in any process."""
+        """Return the piece, in any process."""
         ...
 
     def drop(self, handle: Any) -> None:
-        """Nobody asks for it any more."""
+        """Delete a piece."""
         ...
 
 
 class ObjectStore:
-    """``store``: Ray's object store, a copy in shared memory a machine."""
+    """``store``: Ray's object store, with one copy in shared memory per machine."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
@@ -62,11 +62,11 @@ class ObjectStore:
         return bytes(self._ray.get(handle))
 
     def drop(self, handle: Any) -> None:
-        """Ray counts who holds the handle: nothing to do."""
+        """Do nothing: Ray counts references to the handle."""
 
 
 class Folder:
-    """``disk``: files in a folder that every machine sees, removed once no engine may need them any more."""
+    """``disk``: files in a folder that all machines share."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,7 +75,6 @@ class Folder:
             stale.unlink(missing_ok=True)
 
     def put(self, piece: bytes) -> str:
-        """See :class:`Carrier`. Raises ClusterFault where the folder takes no file."""
         target = self._path / f"weights-{self._num_put}.safetensors"
         self._num_put += 1
         try:
@@ -86,7 +85,6 @@ class Folder:
         return str(target)
 
     def get(self, handle: str) -> bytes:
-        """See :class:`Carrier`. Raises ClusterFault where this process does not see the file."""
         try:
             return Path(handle).read_bytes()
         except OSError as error:
@@ -96,13 +94,12 @@ class Folder:
             ) from error
 
     def drop(self, handle: str) -> None:
-        """Remove the file."""
         Path(handle).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """Weights on their way. ``names`` are all parameters in it; ``checksum`` is the CRC-32 of all pieces."""
+    """Packed weights: ``names`` are all parameters, ``checksum`` is the CRC-32 of all pieces."""
 
     version: int
     names: tuple[str, ...]
@@ -112,10 +109,12 @@ class Parcel:
 
 
 def engine_weights(learner: Learner, engine: EngineSettings) -> dict[str, Tensor]:
-    """What engines have to get. One that generates with the model that trains: what trains, adapters by their
-    own names. Any other one: all weights, adapters merged, since vLLM loads the projections of a layer
-    together and leaves those that it did not get undefined; vLLM gets them by the names of the model's
-    folder. Raises ConfigError for adapters that part tied weights.
+    """Return the weights for the engines.
+
+    An engine that generates with the model that trains gets the trained parameters. Any other one gets all
+    weights with adapters merged, because vLLM loads the projections of a layer together and leaves missing
+    ones undefined; vLLM gets them by the names in the model's folder. Raises ConfigError for adapters that
+    separate tied weights.
     """
     model = learner.language_model.model
     if not engine.is_exact:
@@ -126,7 +125,7 @@ def engine_weights(learner: Learner, engine: EngineSettings) -> dict[str, Tensor
 
 
 def require_ties(model: nn.Module) -> None:
-    """Raises ConfigError where an engine that loads the model's folder could not hold what is sent to it."""
+    """Raise ConfigError if an adapter separates tied weights, which an engine cannot represent."""
     if parted := broken_ties(model):
         raise ConfigError(
             f"model.lora.target_modules: {' and '.join(parted)} are one tied weight, and an adapter on one "
@@ -135,12 +134,12 @@ def require_ties(model: nn.Module) -> None:
 
 
 def pack(tensors: Mapping[str, Tensor], *, version: int, carrier: Carrier) -> Parcel:
-    """Hand everything to the carrier, a piece at a time."""
+    """Pass all tensors to the carrier, piece by piece."""
     handles: list[Any] = []
     checksum = num_bytes = 0
     try:
         for names in pieces({name: tensor.nbytes for name, tensor in tensors.items()}):
-            # a tensor may be a view into a larger one, or shared: each is written on its own
+            # cloned, because a tensor may be a view or shared
             piece = save({name: tensors[name].detach().cpu().clone().contiguous() for name in names})
             checksum, num_bytes = zlib.crc32(piece, checksum), num_bytes + len(piece)
             handles.append(carrier.put(piece))
@@ -154,8 +153,8 @@ def pack(tensors: Mapping[str, Tensor], *, version: int, carrier: Carrier) -> Pa
 
 @torch.no_grad()
 def unpack(parcel: Parcel, into: Mapping[str, Tensor], *, carrier: Carrier) -> int:
-    """Copy a parcel into the tensors of these names; the checksum of what was read. Raises ClusterFault for
-    other weights than those that were sent.
+    """Copy a parcel into tensors by name; returns the checksum. Raises ClusterFault if the weights differ
+    from those that were sent.
     """
     checksum, seen = 0, set()
     for handle in parcel.pieces:
@@ -171,14 +170,14 @@ def unpack(parcel: Parcel, into: Mapping[str, Tensor], *, carrier: Carrier) -> i
     return checksum
 
 
-def drop(handles: list[Any] | tuple[Any, ...], carrier: Carrier) -> None:
-    """Let go of pieces."""
+def drop(handles: Sequence[Any], carrier: Carrier) -> None:
+    """Delete pieces."""
     for handle in handles:
         carrier.drop(handle)
 
 
 def pieces(sizes: Mapping[str, int], *, room: int = PIECE_BYTES) -> Iterator[list[str]]:
-    """Names in order, in lists of at most ``room`` bytes; a larger tensor is one of its own."""
+    """Split names into lists of at most ``room`` bytes; a larger tensor is a list of its own."""
     names: list[str] = []
     left = room
     for name, size in sizes.items():
@@ -191,18 +190,16 @@ def pieces(sizes: Mapping[str, int], *, room: int = PIECE_BYTES) -> Iterator[lis
         yield names
 
 
-# Weights from the GPUs of the trainer ranks straight into those of vLLM (``cluster.weights`` = ``nccl`` or
-# ``ipc``), through the trainer's side of vLLM's weight transfer (0.32). The process that was started sees
-# none.
-#
-# All ranks gather tensor by tensor; rank 0 sends them, and calls the engines meanwhile. A broadcast of NCCL
-# has no limit of its own: the call of the ranks has one, and ends them, and the run begins anew from its
-# newest checkpoint then. None of this has run on a GPU.
+# --- Direct transfer from the GPUs of the trainer ranks to those of vLLM (``cluster.weights`` = ``nccl`` or
+# ``ipc``), through the trainer's side of vLLM's weight transfer (0.32). All ranks gather tensor by tensor;
+# rank 0 sends the tensors and calls the engines meanwhile. A broadcast of NCCL has no time limit, but the
+# call of the ranks has one: it ends them, and the run restarts from its newest checkpoint. Not yet run on a
+# GPU. ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMetadata:
-    """A tensor that will come: its name, type and shape, as vLLM asks for them."""
+    """Name, type and shape of a tensor to be sent, as vLLM requires them."""
 
     name: str
     dtype: torch.dtype
@@ -210,9 +207,11 @@ class TensorMetadata:
 
 
 class Source:
-    """The weights of a model in shards by Hugging Face names, adapters merged, in ``dtype``; behind them the
-    sum of them all. Every rank has to go through all of it: each tensor is gathered. Raises ConfigError for
-    adapters that part tied weights.
+    """The weights of a sharded model with Hugging Face names and merged adapters in ``dtype``, then their
+    sum.
+
+    Every rank has to iterate over all of it, because each tensor is gathered. Raises ConfigError for adapters
+    that separate tied weights.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -220,7 +219,7 @@ class Source:
         self._model, self._dtype = model, dtype
 
     def metadata(self) -> list[TensorMetadata]:
-        """What comes, in its order; nothing is gathered."""
+        """Describe the tensors in order, without gathering."""
         tensors = [
             TensorMetadata(name=name, dtype=self._dtype, shape=tuple(tensor.shape))
             for name, tensor in self._empty()
@@ -228,7 +227,10 @@ class Source:
         return [*tensors, TensorMetadata(name=NAME, dtype=torch.int64, shape=(1,))]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        gathered = to_folder_format(self._model, iter_merged(self._model, whole=_whole))
+        def whole(tensor: Tensor) -> Tensor:
+            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+        gathered = to_folder_format(self._model, iter_merged(self._model, whole=whole))
         return append_sum((name, tensor.to(self._dtype).contiguous()) for name, tensor in gathered)
 
     def _empty(self) -> Iterator[tuple[str, Tensor]]:
@@ -239,29 +241,25 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors but the sum."""
+        """Size of all tensors without the sum."""
         return self._dtype.itemsize * sum(tensor.numel() for _, tensor in self._empty())
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class EngineClient:
-    """The calls that vLLM's sender makes of the receiving side, to all engine processes at a time. Engine
-    ``e`` has the ranks from ``1 + e * tensor_parallel`` of the transfer. Raises ClusterFault for an engine
-    that does not answer in time.
+    """Calls of vLLM's sender, forwarded to all engine processes concurrently.
+
+    Engine ``e`` has the ranks from ``1 + e * tensor_parallel`` of the transfer. Raises ClusterFault for an
+    engine that does not respond in time.
     """
 
     def __init__(self, ray: Any, actors: Sequence[Any], *, tensor_parallel: int, limit_s: float) -> None:
         self._ray, self._actors = ray, list(actors)
         self._tensor_parallel, self._limit_s = tensor_parallel, limit_s
         self.num_receivers = len(self._actors) * tensor_parallel
-        self.version = 0  # of the weights that are sent next
+        self.version = 0  # of the next weights
         self.num_calls = 0  # of one engine, since the last send began
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Meet the sender."""
         infos = [dict(init_info) for _ in self._actors]
         for number, info in enumerate(infos):
             if "rank_offset" in info:
@@ -269,16 +267,13 @@ class EngineClient:
         self._call_all("meet", [(info,) for info in infos])
 
     def start_weight_update(self) -> None:
-        """No engine serves anybody from now on."""
         self.num_calls = 0
         self._call_all("begin_update", [()] * len(self._actors))
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Receive what is being sent."""
         self._call_all("take", [(dict(update_info),)] * len(self._actors))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Serve again. Raises ClusterFault where an engine says another version."""
         versions = self._call_all("end_update", [(self.version,)] * len(self._actors))
         if wrong := [number for number, version in enumerate(versions) if version != self.version]:
             raise ClusterFault(f"engine {wrong[0]} has other weights than version {self.version}")
@@ -295,11 +290,11 @@ class EngineClient:
 
 
 class Sender:
-    """A trainer rank's side; made and asked on all ranks at once."""
+    """A trainer rank's side, created and called on all ranks concurrently."""
 
     def __init__(self, source: Source, client: EngineClient, *, kind: str, rank: int, address: str) -> None:
-        """``address`` is rank 0's, ``host:port`` with a free port. Raises ModelError without the version of
-        vLLM that this is for.
+        """``address`` is ``host:port`` of rank 0 with a free port. Raises ModelError for another vLLM
+        version.
         """
         self._source, self._client = source, client
         host, _, port = address.rpartition(":")
@@ -320,11 +315,10 @@ class Sender:
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
     def send(self, version: int) -> tuple[int, int]:
-        """All weights to all engines; bytes of one copy, and calls of one engine."""
+        """Send all weights to all engines; returns the bytes of one copy and the calls of one engine."""
         self._client.version = version
         self._engine.send_weights()
         return self._source.num_bytes, self._client.num_calls
 
     def close(self) -> None:
-        """Leave the other side."""
         self._engine.shutdown()

@@ -1,5 +1,5 @@
-"""In a rollout worker whose groups play several at a time while weights come and go: their engine, and their
-places.
+"""One rollout worker: an actor with environments, tools and copies of the hooks, which runs whole groups with
+the scheduler of a single process.
 """
 
 import os
@@ -25,15 +25,16 @@ from outrider.plugins.listing import server_digests
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tools.concurrency import CallBudget
-from outrider.training.components import Components, token_counter
+from outrider.training.components import Components
 from outrider.training.policy import set_threads
 from outrider.training.setup import make_algorithm, make_renderer
 from outrider.types import Task
 
 
 class AsyncGroupEngine(RemoteEngine):
-    """The engine of one group: of the weights that the group began with, or newer ones. ``step`` tells its
-    rollouts from those of the same task in another step that is under way.
+    """The engine of one group, with the weights at the group's start or newer ones.
+
+    ``step`` distinguishes its rollouts from those of the same task in another pending step.
     """
 
     or_newer: ClassVar[bool] = True
@@ -43,9 +44,6 @@ class AsyncGroupEngine(RemoteEngine):
         self._step = step
 
     async def stream(self, request: Request) -> Generation:
-        """See :class:`RemoteEngine`. Raises ClusterFault for a turn of older weights than an earlier one's:
-        engines never go back.
-        """
         key = None if request.cache_key is None else self._scoped_key(request.cache_key)
         own = replace(request, request_id=self._scoped_key(request.request_id), cache_key=key)
         generation = await super().stream(own)
@@ -64,20 +62,20 @@ class AsyncGroupEngine(RemoteEngine):
 
 
 class RolloutSlots:
-    """Places for ``size`` rollouts. Whole groups take them, in the order in which they come; one that is
-    larger plays alone.
+    """Slots for ``size`` rollouts, reserved by whole groups in order of arrival; a larger group
+    runs alone.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = threading.Semaphore(size)
-        self._door = threading.Lock()
+        self._order = threading.Lock()
 
     @contextmanager
     def reserve(self, num: int) -> Iterator[None]:
-        """Wait for the places of ``num`` rollouts, and have them."""
+        """Wait for the slots of ``num`` rollouts and occupy them."""
         num = min(num, self.size)
-        with self._door:  # who waits here holds up those behind
+        with self._order:  # a waiting group blocks later ones
             for _ in range(num):
                 self._free.acquire()
         try:
@@ -86,14 +84,10 @@ class RolloutSlots:
             self._free.release(num)
 
 
-# One rollout worker: an actor with environments, tools and copies of the hooks, which plays whole groups
-# with the scheduler of a run in one process.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker has to know of a run. ``buffer`` is the path and the revision of the step-trace
-    buffer, ``servers`` what tool servers say of themselves where the run was started.
+    """Settings of a run for a worker. ``buffer`` is the path and the revision of the step-trace buffer,
+    ``servers`` are digests of the tool servers at the start of the run.
     """
 
     recipe: Recipe
@@ -105,7 +99,6 @@ class WorkerSettings:
 
     @classmethod
     def from_components(cls, parts: Components, recipe: Recipe, *, context_length: int) -> "WorkerSettings":
-        """As the parts are now."""
         model, buffer = parts.learner.language_model.model, parts.buffer
         return cls(
             recipe=recipe,
@@ -119,11 +112,16 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Groups to play. ``snapshots`` are those of the hooks (empty in an evaluation), ``version`` that of the
-    weights; of a batch's cap on tool calls the worker has the part from ``calls[0]`` to ``calls[1]`` of
-    ``calls[2]`` groups, of which ``num_spent`` are spent in a batch that is ``continued``. ``is_again``: a
-    process was gone when this was played before. ``engine``: that of the group, for
-    :meth:`RolloutWorker.play`.
+    """Groups to run.
+
+    Args:
+        version: Version of the weights.
+        snapshots: Snapshots of the hooks; empty in an evaluation.
+        calls: The worker's share of the batch's limit on tool calls: groups ``calls[0]`` to ``calls[1]`` of
+            ``calls[2]``.
+        num_spent: Calls already spent in a ``continued`` batch.
+        engine: Engine of the group, for :meth:`RolloutWorker.play`.
+        is_again: Whether a process was lost in the previous attempt.
     """
 
     tasks: Sequence[Task]
@@ -142,9 +140,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """The groups of a job, what the copies of the hooks have gathered, and the calls that the worker has
-    spent of its part of the batch's cap, where there is one; ``seconds`` it took. ``gathered`` is None for a
-    group that is masked because it breaks its worker.
+    """Result of a job: the groups, what the copies of the hooks gathered, and the spent part of the worker's
+    share of tool calls. ``gathered`` is None for a group that is masked because it breaks its worker.
     """
 
     report: RolloutReport
@@ -155,8 +152,8 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """That the worker lives, the rollouts that have ended, when something last moved, and where the one is
-    that waits longest.
+    """Sign of life: finished rollouts, time of the last change, and location of the longest waiting
+    rollout.
     """
 
     num_finished: int
@@ -165,25 +162,32 @@ class Heartbeat:
 
 
 class RolloutWorker:
-    """Played by one thread, or by one a group (:meth:`play`); asked by others."""
+    """Runs groups in one thread, or in one thread per group (:meth:`play`); other threads answer requests."""
 
     def __init__(self, number: int, engines: Sequence[Any]) -> None:
         self._number, self._engines = number, list(engines)
         self._is_built = False
         self._rollout_status = SharedRolloutStatus()
         self._num_finished = 0
-        self._free_algorithms: list[Algorithm] = []  # with copies of the hooks, for groups of :meth:`play`
+        self._free_algorithms: list[Algorithm] = []  # with copies of the hooks, for :meth:`play`
         self._stop_requested = threading.Event()
 
     def build(self, worker_settings: WorkerSettings) -> int:
-        """Make everything that a run makes for its rollouts, from the settings; the process id. Raises
-        ConfigError where a tool server is another one here.
+        """Build everything for rollouts from the settings and return the process id. Raises ConfigError if a
+        tool server differs from that of the run's start.
         """
         import ray
 
         settings = self._settings = worker_settings.recipe.settings()
         self._worker_settings = worker_settings
-        _require_same_servers(worker_settings.servers, server_digests(settings.environment), self._number)
+        there, here = worker_settings.servers, server_digests(settings.environment)
+        if other := [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]:
+            name = other[0]
+            raise ConfigError(
+                f"rollout worker {self._number} has another environment.{name} ({here.get(name, 'none')}) "
+                f"than the process that was started ({there.get(name, 'none')}): every machine "
+                "needs the same server"
+            )
         set_threads(settings.num_threads, device="cpu")
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model.name))
         self._renderer = make_renderer(tokenizer, settings.model, settings.environment)
@@ -212,18 +216,18 @@ class RolloutWorker:
             self._buffer,
             vocabulary_size=self._worker_settings.vocabulary_size,
             stateful=self._task_set.stateful,
-            num_tokens=token_counter(self._renderer),
+            num_tokens=self._renderer.count_tokens,
             train_tasks=self._worker_settings.train_tasks,
         )
 
     def use_engine(self, number: int, engine: Any) -> None:
-        """Another process is engine ``number`` from now on."""
+        """Replace engine ``number``."""
         self._engines[number] = engine
-        if self._is_built:  # else the one before died in the run's very first transfer
+        if self._is_built:  # not yet if the engine died in the first transfer of the run
             self._engine.put(number, engine)
 
     def run(self, job: Job) -> JobResult:
-        """Play the groups. Raises what :meth:`outrider.rollout.scheduler.Scheduler.run` raises, and
+        """Run the groups. Raises the exceptions of :meth:`outrider.rollout.scheduler.Scheduler.run`, and
         ClusterFault of an engine.
         """
         self._num_finished = 0
@@ -233,8 +237,8 @@ class RolloutWorker:
         return self._play(job, self._algorithm, self._engine)
 
     def play(self, job: Job, snapshots: Sequence[Any]) -> JobResult:
-        """Play one group, with the weights of ``job.version`` or newer ones in each turn, beside other calls
-        of this; ``snapshots`` are the job's. Raises what :meth:`run` raises.
+        """Run one group concurrently with other calls; each turn uses the weights of ``job.version`` or newer
+        ones. ``snapshots`` are those of the job. Raises the exceptions of :meth:`run`.
         """
         import ray
 
@@ -258,7 +262,7 @@ class RolloutWorker:
             return replace(result, seconds=time.perf_counter() - began)
 
     def leave(self) -> None:
-        """Nobody wants what :meth:`play` plays: no further turn of it begins."""
+        """Cancel all groups of :meth:`play`: no further turn starts."""
         self._stop_requested.set()
 
     def _play(self, job: Job, algorithm: Algorithm, engine: RemoteEngine) -> JobResult:
@@ -272,26 +276,16 @@ class RolloutWorker:
             if job.continued:
                 budget.resume_batch(job.num_spent)
         modes = [tuple(group_modes) for group_modes in job.modes]
-        report = self._scheduler(job, algorithm, engine).run(
-            job.tasks, modes=modes.__getitem__, training_step=job.training_step, continued=job.continued
-        )
-        return JobResult(
-            report=report,
-            gathered=[hook.gathered() for hook in copies],
-            num_spent=0 if budget is None else budget.num_executed,
-        )
-
-    def _scheduler(self, job: Job, algorithm: Algorithm, engine: RemoteEngine) -> Scheduler:
         settings = self._settings
         temperature = 1.0 if job.is_training else settings.evaluation.temperature
-        return Scheduler(
+        scheduler = Scheduler(
             engine=engine,
             renderer=self._renderer,
             factory=self._factory,
             limits=settings.limits,
             sampling=Sampling(temperature=temperature, stop=self._task_set.stop),
             run_seed=settings.seed,
-            hooks=algorithm.hooks if job.is_training else (),
+            hooks=hooks,
             max_concurrent=job.max_concurrent,
             max_retries=settings.train.max_retries,
             limits_calls=job.is_training,
@@ -302,12 +296,19 @@ class RolloutWorker:
             is_over=lambda: job.is_training and self._stop_requested.is_set(),
             streams=settings.cluster.batching == "stream",
         )
+        report = scheduler.run(
+            job.tasks, modes=modes.__getitem__, training_step=job.training_step, continued=job.continued
+        )
+        return JobResult(
+            report=report,
+            gathered=[hook.gathered() for hook in copies],
+            num_spent=0 if budget is None else budget.num_executed,
+        )
 
     def _on_finished(self, num_finished: int, num_pending: int) -> None:
         self._num_finished = num_finished
 
     def beat(self) -> Heartbeat:
-        """Answered while :meth:`run` plays."""
         statuses = self._rollout_status.snapshot()
         location = f"{statuses[0].longest}: {statuses[0].location}" if statuses else None
         return Heartbeat(
@@ -315,15 +316,5 @@ class RolloutWorker:
         )
 
     def close(self) -> None:
-        """End what environments and tools have started."""
+        """Close environments and tools."""
         self._factory.close()
-
-
-def _require_same_servers(there: Mapping[str, str], here: Mapping[str, str], number: int) -> None:
-    """Raises ConfigError: another node may have another version of a server."""
-    if other := [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]:
-        name = other[0]
-        raise ConfigError(
-            f"rollout worker {number} has another environment.{name} ({here.get(name, 'none')}) than the "
-            f"process that was started ({there.get(name, 'none')}): every machine needs the same server"
-        )

@@ -243,7 +243,7 @@ class HouseGame:
 class HouseEnvironment(GameEnvironment):
     """One search. The observation ends with what the player sees."""
 
-    family = "house"
+    name = "house"
     metrics = ("num_moves", "num_turns", "num_invalid", "num_refused")
 
     def __init__(self, *, plan: HousePlan, goal: str, max_moves: int) -> None:

@@ -122,7 +122,7 @@ class GameEnvironment:
     closes the game when its call returns, because closing a simulator in use may crash the process.
     """
 
-    family: ClassVar[str]
+    name: ClassVar[str]
     """Name in error messages."""
     metrics: ClassVar[tuple[str, ...]]
     """Fields of the record that are reported as metrics."""
@@ -150,9 +150,9 @@ class GameEnvironment:
         with self._exclusive():
             record, game = self._record, self._game
             if record.done:
-                raise RuntimeError(f"the {self.family} episode has ended")
+                raise RuntimeError(f"the {self.name} episode has ended")
             if game is None:
-                raise EnvironmentFault(f"the {self.family} environment has no game; call reset first")
+                raise EnvironmentFault(f"the {self.name} environment has no game; call reset first")
             record.num_turns += 1
             command, problem = parse_action(message.content)
             problem = problem or self._find_problem(command)
@@ -231,7 +231,7 @@ class GameEnvironment:
         try:
             with self._inside:
                 if self._closed:
-                    raise EnvironmentFault(f"the {self.family} environment is closed")
+                    raise EnvironmentFault(f"the {self.name} environment is closed")
                 yield
         finally:
             if self._closed:  # closed by another thread, which could not end the game

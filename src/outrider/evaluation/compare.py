@@ -197,7 +197,23 @@ def group_runs(runs: Sequence[ComparedRun]) -> dict[str, tuple[ComparedRun, ...]
         runs_by_key.setdefault(key, []).append(run)
     for members in runs_by_key.values():
         _check_seeds(members)
-    labels = [_label(key, list(runs_by_key)) for key in runs_by_key]
+    names = {
+        (algorithm, shown, exact): (
+            algorithm,
+            f"{algorithm} {shown[:_NUM_DIGITS]}",
+            f"{algorithm} {exact[:_NUM_DIGITS]}",
+            f"{algorithm} {exact}",
+        )
+        for algorithm, shown, exact in runs_by_key
+    }
+    labels = [  # the first of these names that no other group has
+        next(
+            name
+            for level, name in enumerate(own)
+            if [other[level] for other in names.values()].count(name) == 1
+        )
+        for own in names.values()
+    ]
     return {
         label: tuple(members)
         for label, members in sorted(
@@ -247,25 +263,6 @@ def _digest(settings: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def _label(key: tuple[str, str, str], keys: Sequence[tuple[str, str, str]]) -> str:
-    """The first of these names that no other group has."""
-
-    def names(group_key: tuple[str, str, str]) -> tuple[str, ...]:
-        algorithm, shown, exact = group_key
-        return (
-            algorithm,
-            f"{algorithm} {shown[:_NUM_DIGITS]}",
-            f"{algorithm} {exact[:_NUM_DIGITS]}",
-            f"{algorithm} {exact}",
-        )
-
-    return next(
-        name
-        for level, name in enumerate(names(key))
-        if [names(other)[level] for other in keys].count(name) == 1
-    )
-
-
 def _check_seeds(members: Sequence[ComparedRun]) -> None:
     seeds = [run.config["seed"] for run in members]
     if len(members) > 1 and not is_trained(members[0].config):
@@ -296,14 +293,19 @@ UNTRAINED: Final = "no training"
 _WITHOUT_TIPS: Final = ("algorithm.memory_probability", "algorithm.intrinsic_coefficient")
 
 
-def method_name(run: ComparedRun, path: Path) -> str:
+def method_name(run: ComparedRun) -> str:
     """The algorithm of a training; of an evaluation that of the training whose weights it has, and the
     memory that it adapts with, or the engine where that is a method of its own.
     """
     config = run.config
     if is_trained(config):
         return _training_method(config)
-    parts = [_weights_method(run.settings.get("model.initial_checkpoint", "none"), path)]
+    checkpoint = run.settings.get("model.initial_checkpoint", "none")
+    parts: list[str] = []
+    if checkpoint != "none":  # the method of its run, or that run's name if it is not here any more
+        folder = Path(checkpoint).parent.parent
+        trained = read_run(folder).config
+        parts.append(_training_method(trained) if "algorithm.type" in trained else folder.name)
     if config.get("engine.type") == "retrospex":
         parts.append("retrospex")
     if config.get("evaluation.num_trials", "0") != "0":
@@ -329,15 +331,6 @@ def _training_method(config: Mapping[str, str]) -> str:
     if all(config.get(key) in ("0", "0.0") for key in _WITHOUT_TIPS):
         return "grpo"  # the same, bit for bit
     return algorithm_name(config)
-
-
-def _weights_method(checkpoint: str, run: Path) -> str:
-    """The method of the run that a checkpoint lies in, or that run's name where it is not here any more."""
-    if checkpoint == "none":
-        return UNTRAINED
-    folder = Path(checkpoint).parent.parent
-    config = read_run(folder).config
-    return _training_method(config) if "algorithm.type" in config else folder.name
 
 
 # Curves of groups of runs on common costs: training reward in bins, held-out score on lines between
@@ -500,7 +493,16 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
     samples, tasks, num_left_out = _samples(runs_by_label)
     scores = {name: iqm_estimate(sample, seed=seed, within=(0.0, 1.0)) for name, sample in samples.items()}
     groups = [
-        Group(label=label, runs=members, score=scores.get(label), costs=_mean_costs(members))
+        Group(
+            label=label,
+            runs=members,
+            score=scores.get(label),
+            costs={
+                axis: math.fsum(run.cost_at_step(axis, run.num_steps) for run in members) / len(members)
+                for axis in AXES
+                if all(axis in run.costs for run in members)
+            },
+        )
         for label, members in runs_by_label.items()
     ]
     curves = [
@@ -629,11 +631,3 @@ def unfinished(run: ComparedRun) -> list[str]:
         return [f"{run.name} had spent {spent:.0f} of {budget} policy tokens"]
     target = max(run.num_steps, num_planned)
     return [f"{run.name} was last evaluated at step {step} of {target}"] if step < target else []
-
-
-def _mean_costs(runs: Sequence[ComparedRun]) -> dict[str, float]:
-    return {
-        axis: math.fsum(run.cost_at_step(axis, run.num_steps) for run in runs) / len(runs)
-        for axis in AXES
-        if all(axis in run.costs for run in runs)
-    }

@@ -15,6 +15,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 from typing import Final, Literal
 
@@ -120,12 +121,6 @@ def _without_articles(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def _token_f1(predicted: str, gold: str) -> float:
-    predicted_tokens, gold_tokens = predicted.split(), gold.split()
-    shared = sum((Counter(predicted_tokens) & Counter(gold_tokens)).values())
-    return 2 * shared / (len(predicted_tokens) + len(gold_tokens)) if shared else 0.0
-
-
 def _grade_normalized(
     prediction: str, answers: Sequence[str], normalize: Callable[[str], str], *, closed: bool, blank: bool
 ) -> Grades:
@@ -134,33 +129,32 @@ def _grade_normalized(
     """
     predicted = normalize(prediction)
     golds = [normalize(answer) for answer in answers]
-    apart = [closed and gold != predicted and bool({gold, predicted} & _CLOSED) for gold in golds]
+    best_f1 = 0.0
+    for gold in golds:
+        if closed and gold != predicted and {gold, predicted} & _CLOSED:
+            continue
+        words, gold_words = predicted.split(), gold.split()
+        if shared := sum((Counter(words) & Counter(gold_words)).values()):
+            best_f1 = max(best_f1, 2 * shared / (len(words) + len(gold_words)))
     return Grades(
         em=predicted in golds and (blank or bool(predicted)),
-        f1=max(
-            (
-                0.0 if refused else _token_f1(predicted, gold)
-                for gold, refused in zip(golds, apart, strict=True)
-            ),
-            default=0.0,
-        ),
+        f1=best_f1,
         contained=any(gold in predicted for gold in golds),
     )
+
+
+def _grade_squad(
+    prediction: str, answers: Sequence[str], kind: Kind, *, closed: bool = False, blank: bool = True
+) -> Grades:
+    """SQuAD's rules with our mathematical equality, for variants that have none of their own."""
+    grades = _grade_normalized(prediction, answers, normalize_squad, closed=closed, blank=blank)
+    ours = _grade_default(prediction, answers, kind)
+    return replace(grades, math=ours.math, num_undecided=ours.num_undecided)
 
 
 def _extract_squad(output: str) -> str:
     output = without_thoughts(output)
     return extract_answer(output) if "<answer>" in output or "\\boxed" in output else output.strip()
-
-
-def _grade_squad(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
-    answers = [unwrap_text(answer) for answer in answers]
-    return _with_math(
-        _grade_normalized(prediction, answers, normalize_squad, closed=False, blank=True),
-        prediction,
-        answers,
-        kind,
-    )
 
 
 def _extract_arpo_train(output: str) -> str:
@@ -182,27 +176,6 @@ def _find_closing_brace(text: str, start: int) -> int | None:
         if depth == 0 and text[position] == "}":
             return position
     return None
-
-
-def _grade_arpo_train(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
-    return _with_math(
-        _grade_normalized(prediction, answers, normalize_squad, closed=True, blank=False),
-        prediction,
-        answers,
-        kind,
-    )
-
-
-def _with_math(grades: Grades, prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
-    """Adds our mathematical equality, for variants that have none of their own."""
-    ours = _grade_default(prediction, answers, kind)
-    return Grades(
-        em=grades.em,
-        f1=grades.f1,
-        contained=grades.contained,
-        math=ours.math,
-        num_undecided=ours.num_undecided,
-    )
 
 
 def _extract_arpo_eval(output: str) -> str:
@@ -239,19 +212,15 @@ def _normalize_arpo_eval(text: str) -> str:
     return _without_articles(text.lower())
 
 
-def _normalize_arpo_eval_math(text: str) -> str:
-    return " ".join(text.lower().split())
-
-
 def _grade_arpo_eval(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
     if not prediction:
         return Grades(em=False, f1=0.0, contained=False, math=False)
     if kind == "qa" and len(answers) == 1 and answers[0].startswith("["):
         answers = [part.strip() for part in answers[0].strip("[]").split(",")]
-    normalize = _normalize_arpo_eval if kind == "qa" else _normalize_arpo_eval_math
+    normalize = _normalize_arpo_eval if kind == "qa" else lambda text: " ".join(text.lower().split())
     grades = _grade_normalized(prediction, answers, normalize, closed=False, blank=True)
     equal = any(strings_equal(normalize(prediction), normalize(answer)) for answer in answers)
-    return Grades(em=grades.em, f1=grades.f1, contained=grades.contained, math=equal)
+    return replace(grades, math=equal)
 
 
 def number_after_mark(solution: str) -> str | None:
@@ -302,7 +271,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
             ),
             extract=_extract_arpo_train,
             normalize=normalize_squad,
-            grade=_grade_arpo_train,
+            grade=partial(_grade_squad, closed=True, blank=False),
         ),
         Variant(
             name="arpo-eval",
@@ -346,7 +315,9 @@ VARIANTS: Final[Mapping[str, Variant]] = {
             ),
             extract=_extract_squad,
             normalize=normalize_squad,
-            grade=_grade_squad,
+            grade=lambda prediction, answers, kind: _grade_squad(
+                prediction, [unwrap_text(answer) for answer in answers], kind
+            ),
         ),
     )
 }

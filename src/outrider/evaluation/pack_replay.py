@@ -1,12 +1,12 @@
-"""Plays one row of a pack again: trains and evaluates from its recipe, or plays its toy, and compares what
-comes out.
+"""Runs one row of a pack again: trains and evaluates from its recipe, or trains on its toy, and compares the
+results.
 
-No command of a pack is executed: what runs is made from the recipe and from names that were checked.
+No command of a pack is executed: the run is built from the recipe and from names that were checked.
 """
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -88,12 +88,10 @@ class Replay:
         if row in exact:
             return self._toy(exact[row])
         if row not in self.verified.manifest.runs:
-            raise PackError(
-                f"no row {row!r}: there are {_format_names([*self.verified.manifest.runs, *exact])}"
-            )
-        return self._training(row)
-
-    def _training(self, name: str) -> Replayed:
+            names = [*self.verified.manifest.runs, *exact]
+            listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+            raise PackError(f"no row {row!r}: there are {listed or 'none'}")
+        name = row
         recorded = self._last_evaluation(self.pack / "runs" / name, name)
         replayed = self._last_evaluation(self.run(name, depth=0), name)
         if (replayed["label"], replayed["panel_hash"]) != (recorded["label"], recorded["panel_hash"]):
@@ -127,7 +125,13 @@ class Replay:
             return target
         recipe = {**read_recipe(self.pack, name), "trackers": []}
         if start := packed_start(recipe):
-            recipe["model"] = {**recipe["model"], "initial_checkpoint": str(self._start(*start, depth=depth))}
+            packed = self.pack / "runs" / start[0] / "checkpoints" / start[1]
+            if not (packed / WEIGHTS).is_file():  # the weights of the run that is run again
+                if start[0] not in self.verified.manifest.runs:
+                    raise PackError(f"{START}: there is no run {start[0]} in this pack")
+                step = int(start[1].removeprefix("step-"))
+                packed = self.run(start[0], depth=depth + 1, last_step=step) / "checkpoints" / start[1]
+            recipe["model"] = {**recipe["model"], "initial_checkpoint": str(packed)}
         if last_step == 0:  # only what it has before its steps is asked for, and no score of that
             shortened = {"num_tasks": 1, "panel": "none", "at_start": True, "every": 0}
             recipe |= {
@@ -142,16 +146,6 @@ class Replay:
         else:
             run_training(opened, progress=self.progress, on_start=lambda stop: None)
         return target
-
-    def _start(self, name: str, checkpoint: str, *, depth: int) -> Path:
-        """Weights that a run starts from: packed ones, or those of the run played again."""
-        packed = self.pack / "runs" / name / "checkpoints" / checkpoint
-        if (packed / WEIGHTS).is_file():
-            return packed
-        if name not in self.verified.manifest.runs:
-            raise PackError(f"{START}: there is no run {name} in this pack")
-        step = int(checkpoint.removeprefix("step-"))
-        return self.run(name, depth=depth + 1, last_step=step) / "checkpoints" / checkpoint
 
     def _last_evaluation(self, folder: Path, name: str) -> dict[str, Any]:
         if self.verified.manifest.runs[name].kind == "panel":
@@ -172,17 +166,8 @@ class Replay:
             )
         toy_args = ["--toys", row.toy, "--methods", row.method, "--first-seed", str(row.seed), "--seeds", "1"]
         tokens = ["--policy-tokens", str(row.max_policy_tokens)] if row.max_policy_tokens else []
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.learning",
-            "toys",
-            "--out",
-            str(self.folder),
-            *toy_args,
-            *tokens,
-        ]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "benchmarks.learning", "toys", "--out", str(self.folder)]
+        process = subprocess.run([*command, *toy_args, *tokens], capture_output=True, text=True, check=False)
         if process.returncode:
             last_line = (process.stderr.strip().splitlines() or ["no reason"])[-1]
             raise PackError(f"{row.name} could not be played: {last_line}"[:300])
@@ -260,7 +245,3 @@ def cheapest_first(pack: Path, verified: Verified) -> list[str]:
 
 def _exact_rows(pack: Path, manifest: Manifest) -> dict[str, ExactResult]:
     return read_exact(pack / EXACT) if EXACT in manifest.files else {}
-
-
-def _format_names(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}" or "none"

@@ -33,11 +33,11 @@ from outrider.config import to_toml
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
 from outrider.evaluation.compare import AXES, load_run, run_names
-from outrider.evaluation.grading import Scorer, find_variant
+from outrider.evaluation.grading import find_variant
 from outrider.evaluation.report import EvalTasksReport
 from outrider.evaluation.results import RESULTS, SUMMARY, SampleResult, read_results, summarise, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
-from outrider.files import replacing_folder
+from outrider.files import replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
 from outrider.rollout.evaluate import interval
 from outrider.viewer.run_reader import finite
@@ -208,28 +208,15 @@ def first_difference(written: Any, computed: Any, path: str = "") -> str | None:
         ]
     else:
         same = written == computed and isinstance(written, bool) == isinstance(computed, bool)
-        return (
-            None
-            if same or _is_close(written, computed)
-            else f"{path} is {written!r}, and the results give {computed!r}"
+        first, second = finite(written), finite(computed)
+        is_close = (
+            first is not None
+            and second is not None
+            and math.isclose(first, second, rel_tol=_CLOSE, abs_tol=_CLOSE)
         )
-    return next(
-        (
-            difference
-            for subpath, a, b in pairs
-            if (difference := first_difference(a, b, subpath)) is not None
-        ),
-        None,
-    )
-
-
-def _is_close(written: Any, computed: Any) -> bool:
-    first, second = finite(written), finite(computed)
-    return (
-        first is not None
-        and second is not None
-        and math.isclose(first, second, rel_tol=_CLOSE, abs_tol=_CLOSE)
-    )
+        return None if same or is_close else f"{path} is {written!r}, and the results give {computed!r}"
+    differences = (first_difference(a, b, subpath) for subpath, a, b in pairs)
+    return next((difference for difference in differences if difference is not None), None)
 
 
 # Exact returns: trainings whose expected return is computed and not sampled, hence without a held-out panel.
@@ -303,13 +290,8 @@ def read_exact(path: Path) -> dict[str, ExactResult]:
     return rows
 
 
-def exact_line(result: ExactResult) -> str:
-    """The row as a line of ``exact.jsonl``, without the line's end."""
-    return json.dumps(result.model_dump(mode="json"), sort_keys=True)
-
-
 def group_by_method(rows: Mapping[str, ExactResult]) -> dict[tuple[str, str], list[ExactResult]]:
-    """Rows of one toy and method, by seed; the order of the file between methods."""
+    """Rows of one toy and method, by seed; methods keep the order of the file."""
     groups: dict[tuple[str, str], list[ExactResult]] = {}
     for row in rows.values():
         groups.setdefault((row.toy, row.method), []).append(row)
@@ -320,19 +302,19 @@ def exact_groups(rows: Mapping[str, ExactResult]) -> list[dict[str, Any]]:
     """For each toy and method the returns by seed, their mean, and the interquartile mean with its interval
     over seeds.
     """
-    return [_group(toy, method, members) for (toy, method), members in group_by_method(rows).items()]
-
-
-def _group(toy: str, method: str, members: Sequence[ExactResult]) -> dict[str, Any]:
-    returns = [entry.expected_return for entry in members]
-    rounded = np.asarray([[round(entry, DECIMALS)] for entry in returns], dtype=np.float64)
-    iqm = iqm_estimate(Sample(name=method, scores=rounded), seed=0, within=(0.0, 1.0))
-    return {
-        "toy": toy, "method": method,
-        "returns": {str(entry.seed): entry.expected_return for entry in members},
-        "mean": math.fsum(returns) / len(returns), "interquartile_mean": iqm.value,
-        "ci_low": iqm.low if iqm.has_interval else None, "ci_high": iqm.high if iqm.has_interval else None,
-    }  # fmt: skip
+    groups: list[dict[str, Any]] = []
+    for (toy, method), members in group_by_method(rows).items():
+        returns = [entry.expected_return for entry in members]
+        rounded = np.asarray([[round(entry, DECIMALS)] for entry in returns], dtype=np.float64)
+        iqm = iqm_estimate(Sample(name=method, scores=rounded), seed=0, within=(0.0, 1.0))
+        groups.append({
+            "toy": toy, "method": method,
+            "returns": {str(entry.seed): entry.expected_return for entry in members},
+            "mean": math.fsum(returns) / len(returns), "interquartile_mean": iqm.value,
+            "ci_low": iqm.low if iqm.has_interval else None,
+            "ci_high": iqm.high if iqm.has_interval else None,
+        })  # fmt: skip
+    return groups
 
 
 # Recipes that travel: a run's settings without the folders of the machine, and back again where they are
@@ -411,18 +393,10 @@ def content_sha256(path: Path) -> str | None:
     if not path.is_dir():
         return None
     digest = hashlib.sha256()
-    for name in sorted(_files(path)):
+    names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+    for name in sorted(names):
         digest.update(f"{name}\0{file_sha256(path / name)}\n".encode())
     return digest.hexdigest()
-
-
-def _files(folder: Path) -> Iterator[str]:
-    for parent, _, names in os.walk(folder):
-        yield from (
-            (Path(parent) / name).relative_to(folder).as_posix()
-            for name in names
-            if (Path(parent) / name).is_file()
-        )
 
 
 def _is_path(key: str, text: str) -> bool:
@@ -495,9 +469,6 @@ def _import_paths(value: Any, key: str = "") -> Iterator[str]:
 # ``results.jsonl``.
 
 
-_SCORERS: Final[Mapping[str, Scorer]] = {"em": "em", "f1": "f1", "math": "math", "judge": "judge"}
-
-
 def eval_tasks_rows(folder: Path, name: str) -> list[dict[str, Any]]:
     """One row a score of the summary. Raises PackError where the samples give another one."""
     location = f"runs/{name}/{SUMMARY}"
@@ -559,7 +530,7 @@ def _report(
         num_samples=num_samples,
         num_requested=int(summary["num_owed"]),
         num_unjudged=int(summary["num_unjudged"]),
-        scorer=None if metric is None else _SCORERS[metric],
+        scorer=metric,
         has_tools=False,
         identity=identity,
         deviations=(),
@@ -599,16 +570,27 @@ def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun
     (target / "config.toml").write_text(to_toml(tree) + "\n", encoding="utf-8")
     start = str(recipe.get("model", {}).get("initial_checkpoint"))
     for name in ("evaluations.jsonl", "metrics.jsonl"):
-        whole = _whole_lines(source / name)
+        whole = b"".join(line + b"\n" for line in whole_lines(source / name)).decode()
         if name == "evaluations.jsonl":  # that of the start is named after it
             whole = whole.replace(
                 json.dumps(f"of {start}"), json.dumps(f"of {tree.get('model', {}).get('initial_checkpoint')}")
             )
         if whole:
             (target / name).write_text(whole, encoding="utf-8")
-    _require_portable(source, target)
+    private = {str(source.resolve().parent), str(Path.home()), str(Path.cwd())}
+    for file in sorted(target.iterdir()):
+        text = file.read_text(encoding="utf-8")
+        if leaks := [folder for folder in sorted(private) if len(folder) > 4 and f"{folder}/" in text]:
+            raise PackError(f"{source / file.name} holds a path of this machine: {leaks[0]}")
+    command = f"train runs/{target.name}/config.toml"
+    if trials := recipe["evaluation"].get("num_trials", 0):
+        memory = recipe["evaluation"].get("memory", "tips")
+        command = f"eval runs/{target.name}/config.toml --adapt {trials} --method {memory}"
     return PackedRun(
-        kind="training", command=_command(target.name, recipe), versions=_versions(source), inputs=inputs
+        kind="training",
+        command=f"outrider {command} --run DIRECTORY",
+        versions=_versions(source),
+        inputs=inputs,
     )
 
 
@@ -648,14 +630,6 @@ def _write_checkpoint(source: Path, target: Path) -> None:
     (target / _STATE).write_text(json.dumps(weights_state, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _command(name: str, recipe: Mapping[str, Any]) -> str:
-    trials = recipe.get("evaluation", {}).get("num_trials", 0)
-    adapt = (
-        f"eval runs/{name}/config.toml --adapt {trials} --method {recipe['evaluation'].get('memory', 'tips')}"
-    )
-    return f"outrider {adapt if trials else f'train runs/{name}/config.toml'} --run DIRECTORY"
-
-
 def _versions(folder: Path) -> dict[str, str]:
     """Versions in the newest checkpoint; none for a run without any."""
     for checkpoint in reversed(_checkpoints(folder)):
@@ -671,23 +645,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Ascending by step."""
     paths = [path for path in (folder / "checkpoints").glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def _whole_lines(file: Path) -> str:
-    """The lines of a JSONL file but for one that a kill tore."""
-    return (
-        file.read_text(encoding="utf-8").rpartition("\n")[0] + "\n"
-        if file.exists() and file.stat().st_size
-        else ""
-    )
-
-
-def _require_portable(source: Path, target: Path) -> None:
-    private = {str(source.resolve().parent), str(Path.home()), str(Path.cwd())}
-    for file in sorted(target.iterdir()):
-        text = file.read_text(encoding="utf-8")
-        if leaks := [folder for folder in sorted(private) if len(folder) > 4 and f"{folder}/" in text]:
-            raise PackError(f"{source / file.name} holds a path of this machine: {leaks[0]}")
 
 
 # Tables of a pack: scores and intervals recomputed from single tasks, and costs. Packing writes them as
@@ -706,22 +663,18 @@ def make_tables(pack: Path, manifest: Manifest) -> dict[str, Any]:
     trained = [name for name, run in sorted(manifest.runs.items()) if run.kind == "training"]
     for name in trained:
         read_recipe(pack, name)
+    played = [name for name, run in sorted(manifest.runs.items()) if run.kind == "panel"]
     try:
-        tables = _tables(pack, manifest, trained)
+        tables = {
+            "evaluations": [row for name in trained for row in _evaluation_rows(pack, name)],
+            "panels": [row for name in played for row in eval_tasks_rows(pack / "runs" / name, name)],
+            "costs": [_costs(pack, name) for name in trained],
+            "exact": exact_groups(read_exact(pack / EXACT)) if EXACT in manifest.files else [],
+        }
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:  # values that no run writes
         raise PackError(f"the results cannot be read: {type(error).__name__}: {error}"[:300]) from error
     plain: dict[str, Any] = json.loads(json.dumps(_plain(tables)))
     return plain
-
-
-def _tables(pack: Path, manifest: Manifest, trained: Sequence[str]) -> dict[str, Any]:
-    eval_tasks_runs = [name for name, run in sorted(manifest.runs.items()) if run.kind == "panel"]
-    return {
-        "evaluations": [row for name in trained for row in _evaluation_rows(pack, name)],
-        "panels": [row for name in eval_tasks_runs for row in eval_tasks_rows(pack / "runs" / name, name)],
-        "costs": [_costs(pack, name) for name in trained],
-        "exact": exact_groups(read_exact(pack / EXACT)) if EXACT in manifest.files else [],
-    }
 
 
 def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
@@ -750,17 +703,15 @@ def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
             raise PackError(f"{location} is no evaluation: {type(error).__name__}: {error}"[:300]) from error
-        if tasks and (difference := first_difference(row, row | _recomputed(tasks, returns, row))):
-            raise PackError(f"{location}: {difference}")
+        if tasks:
+            low, high = interval(tasks, binary=all(value in (0.0, 1.0) for value in tasks))
+            computed = {"score": fmean(tasks), "ci_low": low, "ci_high": high, "num_tasks": len(tasks)}
+            if returns and not row["num_faults"]:  # after a fault the mean over rollouts is another one
+                computed["mean_return"] = fmean(returns)
+            if difference := first_difference(row, row | computed):
+                raise PackError(f"{location}: {difference}")
         rows.append(row)
     return rows
-
-
-def _recomputed(tasks: Sequence[float], returns: Sequence[float], row: Mapping[str, Any]) -> dict[str, Any]:
-    low, high = interval(tasks, binary=all(value in (0.0, 1.0) for value in tasks))
-    values = {"score": fmean(tasks), "ci_low": low, "ci_high": high, "num_tasks": len(tasks)}
-    # After a fault the mean over rollouts is not the mean over tasks.
-    return values | ({"mean_return": fmean(returns)} if returns and not row["num_faults"] else {})
 
 
 def _finite_values(task_values: Mapping[str, Any], location: str) -> list[float]:
@@ -833,7 +784,8 @@ def _write(
     if weights:
         copy_checkpoints(pack, folders)
     if exact:
-        lines = "".join(exact_line(result) + "\n" for result in exact)
+        rows = (json.dumps(result.model_dump(mode="json"), sort_keys=True) for result in exact)
+        lines = "".join(f"{row}\n" for row in rows)
         (pack / EXACT).write_text(lines, encoding="utf-8")
     processor = read_processor()
     packed_on = {

@@ -1,4 +1,8 @@
-"""Report of grading again: both tables side by side, the verdicts that changed, and the same as JSON."""
+"""``outrider eval --regrade RUN``: grade the stored replies of an evaluation by the present graders.
+
+No model is needed, and nothing of the evaluation changes: the result is written beside it, as
+``regraded-1.json``, ``regraded-2.json`` and so on.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +20,7 @@ from outrider.environments.base import make_task_set
 from outrider.environments.tool_qa.rewards import Judge, discover_judge
 from outrider.errors import ConfigError, DataError
 from outrider.evaluation.grading import JUDGE_METRICS, FinishedRollout, Grader, find_variant
-from outrider.evaluation.report import EvalTasksReport, Score, build_report, requested_samples
+from outrider.evaluation.report import EvalTasksReport, build_report, requested_samples
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, SampleResult, read_results
 from outrider.evaluation.tasks import EvalTasks, EvalTasksSettings, choose_scorer, judge_identity, load_tasks
 from outrider.files import replace_file
@@ -70,12 +74,9 @@ def side_by_side(regraded: RegradeReport) -> Table:
     table = Table("score", "before [95 %]", "now [95 %]", "tasks", title=title)
     for name in {**after, **before}:
         old, new = before.get(name), after.get(name)
-        table.add_row(Text(name), _cell(old), _cell(new), str((new or old or after[name]).num_tasks))
+        cells = (Text("-" if entry is None else entry.text) for entry in (old, new))
+        table.add_row(Text(name), *cells, str((new or old or after[name]).num_tasks))
     return table
-
-
-def _cell(entry: Score | None) -> Text:
-    return Text("-" if entry is None else entry.text)
 
 
 def as_json(regraded: RegradeReport) -> dict[str, Json]:
@@ -94,13 +95,6 @@ def _plain(result: SampleResult) -> dict[str, Json]:
     return {"score": result.score, "success": result.success, "prediction": result.prediction}
 
 
-# ``outrider eval --regrade RUN``: the kept replies of an evaluation, graded by the present graders. No model
-# is needed.
-#
-# Nothing of the evaluation changes. What comes out goes beside it, as ``regraded-1.json``,
-# ``regraded-2.json`` and so on.
-
-
 _GRADING_KEYS: Final = {"rules", "metric", "judge", "tasks", "panel", "max_faults_in_a_row", "watchdog_s"}
 _MAX_JUDGES: Final = 8  # judges at a time
 
@@ -113,7 +107,9 @@ def regrade_replies(folder: Path, overrides: Sequence[str] = ()) -> int:
     it (nothing is written then).
     """
     regraded = regrade(folder, overrides)
-    path = _next_path(folder)
+    number = 1
+    while (path := folder / f"regraded-{number}.json").exists():  # an earlier result is never replaced
+        number += 1
     replace_file(
         path, (json.dumps(as_json(regraded), indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     )
@@ -128,7 +124,10 @@ def regrade(folder: Path, overrides: Sequence[str] = ()) -> RegradeReport:
         raise ConfigError(f"{folder} holds no evaluation of tasks")
     identity, stored_results = read_results(folder / RESULTS)
     original, settings = (_settings(folder, stored_results, more) for more in ((), overrides))
-    _check_overrides(original, settings)
+    for key in EvalTasksSettings.model_fields:
+        if key not in _GRADING_KEYS and getattr(original, key) != getattr(settings, key):
+            allowed = ", ".join(sorted(_GRADING_KEYS - {"watchdog_s"}))
+            raise ConfigError(f"{key} decided what was played; grading again takes these: {allowed}")
     judge = None if settings.judge is None else discover_judge(settings.judge)
     if judge is not None:
         settings = settings.model_copy(update={"judge": judge.settings})
@@ -144,7 +143,7 @@ def regrade(folder: Path, overrides: Sequence[str] = ()) -> RegradeReport:
     pairs = [
         (result, regraded)
         for result, regraded in zip(results, graded, strict=True)
-        if _verdict(result) != _verdict(regraded)
+        if (result.score, result.success) != (regraded.score, regraded.success)
     ]
     return RegradeReport(
         before=build_report(original, eval_tasks, scorer=before, identity=identity, results=results),
@@ -173,13 +172,6 @@ def _settings(folder: Path, results: Sequence[SampleResult], overrides: Sequence
             f"{settings.tasks} was scored by its environment while it was played: no reply is to be graded"
         )
     return settings
-
-
-def _check_overrides(original: EvalTasksSettings, settings: EvalTasksSettings) -> None:
-    for key in EvalTasksSettings.model_fields:
-        if key not in _GRADING_KEYS and getattr(original, key) != getattr(settings, key):
-            allowed = ", ".join(sorted(_GRADING_KEYS - {"watchdog_s"}))
-            raise ConfigError(f"{key} decided what was played; grading again takes these: {allowed}")
 
 
 def _tasks(settings: EvalTasksSettings, identity: Mapping[str, Json], folder: Path) -> EvalTasks:
@@ -230,15 +222,3 @@ def _grade(
         graded = list(pool.map(grade, results))
     grader.check()
     return graded
-
-
-def _verdict(result: SampleResult) -> tuple[float | None, bool | None]:
-    return result.score, result.success
-
-
-def _next_path(folder: Path) -> Path:
-    """The next name: an earlier result is never replaced."""
-    number = 1
-    while (folder / f"regraded-{number}.json").exists():
-        number += 1
-    return folder / f"regraded-{number}.json"

@@ -78,9 +78,16 @@ class EvalTasksReport:
     @property
     def scores(self) -> list[Score]:
         """The panel's own score first, then the others; counts are in :attr:`counts`."""
-        return [
-            _score(name, tasks, is_share=is_share) for name, tasks, is_share in self._task_scores() if tasks
-        ]
+        scores: list[Score] = []
+        for name, tasks, is_share in self._task_scores():
+            if values := [tasks[key] for key in sorted(tasks)]:
+                is_binary = is_share and all(value in (0.0, 1.0) for value in values)
+                low, high = interval(values, binary=is_binary)
+                scores.append(
+                    Score(name=name, value=fmean(values), low=low, high=high, num_tasks=len(values),
+                          is_share=is_share)
+                )  # fmt: skip
+        return scores
 
     @property
     def counts(self) -> dict[str, float]:
@@ -117,7 +124,12 @@ class EvalTasksReport:
             "num_owed": self.num_requested,
             "num_scored": summary.num_scored, "num_unjudged": self.num_unjudged,
             "num_uncounted": summary.num_uncounted, "outcomes": dict(summary.outcomes),
-            "faults": dict(summary.faults), "scores": {entry.name: _plain(entry) for entry in self.scores},
+            "faults": dict(summary.faults),
+            "scores": {
+                entry.name: {"value": entry.value, "ci_low": entry.low, "ci_high": entry.high,
+                             "num_tasks": entry.num_tasks}
+                for entry in self.scores
+            },
             "counts": {name: _finite(value) for name, value in self.counts.items()},
             **{name: _finite(value) for name, value in numbers.items()},
             "identity": dict(self.identity), "deviations": list(self.deviations),
@@ -155,7 +167,13 @@ class EvalTasksReport:
                 for result in self.first_faults
             ]
         if summary.num_scored:
-            lines.append(f"an answer: {self._tokens()}, {summary.num_tool_calls:.2f} tool calls")
+            uncounted = summary.num_uncounted
+            tokens = f"{summary.num_tokens:.1f} tokens"
+            if uncounted == summary.num_scored:
+                tokens = "tokens that the server did not count"
+            elif uncounted:
+                tokens += f" ({uncounted} answers came without a count)"
+            lines.append(f"an answer: {tokens}, {summary.num_tool_calls:.2f} tool calls")
         if summary.num_scored and self.has_tools:
             used = f"{score(summary.tool_usage_rate)} of the answers used a tool"
             lines.append(f"{used}; tool productivity {summary.tool_productivity:.2f}")
@@ -164,23 +182,6 @@ class EvalTasksReport:
         if self.num_left_out:
             lines.append(f"{self.num_left_out} tasks left out: they need an attachment")
         return [*lines, f"panel {self.panel_hash}"]
-
-    def _tokens(self) -> str:
-        uncounted, counted = self.summary.num_uncounted, self.summary.num_scored - self.summary.num_uncounted
-        if not counted:
-            return "tokens that the server did not count"
-        missing = f" ({uncounted} answers came without a count)" if uncounted else ""
-        return f"{self.summary.num_tokens:.1f} tokens{missing}"
-
-
-def _score(name: str, task_scores: Mapping[str, float], *, is_share: bool) -> Score:
-    values = [task_scores[key] for key in sorted(task_scores)]
-    low, high = interval(values, binary=is_share and all(value in (0.0, 1.0) for value in values))
-    return Score(name=name, value=fmean(values), low=low, high=high, num_tasks=len(values), is_share=is_share)
-
-
-def _plain(score: Score) -> dict[str, Json]:
-    return {"value": score.value, "ci_low": score.low, "ci_high": score.high, "num_tasks": score.num_tasks}
 
 
 def _finite(value: float) -> float | None:

@@ -1,7 +1,7 @@
-"""Scores of a panel from the results of its samples: pass@k, avg@k, majority, tool use. Pure functions, no
-files.
+"""Results of an evaluation on tasks: scores of samples (pass@k, avg@k, majority, tool use), and their file.
 
-A sample that infrastructure ended has no score: it is counted by its outcome and enters no mean.
+A sample that a fault of the infrastructure ended has no score: it is counted by its outcome, and no mean
+includes it.
 """
 
 import json
@@ -181,12 +181,25 @@ def summarise(
     scores = {
         key: avg_at_k([entry.score or 0.0 for entry in group]) for key, group in results_by_task.items()
     }
-    majorities = {key: _majority(group, normalize) for key, group in results_by_task.items()}
-    metrics = _task_metrics(results_by_task)
+    majorities = {
+        key: majority_at_k(
+            [normalize(entry.prediction) for entry in group], [entry.success is True for entry in group]
+        )
+        for key, group in results_by_task.items()
+    }
+    metrics: dict[str, dict[str, float]] = {}  # of the tasks that have the metric
+    for key, group in results_by_task.items():
+        for name in sorted({name for entry in group for name in entry.metrics}):
+            values = [entry.metrics[name] for entry in group if name in entry.metrics]
+            metrics.setdefault(name, {})[key] = fmean(values)
     calls = [entry.num_tool_calls for entry in scored]
     # A k that no task has samples enough for is left out rather than reported as a number.
     task_passes = {
-        k: {key: _group_pass_at_k(group, k) for key, group in results_by_task.items() if len(group) >= k}
+        k: {
+            key: pass_at_k(num_samples=len(group), num_correct=sum(e.success is True for e in group), k=k)
+            for key, group in results_by_task.items()
+            if len(group) >= k
+        }
         for k in ks
     }
     return EvalTasksSummary(
@@ -196,7 +209,7 @@ def summarise(
         pass_at_k={k: _mean(tasks.values()) for k, tasks in task_passes.items() if tasks},
         num_tasks_at_k={k: len(tasks) for k, tasks in task_passes.items()},
         majority=_mean(majorities.values()),
-        metrics={name: _mean(tasks.values()) for name, tasks in metrics.items()},
+        metrics={name: _mean(tasks.values()) for name, tasks in sorted(metrics.items())},
         num_tool_calls=_mean(calls),
         num_tokens=_mean(entry.num_tokens for entry in scored if entry.num_tokens is not None),
         num_uncounted=sum(entry.num_tokens is None for entry in scored),
@@ -207,34 +220,13 @@ def summarise(
         task_scores=scores,
         task_passes=task_passes,
         task_majorities=majorities,
-        task_metrics=metrics,
+        task_metrics=dict(sorted(metrics.items())),
     )
 
 
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return fmean(numbers) if numbers else math.nan
-
-
-def _group_pass_at_k(group: Sequence[SampleResult], k: int) -> float:
-    return pass_at_k(num_samples=len(group), num_correct=sum(result.success is True for result in group), k=k)
-
-
-def _majority(group: Sequence[SampleResult], normalize: Callable[[str], str]) -> float:
-    return majority_at_k(
-        [normalize(result.prediction) for result in group], [result.success is True for result in group]
-    )
-
-
-def _task_metrics(groups: Mapping[str, Sequence[SampleResult]]) -> dict[str, dict[str, float]]:
-    """The mean of each metric over a task's samples, for the tasks that have it."""
-    means: dict[str, dict[str, float]] = {}
-    for key, group in groups.items():
-        for name in sorted({name for result in group for name in result.metrics}):
-            means.setdefault(name, {})[key] = fmean(
-                result.metrics[name] for result in group if name in result.metrics
-            )
-    return dict(sorted(means.items()))
 
 
 # The results of a panel on disk: append-only, so that a stopped evaluation continues where it was.
@@ -308,7 +300,8 @@ class EvalTasksStore:
                 (task, sample)
                 for task in tasks
                 for sample in range(num_samples)
-                if self._is_pending(task.key, sample)
+                if (result := self._results.get((task.key, sample))) is None
+                or (result.outcome.is_fault and result.answered is None)
             ]
 
     def has(self, task_key: str, sample: int) -> bool:
@@ -322,7 +315,8 @@ class EvalTasksStore:
         Raises ValueError for a sample that is finished.
         """
         with self._lock:
-            if self._is_finished(result.task_key, result.sample):
+            previous = self._results.get((result.task_key, result.sample))
+            if previous is not None and not previous.outcome.is_fault:
                 raise ValueError(f"{result.task_key}, sample {result.sample} is finished")
             self._append(asdict(result))
             self._results[result.task_key, result.sample] = result
@@ -331,14 +325,6 @@ class EvalTasksStore:
         """Give the file back; may be called twice."""
         with self._lock:
             self._file.release()
-
-    def _is_pending(self, key: str, sample: int) -> bool:
-        result = self._results.get((key, sample))
-        return result is None or (result.outcome.is_fault and result.answered is None)
-
-    def _is_finished(self, key: str, sample: int) -> bool:
-        result = self._results.get((key, sample))
-        return result is not None and not result.outcome.is_fault
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
@@ -374,7 +360,12 @@ def _read(
     for number, line in enumerate(lines[1:], start=2):
         record = _parse_line(path, number, line)
         try:
-            result = SampleResult(**{**record, **_outcomes(record), **_reply(record)})
+            answered = record.get("answered")
+            outcomes = {
+                "outcome": Outcome(str(record.get("outcome"))),
+                "answered": None if answered is None else Outcome(str(answered)),
+            }
+            result = SampleResult(**{**record, **outcomes, **_reply(record)})
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}:{number}: no result of a sample: {error}") from error
         previous = results.get((result.task_key, result.sample))
@@ -383,28 +374,20 @@ def _read(
     return results
 
 
-def _outcomes(record: Mapping[str, Any]) -> dict[str, Outcome | None]:
-    answered = record.get("answered")
-    return {
-        "outcome": Outcome(str(record.get("outcome"))),
-        "answered": None if answered is None else Outcome(str(answered)),
-    }
-
-
 def _reply(record: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
     """Raises TypeError for what is no text per turn, and no list of ids per turn."""
     turns, ids = record.get("turns"), record.get("token_ids")
-    texts = turns is None or (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns))
-    if not texts or not (ids is None or (isinstance(ids, list) and all(_are_ids(turn) for turn in ids))):
+    has_texts = turns is None or (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns))
+    has_ids = ids is None or (
+        isinstance(ids, list)
+        and all(isinstance(turn, list) and all(type(token) is int for token in turn) for turn in ids)
+    )
+    if not has_texts or not has_ids:
         raise TypeError("the reply is malformed")
     return {
         "turns": None if turns is None else tuple(turns),
         "token_ids": None if ids is None else tuple(map(tuple, ids)),
     }
-
-
-def _are_ids(turn: Any) -> bool:
-    return isinstance(turn, list) and all(type(token) is int for token in turn)
 
 
 def _check_identity(path: Path, header: Mapping[str, Any], identity: Mapping[str, Json]) -> None:

@@ -1,6 +1,8 @@
-"""Who plays a panel: a model in this process through the rollout loop, or an agent behind a chat endpoint.
+"""``outrider eval --tasks``: play the tasks, grade the answers, store each result, and print the scores.
 
-Both play what the store says is owed and hand over rollouts as they end.
+A model in this process plays through the rollout loop, or an agent behind a chat endpoint does. A folder has
+one evaluation: ``results.jsonl`` (:class:`~outrider.evaluation.results.EvalTasksStore`) and ``summary.json``.
+The same command resumes a stopped one and tries again the samples that a fault kept from being scored.
 """
 
 import json
@@ -151,12 +153,14 @@ class LocalPlayer:
         size = self.settings.batch_size
         for sample in range(self.settings.num_samples):
             for start in range(0, len(setup.tasks), size):
-                batch = setup.tasks[start : start + size]
-                tasks = _select_tasks(batch, sample, pending, store)
-                if tasks:
+                batch: Sequence[Task] = setup.tasks[start : start + size]
+                # A whole batch if something of it never ended, else only what a fault ended.
+                if all(store.has(task.key, sample) for task in batch):
+                    batch = [task for task in batch if (task.key, sample) in pending]
+                if batch:
                     # nothing of an earlier batch: a resumed evaluation has none either
                     self.engine.free_cache()
-                    report = scheduler.run(tasks, modes=(_MODE,), training_step=-1 - sample)
+                    report = scheduler.run(batch, modes=(_MODE,), training_step=-1 - sample)
                     self.num_retries += report.num_retries
                     require_results(report.traces, report.faults)
                     require_room(report.traces, context_length=self.engine.context_length)
@@ -166,15 +170,6 @@ class LocalPlayer:
     def notes(self) -> list[str]:
         """How many tries were repeated."""
         return _retry_notes(self.num_retries)
-
-
-def _select_tasks(
-    batch: Sequence[Task], sample: int, pending: set[tuple[str, int]], store: EvalTasksStore
-) -> Sequence[Task]:
-    """All of a batch of which something never ended, else only what a fault ended."""
-    if all(store.has(task.key, sample) for task in batch):
-        return [task for task in batch if (task.key, sample) in pending]
-    return batch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,13 +233,6 @@ def _retry_notes(num_retries: int) -> list[str]:
     return [f"tries repeated after a fault: {num_retries}"] if num_retries else []
 
 
-# ``outrider eval --tasks``: play a panel, grade it, keep every result, and say what came out.
-#
-# A folder holds one evaluation: ``results.jsonl`` (:class:`~outrider.evaluation.results.EvalTasksStore`) and
-# ``summary.json``. The same command continues a stopped one and tries again what a fault kept from being
-# scored.
-
-
 _MAX_JUDGES = 8  # that are asked at a time, for one batch of a model's answers
 
 
@@ -271,8 +259,13 @@ def evaluate_tasks(
     )
     try:
         display.stage(SET_UP, None)
-        for line in _differences(settings):
-            display.note(line)
+        if settings.model is not None:
+            tools = settings.environment if settings.tools != "off" else None
+            environment = None if tools is None else tools.model_dump(mode="json")
+            for line in differences(
+                settings.model.name, environment, settings.rollout.model_dump(mode="json")
+            ):
+                display.note(line)
         report, notes = run_evaluation(settings, folder, display=display, rollout_status=rollout_status)
     finally:
         display.close()
@@ -285,15 +278,6 @@ def evaluate_tasks(
         )
         return 1
     return 0
-
-
-def _differences(settings: EvalTasksSettings) -> list[str]:
-    """One line if the model is a run that was trained with another prompt, other limits or other tools."""
-    if settings.model is None:
-        return []
-    tools = settings.environment if settings.tools != "off" else None
-    environment = None if tools is None else tools.model_dump(mode="json")
-    return differences(settings.model.name, environment, settings.rollout.model_dump(mode="json"))
 
 
 def run_evaluation(
@@ -327,14 +311,21 @@ def run_evaluation(
                 setup, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter,
                 num_parallel=settings.num_concurrent,
             )  # fmt: skip
-            report = make_report(settings, setup, player, store)
+            report = build_report(
+                settings,
+                setup.eval_tasks,
+                scorer=setup.scorer,
+                identity={**setup.identity, **player.identity},
+                results=store.results,
+            )
         except EngineFault as fault:
             raise EngineFault(f"{fault}. What was played is kept, and the same command continues") from fault
         finally:
             store.close()
     finally:
         setup.factory.close()
-    _write(folder / SUMMARY, report)
+    text = json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n"
+    replace_file(folder / SUMMARY, text.encode())
     return report, player.notes()
 
 
@@ -367,19 +358,6 @@ def play_eval_tasks(
         meter.num_done = lambda: recorder.num_done
     recorder.judge_again()
     player.play(setup, store, recorder.record)
-
-
-def make_report(
-    settings: EvalTasksSettings, setup: EvalSetup, player: Player, store: EvalTasksStore
-) -> EvalTasksReport:
-    """Report of the panel's results on file, without an earlier call's samples beyond ``num_samples``."""
-    return build_report(
-        settings,
-        setup.eval_tasks,
-        scorer=setup.scorer,
-        identity={**setup.identity, **player.identity},
-        results=store.results,
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -434,9 +412,3 @@ class _Recorder:
                 self._num_faults += result.outcome.is_fault
             faults = {"faults": self._num_faults} if self._num_faults else {}
             self.display.advance(self.num_done, **faults)
-
-
-def _write(path: Path, report: EvalTasksReport) -> None:
-    replace_file(
-        path, (json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
-    )

@@ -1,6 +1,4 @@
-"""How the model of an evaluation was trained, if it is a run: an evaluation with tools plays as the run
-did.
-"""
+"""``outrider eval --tasks``: settings, task sets by name, and tasks with an environment to play them in."""
 
 import base64
 import binascii
@@ -11,9 +9,8 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -143,38 +140,30 @@ PROMPTS: Final[Mapping[Kind, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hub:
-    """Where a data set is on the hub."""
-
-    name: str
-    config: str | None = None
-    split: str = "test"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Columns of one known format; dotted names go into nested records."""
-
-    question: str = "question"
-    answer: str = "answer"
+Columns: TypeAlias = tuple[str, str]
+"""The columns of question and answer in one known format; dotted names go into nested records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A named task set. ``columns`` are the known formats, the first that fits the first row is taken.
+    """A named task set.
 
-    ``gold_behind_mark``: the answer is GSM8K's number behind ``####``. ``attachment`` names a column whose
-    rows need a file and are left out; ``canary`` one that holds the key of encrypted rows; ``level`` one that
-    goes into the tasks' metadata; ``aliases`` one of further accepted answers, where a row has it. ``access``
-    tells what a user has to do to get the data.
+    Args:
+        columns: The known formats; the first that fits the first row is used.
+        hub: Name, configuration and split of the data set on the hub.
+        gold_behind_mark: The answer is GSM8K's number after ``####``.
+        attachment: A column whose rows need a file and are left out.
+        canary: A column with the key of encrypted rows.
+        level: A column that goes into the tasks' metadata.
+        aliases: A column of further accepted answers, if a row has it.
+        access: What a user has to do to get the data.
     """
 
     name: str
     kind: Kind
     scorer: Scorer
     columns: tuple[Columns, ...]
-    hub: Hub | None = None
+    hub: tuple[str, str | None, str] | None = None
     gold_behind_mark: bool = False
     attachment: str | None = None
     canary: str | None = None
@@ -196,19 +185,8 @@ class EvalTasks:
     num_left_out: int = 0
 
 
-def _wiki(name: str, config: str, split: str, *, aliases: str | None = None) -> Benchmark:
-    hub = Hub(name="RUC-NLPIR/FlashRAG_datasets", config=config, split=split)
-    return Benchmark(
-        name=name,
-        kind="qa",
-        scorer="f1",
-        hub=hub,
-        columns=(Columns(answer="golden_answers"), Columns()),
-        aliases=aliases,
-    )
-
-
-_PROBLEM: Final = Columns(question="problem")
+_QUESTION: Final = ("question", "answer")
+_PROBLEM: Final = ("problem", "answer")
 _GAIA_ACCESS: Final = (
     "GAIA is gated: accept its terms at huggingface.co/datasets/gaia-benchmark/GAIA and log in "
     "(hf auth login, or HF_TOKEN), or give your copy as gaia=FILE. Only its validation split has answers"
@@ -218,54 +196,57 @@ _BROWSECOMP_ACCESS: Final = (
     "your copy as browsecomp=FILE (.jsonl or .parquet with the columns problem, answer and canary)"
 )
 
+
+def _wiki(name: str, config: str, split: str, *, aliases: str | None = None) -> Benchmark:
+    return Benchmark(
+        name=name, kind="qa", scorer="f1", hub=("RUC-NLPIR/FlashRAG_datasets", config, split),
+        columns=(("question", "golden_answers"), _QUESTION), aliases=aliases,
+    )  # fmt: skip
+
+
+def _problems(name: str, hub: str, split: str) -> Benchmark:
+    columns = (_PROBLEM, _QUESTION)
+    return Benchmark(name=name, kind="math", scorer="math", hub=(hub, None, split), columns=columns)
+
+
 BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     task_set.name: task_set
     for task_set in (
         Benchmark(
-            name="gsm8k", kind="math", scorer="math", hub=Hub(name="openai/gsm8k", config="main"),
-            columns=(Columns(),), gold_behind_mark=True,
+            name="gsm8k", kind="math", scorer="math", hub=("openai/gsm8k", "main", "test"),
+            columns=(_QUESTION,), gold_behind_mark=True,
         ),
-        Benchmark(
-            name="math500", kind="math", scorer="math", hub=Hub(name="HuggingFaceH4/MATH-500"),
-            columns=(_PROBLEM, Columns()),
-        ),
-        Benchmark(
-            name="aime24", kind="math", scorer="math", hub=Hub(name="HuggingFaceH4/aime_2024", split="train"),
-            columns=(_PROBLEM, Columns()),
-        ),
-        Benchmark(name="aime25", kind="math", scorer="math", hub=Hub(name="math-ai/aime25"),
-                columns=(_PROBLEM, Columns())),
+        _problems("math500", "HuggingFaceH4/MATH-500", "test"),
+        _problems("aime24", "HuggingFaceH4/aime_2024", "train"),
+        _problems("aime25", "math-ai/aime25", "test"),
         _wiki("hotpotqa", "hotpotqa", "dev"),
         _wiki("2wiki", "2wikimultihopqa", "dev"),
         _wiki("musique", "musique", "dev", aliases="answer_aliases"),
         _wiki("bamboogle", "bamboogle", "test"),
-        Benchmark(name="simpleqa", kind="qa", scorer="judge", hub=Hub(name="basicv8vc/SimpleQA"),
-                columns=(_PROBLEM, Columns())),
         Benchmark(
-            name="webwalkerqa", kind="qa", scorer="judge", hub=Hub(name="callanwu/WebWalkerQA", split="main"),
-            columns=(Columns(),),
+            name="simpleqa", kind="qa", scorer="judge", hub=("basicv8vc/SimpleQA", None, "test"),
+            columns=(_PROBLEM, _QUESTION),
         ),
         Benchmark(
-            name="gaia", kind="qa", scorer="judge",
-            hub=Hub(name="gaia-benchmark/GAIA", config="2023_all", split="validation"),
-            columns=(Columns(question="Question", answer="Final answer"), Columns()),
-            attachment="file_name", level="Level", access=_GAIA_ACCESS,
+            name="webwalkerqa", kind="qa", scorer="judge", hub=("callanwu/WebWalkerQA", None, "main"),
+            columns=(_QUESTION,),
         ),
         Benchmark(
-            name="browsecomp", kind="qa", scorer="judge", hub=Hub(name="smolagents/browse_comp"),
-            columns=(_PROBLEM, Columns()), canary="canary", access=_BROWSECOMP_ACCESS,
+            name="gaia", kind="qa", scorer="judge", hub=("gaia-benchmark/GAIA", "2023_all", "validation"),
+            columns=(("Question", "Final answer"), _QUESTION), attachment="file_name", level="Level",
+            access=_GAIA_ACCESS,
+        ),
+        Benchmark(
+            name="browsecomp", kind="qa", scorer="judge", hub=("smolagents/browse_comp", None, "test"),
+            columns=(_PROBLEM, _QUESTION), canary="canary", access=_BROWSECOMP_ACCESS,
         ),
     )
 }  # fmt: skip
 _OTHER_NAMES: Final = {"2wikimultihopqa": "2wiki", "aime2024": "aime24", "aime2025": "aime25"}
 _ANY_FILE: Final = (
-    Columns(),
+    _QUESTION,
     _PROBLEM,
-    *(
-        Columns(question=question, answer=answer)
-        for answer in ("answers", "golden_answers")
-        for question in ("question", "problem")
-    ),
+    *((question, answer) for answer in ("answers", "golden_answers") for question in ("question", "problem")),
 )
 
 
@@ -281,7 +262,14 @@ def load_benchmark(name_or_path: str, *, limit: int | None = None, others: Seque
     if limit is not None and limit < 1:
         raise ConfigError(f"a panel needs at least one task, not {limit}")
     benchmark, path = find_benchmark(name_or_path, others=others)
-    rows = read_rows(path) if path is not None else _hub_rows(benchmark)
+    if path is not None:
+        rows = read_rows(path)
+    else:
+        assert benchmark.hub is not None  # only a file of the user has none
+        advice = f". {benchmark.access}" if benchmark.access else f"; or give {benchmark.name}=FILE"
+        rows = list(hub_rows(*benchmark.hub, advice=advice))
+        if not rows:
+            raise DataError(f"{benchmark.hub[0]}: the data set is empty")
     columns = _columns(benchmark, rows)
     usable = [
         (index, row)
@@ -329,27 +317,15 @@ def find_benchmark(name_or_path: str, *, others: Sequence[str] = ()) -> tuple[Be
     return Benchmark(name=path.stem, kind="qa", scorer="f1", columns=_ANY_FILE), path
 
 
-def _hub_rows(benchmark: Benchmark) -> list[Row]:
-    hub = benchmark.hub
-    assert hub is not None  # only what is a file of the user's has none
-    advice = f". {benchmark.access}" if benchmark.access else f"; or give {benchmark.name}=FILE"
-    rows = list(hub_rows(hub.name, hub.config, hub.split, advice=advice))
-    if not rows:
-        raise DataError(f"{hub.name}: the data set is empty")
-    return rows
-
-
 def _columns(benchmark: Benchmark, rows: Sequence[Row]) -> Columns:
     """The first known format whose columns the first row has."""
     for columns in benchmark.columns:
         try:
-            rows[0].get(columns.question), rows[0].get(columns.answer)
+            rows[0].get(columns[0]), rows[0].get(columns[1])
         except DataError:
             continue
         return columns
-    expected = " or ".join(
-        f"{candidate.question!r} and {candidate.answer!r}" for candidate in benchmark.columns
-    )
+    expected = " or ".join(f"{question!r} and {answer!r}" for question, answer in benchmark.columns)
     available = ", ".join(sorted(rows[0].values))
     raise DataError(
         f"{rows[0].location}: {benchmark.name} needs the columns {expected}; the row has {available}"
@@ -357,8 +333,8 @@ def _columns(benchmark: Benchmark, rows: Sequence[Row]) -> Columns:
 
 
 def _task(benchmark: Benchmark, columns: Columns, row: Row, index: int) -> Task:
-    question = row.text(columns.question).strip()
-    value = row.get(answer_column(row, columns.answer))
+    question = row.text(columns[0]).strip()
+    value = row.get(answer_column(row, columns[1]))
     aliases = row.values.get(benchmark.aliases) if benchmark.aliases is not None else None
     values = [
         *(value if isinstance(value, list) else [value]),
@@ -366,7 +342,10 @@ def _task(benchmark: Benchmark, columns: Columns, row: Row, index: int) -> Task:
     ]
     answers = list(dict.fromkeys(_answers(values, row, columns)))
     if benchmark.gold_behind_mark:
-        answers = [_number(answer, row) for answer in answers]
+        numbers = [number_after_mark(answer) for answer in answers]
+        if None in numbers:
+            raise DataError(f"{row.location}: the answer lacks a number behind '#### '")
+        answers = [number for number in numbers if number is not None]
     task = Task(key=f"{benchmark.name}-{index}", question=question, answers=tuple(answers))
     if benchmark.canary is not None and benchmark.canary in row.values:
         key = row.text(benchmark.canary)
@@ -393,19 +372,12 @@ def _answers(values: Sequence[Json], row: Row, columns: Columns) -> Iterator[str
             or (isinstance(value, float) and not math.isfinite(value))
         ):
             raise DataError(
-                f"{row.location}: column {columns.answer!r} must hold text or numbers, got {value!r}"[:300]
+                f"{row.location}: column {columns[1]!r} must hold text or numbers, got {value!r}"[:300]
             )
         texts.append(str(value).strip())
     if not any(texts):
-        raise DataError(f"{row.location}: column {columns.answer!r} holds no answer")
+        raise DataError(f"{row.location}: column {columns[1]!r} holds no answer")
     yield from filter(None, texts)
-
-
-def _number(solution: str, row: Row) -> str:
-    number = number_after_mark(solution)
-    if number is None:
-        raise DataError(f"{row.location}: the answer lacks a number behind '#### '")
-    return number
 
 
 def _decrypt(text: str, canary: str, row: Row) -> str:
@@ -582,17 +554,13 @@ def write_settings(settings: EvalTasksSettings, folder: Path) -> None:
 
 def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
     """Addresses without a user, a password and a query."""
-    return {
-        key: _strip_credentials(key, _without_secrets(value) if isinstance(value, dict) else value)
-        for key, value in tree.items()
-    }
-
-
-def _strip_credentials(key: str, value: Any) -> Any:
-    if key != "base_url" or not isinstance(value, str):
-        return value
-    parts = urlsplit(value)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    public: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key == "base_url" and isinstance(value, str):
+            parts = urlsplit(value)
+            value = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        public[key] = _without_secrets(value) if isinstance(value, dict) else value
+    return public
 
 
 # From settings to a panel that can be played: tasks, an environment for each, limits, and what identifies
@@ -645,7 +613,13 @@ def open_eval_tasks(settings: EvalTasksSettings) -> EvalSetup:
         "seed": settings.seed, "environment": None, "instruction": None,
     }  # fmt: skip
     if task_set is None or settings.environment is None or settings.tools == "off":
-        prompt = partial(_prompt, eval_tasks.benchmark, settings)
+
+        def prompt(task: Task) -> tuple[Message, ...]:
+            instruction, question = prompt_messages(eval_tasks.benchmark, task)
+            if settings.instruction == "system":
+                return (instruction, question)
+            return (replace(question, content=f"{instruction.content}\n\n{question.content}"),)
+
         identity["instruction"] = [message.content for message in prompt(Task(key="", question=""))]
         factory = QuestionFactory(prompt=prompt, extract=find_variant(settings.rules).extract)
         return EvalSetup(
@@ -658,8 +632,12 @@ def open_eval_tasks(settings: EvalTasksSettings) -> EvalSetup:
             identity=identity,
         )
     identity["environment"] = environment_identity(settings.environment) | dict(plugin_digests(settings))
+    limits: Limits = settings.rollout
+    if wait_s := settings.environment.waiting_s(settings.num_concurrent):
+        # A step that may wait for the Python calls of others has that much longer before it is a fault.
+        limits = limits.model_copy(update={"step_timeout_s": limits.step_timeout_s + wait_s})
     return EvalSetup(
-        eval_tasks=eval_tasks, factory=task_set.make(), stop=task_set.stop, limits=_limits(settings),
+        eval_tasks=eval_tasks, factory=task_set.make(), stop=task_set.stop, limits=limits,
         scorer=scorer,
         tools=settings.environment.tool_names(),
         identity=identity,
@@ -668,29 +646,18 @@ def open_eval_tasks(settings: EvalTasksSettings) -> EvalSetup:
 
 def load_tasks(settings: EvalTasksSettings, task_set: TaskSet | None) -> EvalTasks:
     """The tasks, without what they are played with. Raises ConfigError and DataError."""
-    eval_tasks = (
-        _load_environment_tasks(settings, task_set)
-        if is_environment(settings.tasks)
-        else _load_questions(settings)
-    )
+    if is_environment(settings.tasks):
+        assert task_set is not None  # the settings require it
+        tasks = tuple(split_tasks(task_set, settings.split)[: settings.limit])
+        benchmark = Benchmark(name=settings.tasks, kind="qa", scorer="em", columns=())
+        eval_tasks = EvalTasks(benchmark=benchmark, tasks=tasks, panel_hash=hash_tasks(tasks))
+    else:
+        eval_tasks = load_benchmark(settings.tasks, limit=settings.limit, others=environment_names())
     if settings.panel not in (None, eval_tasks.panel_hash):
         raise ConfigError(
             f"panel is {settings.panel}, and these {len(eval_tasks.tasks)} tasks are {eval_tasks.panel_hash}"
         )
     return eval_tasks
-
-
-def _load_questions(settings: EvalTasksSettings) -> EvalTasks:
-    """A task set, or a file of questions."""
-    return load_benchmark(settings.tasks, limit=settings.limit, others=environment_names())
-
-
-def _load_environment_tasks(settings: EvalTasksSettings, task_set: TaskSet | None) -> EvalTasks:
-    """An environment's tasks of one split."""
-    assert task_set is not None  # the settings see to it
-    tasks = tuple(split_tasks(task_set, settings.split)[: settings.limit])
-    benchmark = Benchmark(name=settings.tasks, kind="qa", scorer="em", columns=())
-    return EvalTasks(benchmark=benchmark, tasks=tasks, panel_hash=hash_tasks(tasks))
 
 
 def choose_scorer(benchmark: Benchmark, settings: EvalTasksSettings) -> Scorer | None:
@@ -712,25 +679,8 @@ def choose_scorer(benchmark: Benchmark, settings: EvalTasksSettings) -> Scorer |
     return scorer
 
 
-def _prompt(benchmark: Benchmark, settings: EvalTasksSettings, task: Task) -> tuple[Message, ...]:
-    instruction, question = prompt_messages(benchmark, task)
-    if settings.instruction == "system":
-        return (instruction, question)
-    return (replace(question, content=f"{instruction.content}\n\n{question.content}"),)
-
-
-def _limits(settings: EvalTasksSettings) -> Limits:
-    """A step that may wait for others' Python calls has that much longer before it is a fault."""
-    wait_s = 0.0 if settings.environment is None else settings.environment.waiting_s(settings.num_concurrent)
-    if not wait_s:
-        return settings.rollout
-    return settings.rollout.model_copy(update={"step_timeout_s": settings.rollout.step_timeout_s + wait_s})
-
-
 def environment_identity(environment: EnvironmentSettings) -> dict[str, Json]:
-    """The environment's settings. A file counts by what is in it, not by where it lies, and a cache not at
-    all.
-    """
+    """The environment's settings, with files by their content and without caches."""
     identity: dict[str, Json] = _hash_files(environment.model_dump())
     return identity
 

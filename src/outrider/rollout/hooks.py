@@ -183,7 +183,8 @@ def as_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
                 FutureWarning,
                 stacklevel=2,
             )
-            hook = _OldHook(hook)
+            # a class of the same name, so that messages name the object's class
+            hook = type(type(hook).__name__, (_OldHook,), {})(hook)
         adapted.append(hook)
     return tuple(adapted)
 

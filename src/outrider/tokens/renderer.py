@@ -199,6 +199,10 @@ class ChatRenderer:
         chat, template_tools = renderer._writer.chat(messages, tools)
         return renderer.template.render(chat, opened=opened, tools=template_tools)
 
+    def count_tokens(self, text: str) -> int:
+        """The number of tokens of a text inside a message."""
+        return len(self.bridge((), [Message(role="inline", content=text)]))
+
     def bridge(self, previous_ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids that follow ``previous_ids`` (an assistant turn, closed or not) so that ``messages`` are said
         next.

@@ -1,8 +1,9 @@
-"""``queue.jsonl`` of a checkpoint: the groups of the next step where they were played beside the update, so
-that a run that is continued trains on the very same ones.
+"""Rollouts that are generated during updates: those of the next step (``cluster.max_staleness``), or groups
+of several steps (``cluster.in_flight``); and ``queue.jsonl`` of a checkpoint, which holds them, so that a
+resumed run trains on the very same ones.
 
-The first line holds what belongs to the whole step, every other one a group. Floats are written so that the
-same bits are read; nothing is pickled.
+The first line of the file belongs to the whole step, every other one is a group. Floats are written so that
+the same bits are read; nothing is pickled.
 """
 
 import json
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -24,22 +25,15 @@ from outrider.rollout.branching import Expansion
 from outrider.rollout.scheduler import RolloutReport, largest
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.components import Components
-from outrider.training.data import SampledStep, plan_step, play_step
+from outrider.training.data import QueuedStep, SampledStep, plan_step, play_step
 from outrider.types import Task
+
+if TYPE_CHECKING:
+    from outrider.distributed.rollouts import RemoteGroupPlayer
+    from outrider.training.resume import RunState
 
 QUEUE: Final = "queue.jsonl"
 _ValueT = TypeVar("_ValueT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedStep:
-    """A step that was played and not yet trained on. ``counts`` are the algorithm's from before, ``seconds``
-    what the rollouts took.
-    """
-
-    sampled: SampledStep
-    counts: Sequence[Mapping[str, int]]
-    seconds: float
 
 
 def write_queue(folder: Path, queued: QueuedStep) -> None:
@@ -348,20 +342,16 @@ class RolloutPrefetch:
 
 
 @contextmanager
-def prefetch_rollouts(
-    parts: Components, report: SampledStep, *, step: int, is_last: bool
-) -> Iterator[RolloutPrefetch | None]:
-    """Around the update of ``report``: the rollouts of the next ``step`` under way; None where the run plays
-    and trains in turn, or ends. They are given up where the update breaks.
+def prefetch_rollouts(parts: Components, sampled: SampledStep, *, step: int) -> Iterator[RolloutPrefetch]:
+    """Generate the rollouts of the next ``step`` during the update on ``sampled``; they are cancelled if the
+    update fails.
     """
-    remote, cluster = parts.remote, parts.settings.cluster
-    if remote is None or not cluster.max_staleness or cluster.in_flight or is_last:
-        yield None
-        return
+    remote = parts.remote
+    assert remote is not None  # the settings require engines in other processes
 
     def play(prefetch: RolloutPrefetch) -> SampledStep:
         rollouts = remote.rollouts(parts, training=True, on_finished=prefetch.on_finished, prefetch=prefetch)
-        return play_step(parts, rollouts, step=step, cursor=report.cursor)
+        return play_step(parts, rollouts, step=step, cursor=sampled.cursor)
 
     prefetch = RolloutPrefetch(play, counts=parts.algorithm.counts())
     try:
@@ -383,33 +373,13 @@ def prefetch_rollouts(
 GroupName = tuple[int, int]  # step, and number in it
 
 
-class GroupPlayer(Protocol):
-    """Whoever plays the groups that are begun, several at a time."""
-
-    def begin(self, step: PendingStep, groups: Sequence[int], *, is_again: bool) -> None:
-        """Begin these groups of a step, from what hooks know now; returns at once. ``is_again``: they had
-        begun, and are lost.
-        """
-        ...
-
-    def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
-        """What has come to an end since the last call; ``waits``: for a moment, where that is nothing. Raises
-        ClusterFault.
-        """
-        ...
-
-    def cancel(self) -> None:
-        """Nobody wants what is under way: it ends soon, and nothing of it comes back."""
-        ...
-
-
 class AsyncRolloutQueue:
     """The steps that have begun and are not trained on. Its methods are called by the thread that trains."""
 
     def __init__(
         self,
         parts: Components,
-        player: GroupPlayer,
+        player: "RemoteGroupPlayer",
         *,
         step: int,
         cursor: int,
@@ -515,3 +485,19 @@ class AsyncRolloutQueue:
         for pending in steps:
             self._absorb(pending)
         return QueueSnapshot(steps=steps, counts=self._counts)
+
+
+def start_queue(parts: Components, state: "RunState", *, note: Callable[[str], None]) -> AsyncRolloutQueue:
+    """The queue of a run, with the steps that its checkpoint has. From now on ``state`` saves the queue."""
+    assert parts.remote is not None  # the settings require engines in other processes
+    queue = AsyncRolloutQueue(
+        parts,
+        parts.remote.group_player(parts),
+        step=state.step,
+        cursor=state.task_cursor,
+        snapshot=state.queue_snapshot,
+    )
+    if queue.num_restarted_groups:
+        note(f"{queue.num_restarted_groups} groups that had not ended at the checkpoint begin anew")
+    state.queue_snapshot, state.snapshot_queue = None, queue.snapshot
+    return queue

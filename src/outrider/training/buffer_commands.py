@@ -47,7 +47,7 @@ def build_buffer(
     log = CollectionLog(out)
     try:
         with StepTraceBuffer(out, embedder, mode="write") as buffer:
-            if buffer.report.lost_batch:
+            if buffer.lost_batch:
                 print_lines("the last writer was killed inside a batch: that batch is added again")
             if agent is None:
                 _fill_with_experts(buffer, task_set, factory, tasks, settings)

@@ -23,7 +23,7 @@ from outrider.rollout.faults import (
 from outrider.rollout.hooks import Hook
 from outrider.seeding import stream
 from outrider.trace import Trace
-from outrider.training.components import Components, token_counter
+from outrider.training.components import Components
 from outrider.training.experts import request_expert_paths
 from outrider.training.packing import RolloutPath
 from outrider.training.policy import Policy, pack_for_rank, padded_micro_batches
@@ -171,7 +171,7 @@ def replay_with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertS
     hook = TipHook(
         memory,
         embedder=load_embedder(memory.embedder),
-        num_tokens=token_counter(parts.renderer),
+        num_tokens=parts.renderer.count_tokens,
         seed=parts.settings.seed,
     )
     tasks = [trace.task for trace in traces]

@@ -15,11 +15,13 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import BuildReport, TokenCounter
 from outrider.rollout.endpoint import Collected
 from outrider.rollout.episode import play_texts
+from outrider.rollout.experts import to_trajectory
 from outrider.rollout.faults import fault_line, run_timed
 from outrider.seeding import reset_seed
 from outrider.tokens.call_formats import CALL_FORMATS
 from outrider.tokens.tool_calls import split_thinking
-from outrider.training.settings import RunSettings
+from outrider.trace import Trace
+from outrider.training.settings import BufferSettings, RunSettings
 from outrider.types import Step, Task, Trajectory
 
 # Which rollouts a buffer build has paid for already: the buffer keeps only the best of them, so it cannot
@@ -334,3 +336,45 @@ def _play_with_retries(
     report.counts["fault"] += 1
     report.faults.append(f"{task.key}: {last}")
     return None
+
+
+def evolve_buffer(
+    buffer: StepTraceBuffer,
+    traces: Sequence[Trace],
+    *,
+    settings: BufferSettings,
+    step: int,
+    count_tokens: TokenCounter,
+) -> dict[str, float]:
+    """Offer the successful rollouts of a step to the buffer if ``settings.evolve`` is set (RAPO, future
+    work).
+
+    Returns the buffer's metrics in any case.
+    """
+    if not settings.evolve:
+        return {"buffer/num_steps": float(len(buffer))}
+    trajectories = [
+        to_trajectory(
+            trace,
+            leaf.rollout,
+            agent="self",
+            trajectory_id=f"self/{step}/{trace.task.key}/{leaf.rollout}",
+            count_tokens=count_tokens,
+        )
+        for trace in traces
+        for leaf, _ in trace.rollouts()
+        if leaf.success
+    ]
+    report = buffer.add_trajectories(
+        [trajectory for trajectory in trajectories if trajectory is not None],
+        keep_best=settings.keep_best,
+        min_reward=settings.min_reward,
+        count_tokens=count_tokens,
+        questions={trace.task.key: trace.task.question for trace in traces},
+    )
+    return {
+        "buffer/num_added": float(report.num_inserted),
+        "buffer/num_removed": float(report.num_removed),
+        "buffer/num_rejected": float(report.num_outranked + report.num_below_min_reward),
+        "buffer/num_steps": float(len(buffer)),
+    }

@@ -134,7 +134,15 @@ class _Builder:
     def _emit(
         self, depth: int, sequences: Sequence[RolloutPath], previous: int | None, position: int
     ) -> int | None:
-        trained = _advantages_at_depth(depth, sequences)
+        # Nodes of the same tokens are one computation, but each has advantages of its own: by identity.
+        paths_by_node: dict[int, list[RolloutPath]] = {}
+        for sequence in sequences:
+            paths_by_node.setdefault(id(sequence.nodes[depth]), []).append(sequence)
+        trained = [
+            entry
+            for paths in paths_by_node.values()
+            for entry in advantages_by_rollout(paths[0].nodes[depth], paths)
+        ]
         # One number per rollout that trains the turn: turn-level ratios and masks never mix two rollouts.
         first_turn, self.num_turns = self.num_turns, self.num_turns + len(trained)
         for offset, token in enumerate(sequences[0].nodes[depth].token_ids):
@@ -196,21 +204,6 @@ class _Builder:
 
 def _tokens(sequence: RolloutPath, depth: int) -> tuple[int, ...] | None:
     return sequence.nodes[depth].token_ids if depth < len(sequence.nodes) else None
-
-
-def _advantages_at_depth(
-    depth: int, sequences: Sequence[RolloutPath]
-) -> list[tuple[RolloutPath, Sequence[float], float]]:
-    """Of nodes with the same tokens: each node's own credits, of the rollouts that go through it."""
-    # By identity: equal tokens on two nodes are one computation, but each node has credits of its own.
-    paths_by_node: dict[int, list[RolloutPath]] = {}
-    for sequence in sequences:
-        paths_by_node.setdefault(id(sequence.nodes[depth]), []).append(sequence)
-    return [
-        entry
-        for paths in paths_by_node.values()
-        for entry in advantages_by_rollout(paths[0].nodes[depth], paths)
-    ]
 
 
 def advantages_by_rollout(

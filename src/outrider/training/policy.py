@@ -1,7 +1,10 @@
-"""The global gradient norm in float64, from sums of squares that ranks can add, and clipping by it.
+"""The policy in training: master weights, optimizer step, scoring of packed tokens, files and export.
 
-In float32 the norm of an embedding is off by 1e-5, and by another amount where the gradient is in shards;
-clipping would carry that into the weights.
+Small RL updates vanish in bfloat16, so gradients are accumulated and applied in float32; the working copy
+(which the local engine shares) is rounded from the masters after every step.
+
+Shape letters: N packed tokens, U scored tokens, T entries of :class:`~outrider.training.packing.PackedBatch`,
+V vocabulary.
 """
 
 import copy
@@ -18,7 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.engines.local.attention import FlexPlan, Segment, TreePlan
@@ -33,7 +35,12 @@ from outrider.training.settings import LoraSettings, OptimizerSettings
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> float:
-    """Over all entries of all tensors, squared and summed in float64; NaN and infinity come through."""
+    """Sum of squares of all entries of all tensors in float64, which ranks can add; NaN and infinity come
+    through.
+
+    In float32 the norm of an embedding is off by 1e-5, and by another amount if the gradient is in shards;
+    clipping would carry that into the weights.
+    """
     norms = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
     return math.fsum(norm * norm for norm in norms) if all(map(math.isfinite, norms)) else math.nan
 
@@ -138,7 +145,6 @@ def read_tensors(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
 
 def _read_shards(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
     """The whole tensors from the shards of all ranks."""
-    import torch
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -186,11 +192,13 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
     loaded, _ = read_weights(str(folder), "as exported", dtype=model.dtype, attention=EAGER)
     loaded.eval()
     differences = []
+    vocabulary_size, half = int(model.config.get_text_config().vocab_size), _NUM_TOKENS // 2
+    every = torch.arange(_NUM_TOKENS)
     for start in _STARTS:
-        ids, half = _ids(language_model, start), _NUM_TOKENS // 2
-        ours, theirs = _logits(language_model, ids), _theirs(loaded, ids)
+        ids = torch.arange(start, start + _NUM_TOKENS) % vocabulary_size
+        ours, theirs = _logits(language_model, ids), compute_logits(loaded, ids, every).float()
         # what the first half changes in the predictions of the second
-        context = (theirs[half:] - _theirs(loaded, ids[half:])).norm()
+        context = (theirs[half:] - compute_logits(loaded, ids[half:], every[:-half]).float()).norm()
         difference = (ours - theirs).norm()
         if bool(difference <= _LIMITS.get(model.dtype, 0.2) * context):
             return
@@ -200,11 +208,6 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
         f"up to {min(differences):.3g}; nothing was written. Please report this with the model's "
         "architecture and model.lora"
     )
-
-
-def _ids(language_model: LanguageModel, start: int) -> Tensor:
-    size = int(language_model.model.config.get_text_config().vocab_size)
-    return torch.arange(start, start + _NUM_TOKENS) % size
 
 
 def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
@@ -218,17 +221,6 @@ def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
     run: Any = language_model.model
     logits: Tensor = run(input_ids=ids_N[None].to(device), **options).logits
     return logits[0].float().cpu()
-
-
-def _theirs(model: PreTrainedModel, ids_N: Tensor) -> Tensor:
-    return compute_logits(model, ids_N, torch.arange(len(ids_N))).float()
-
-
-# The policy in training: float32 master weights behind a working copy in the model's own precision.
-#
-# Small RL updates vanish in bfloat16, so gradients are accumulated and applied in float32; the working copy
-# (which the local engine shares) is rounded from the masters after every step. Shape letters: N packed
-# tokens, U scored tokens, T entries of :class:`~outrider.training.packing.PackedBatch`, V vocabulary.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -309,15 +301,18 @@ class Policy(Scorer):
     ) -> None:
         super().__init__(language_model, uses_flex=uses_flex)
         self.settings = settings
-        choose_trained(self.model, lora=lora, trained_layers=trained_layers, seed=seed)
+        if lora is not None or trained_layers is not None:
+            choose_trained(self.model, lora=lora, trained_layers=trained_layers, seed=seed)
         if checkpoint_activations:
             checkpoint_layers(self.model)
         # Tied embeddings have one name here, hence one master and one optimiser state.
         self.working: dict[str, nn.Parameter] = {
             name: p for name, p in self.model.named_parameters() if p.requires_grad
         }
+        # In float32 or better: the parameter's own memory if it is that precise, else a copy.
         self.masters: dict[str, Tensor] = {
-            name: _master(parameter) for name, parameter in self.working.items()
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32))
+            for name, p in self.working.items()
         }
         for name, parameter in self.working.items():
             # In the backward pass: micro-batches add up in float32, one working gradient alive at a time.
@@ -478,11 +473,6 @@ def export(language_model: LanguageModel, folder: Path, *, check: bool = True) -
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    """The weights in float32 or better: the parameter's own memory where it is that precise, else a copy."""
-    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def set_threads(num_threads: int, *, device: str = "cpu") -> None:

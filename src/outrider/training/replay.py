@@ -211,11 +211,11 @@ def _compare_end(
     settings: RunSettings,
 ) -> Difference | None:
     leaf = recorded[-1]
-    outcome = (
-        _declared_outcome(leaf, last, episode)
-        if last is not None and last.done
-        else _limit_outcome(recorded, last, settings)
-    )
+    if last is not None and last.done:  # as the rollout loop names an end that the environment declared
+        is_cut = leaf.origin in _ACTION_ORIGINS and _metadata(leaf).get("finish") == "length"
+        outcome = episode_outcome(last, is_cut=is_cut, is_answer=episode.ends_with_answer)
+    else:
+        outcome = _limit_outcome(recorded, last, settings)
     assert leaf.outcome is not None  # what makes it a leaf
     if outcome is not leaf.outcome:
         return Difference(kind="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
@@ -225,29 +225,23 @@ def _compare_end(
     return None
 
 
-def _declared_outcome(leaf: TraceRow, last: StepResult, episode: Episode) -> Outcome:
-    """How the rollout loop names an end that the environment declared."""
-    cut = leaf.origin in _ACTION_ORIGINS and _metadata(leaf).get("finish") == "length"
-    return episode_outcome(last, is_cut=cut, is_answer=episode.ends_with_answer)
-
-
 def _limit_outcome(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
     """How the rollout loop ends an episode that the environment did not end; token counts follow from where
     it stopped.
     """
     leaf = recorded[-1]
     finish = _metadata(leaf).get("finish") if leaf.origin in _ACTION_ORIGINS else None
-    if finish == "eos" and last is not None and _is_inline(last):
+    if (
+        finish == "eos"
+        and last is not None
+        and any(message.role == "inline" for message in last.observations)
+    ):
         return Outcome.INVALID
     num_turns = sum(row.origin in _ACTION_ORIGINS for row in recorded)
     is_between_turns = leaf.origin in (Origin.ENVIRONMENT, Origin.PROMPT)
     if is_between_turns and num_turns >= settings.rollout.max_turns:
         return Outcome.TRUNCATED_TURNS
     return Outcome.TRUNCATED_TOKENS
-
-
-def _is_inline(result: StepResult) -> bool:
-    return any(message.role == "inline" for message in result.observations)
 
 
 def _metadata(row: TraceRow) -> Mapping[str, object]:

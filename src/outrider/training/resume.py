@@ -1,11 +1,11 @@
-"""Digests of what decides a run's bits beside its settings and tasks: tokenizer, template, files, buffer."""
+"""Resuming a run: digests of everything that decides its bits, and the state that a checkpoint saves."""
 
 import hashlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,11 @@ from outrider.config import Settings
 from outrider.engines.local.processor import read_processor
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError
-from outrider.files import readable
+from outrider.files import readable, whole_lines
 from outrider.metrics.writer import MetricsWriter
 from outrider.plugins.listing import PREFIX, plugin_digests
 from outrider.training.async_rollouts import (
-    QueuedStep,
+    QUEUE,
     QueueSnapshot,
     read_queue,
     read_snapshot,
@@ -32,12 +32,8 @@ from outrider.training.async_rollouts import (
     write_snapshot,
 )
 from outrider.training.checkpoint import (
-    STATE,
-    Records,
     checkpoints_newest_first,
     damaged,
-    file_checksum,
-    has_checksum,
     load_checkpoint,
     load_memory,
     prune_checkpoints,
@@ -45,10 +41,11 @@ from outrider.training.checkpoint import (
     save_checkpoint,
 )
 from outrider.training.components import Components
+from outrider.training.data import QueuedStep
 from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import RecordFiles
-from outrider.viewer.records import TraceReader
+from outrider.viewer.records import MemoryWriter, RolloutWriter, TraceReader, TraceWriter
 
 if TYPE_CHECKING:
     from outrider.training.learner import Learner
@@ -66,10 +63,14 @@ def input_digests(parts: Components) -> dict[str, str]:
     changes.
     """
     tokenizer = parts.learner.language_model.tokenizer
+    configuration = parts.learner.language_model.model.config.to_dict()
+    # neither where the model lies, nor in which precision it is kept
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        configuration.pop(name, None)
     digests = {
         "chat template": _text_digest(json.dumps(tokenizer.chat_template, sort_keys=True)),
         "tokenizer": _text_digest(_tokenizer(tokenizer)),
-        "model configuration": _text_digest(_configuration(parts.learner)),
+        "model configuration": _text_digest(json.dumps(configuration, sort_keys=True, default=str)),
     }
     if (frozen := _frozen_weights(parts.learner)) is not None:
         digests["frozen weights"] = frozen
@@ -80,7 +81,11 @@ def input_digests(parts: Components) -> dict[str, str]:
     if demonstrations := parts.settings.cold_start.demonstrations:
         files["cold_start.demonstrations"] = Path(demonstrations)
     digests |= plugin_digests(parts.settings)
-    return digests | {key: _file_digest(path) for key, path in sorted(files.items()) if path.is_file()}
+    for key, path in sorted(files.items()):
+        if path.is_file():
+            with path.open("rb") as stream:
+                digests[key] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests
 
 
 def check_inputs(
@@ -104,10 +109,13 @@ def check_inputs(
             if set(refused) - set(plugin_changes)
             else "put its code back, go on with --changed-plugins"
         )
+        descriptions = []
+        for name in refused:
+            before, after = recorded.get(name, ""), now[name] or ""
+            is_digest = _HEX.fullmatch(before) or _HEX.fullmatch(after)  # else words, such as a list of tools
+            descriptions.append(name if is_digest else f"{name} (was: {before}; is: {after})")
         raise CheckpointError(
-            "not what this run began with: "
-            f"{', '.join(_describe_change(name, recorded, now) for name in refused)}; "
-            f"{advice}, "
+            f"not what this run began with: {', '.join(descriptions)}; {advice}, "
             "or begin a new run with model.initial_checkpoint"
         )
     lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in version_changes]
@@ -117,21 +125,8 @@ def check_inputs(
     ]
 
 
-def _describe_change(name: str, recorded: Mapping[str, str], now: Mapping[str, str | None]) -> str:
-    """The name, and what was and is where that is in words (a server's version, its list of tools)."""
-    before, after = recorded.get(name, ""), now[name] or ""
-    if _HEX.fullmatch(before) or _HEX.fullmatch(after):
-        return name
-    return f"{name} (was: {before}; is: {after})"
-
-
 def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _tokenizer(tokenizer: Any) -> str:
@@ -146,14 +141,6 @@ def _tokenizer(tokenizer: Any) -> str:
     )
 
 
-def _configuration(learner: "Learner") -> str:
-    """Without where the model lies, and in which precision it is kept."""
-    content = learner.language_model.model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        content.pop(name, None)
-    return json.dumps(content, sort_keys=True, default=str)
-
-
 def _frozen_weights(learner: "Learner") -> str | None:
     """CRC-32 of the weights that no checkpoint holds, because they do not train; None where all train."""
     value = None
@@ -165,22 +152,19 @@ def _frozen_weights(learner: "Learner") -> str | None:
     return None if value is None else f"{value:08x}"
 
 
-def settings_files(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Paths that settings name, by dotted key, in every section but those of tasks; of a list's tables
-    too.
+def settings_files(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Path]]:
+    """Paths that settings name, by dotted key, in every section except those of tasks; also in the tables of
+    lists.
     """
     for name, value in settings:
-        yield from _value_files(name, value)
-
-
-def _value_files(name: str, value: Any) -> Iterator[tuple[str, Path]]:
-    if isinstance(value, Path):
-        yield name, value
-    elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
-        yield from ((f"{name}.{key}", path) for key, path in settings_files(value))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _value_files(f"{name}.{number}", item)
+        inner: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, Path):
+            yield name, value
+        elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
+            inner = value
+        elif isinstance(value, list | tuple):
+            inner = ((str(number), item) for number, item in enumerate(value))
+        yield from ((f"{name}.{key}", path) for key, path in settings_files(inner))
 
 
 # Packages, libraries, the processor and its use: they decide a run's bits beside its seed and settings.
@@ -212,7 +196,15 @@ def differences(recorded: Mapping[str, str]) -> list[str]:
     for kind, current in {"VERSIONS": _software(), "PROCESSOR": _machine()}.items():
         changed = {name: now for name, now in current.items() if recorded.get(name, now) != now}
         if changed:
-            descriptions = [_describe_difference(name, recorded[name], now) for name, now in changed.items()]
+            descriptions = []
+            for name, now in changed.items():
+                was, suffix = recorded[name], now
+                if name == _SETS:  # only what one of two long lists has and the other has not
+                    was, suffix = (
+                        " ".join(sorted(set(was.split()) - set(now.split()))) or "as now",
+                        " ".join(sorted(set(now.split()) - set(was.split()))) or "without these",
+                    )
+                descriptions.append(f"{name} {was} (now {suffix})")
             lines.append(
                 f"OTHER {kind}: the checkpoint was written with {', '.join(descriptions)}; "
                 "the run goes on, but not to the same bits for sure"
@@ -252,16 +244,6 @@ def _search_version(pattern: str, text: str) -> str:
     return next(group for group in match.groups() if group) if match else "none"
 
 
-def _describe_difference(name: str, was: str, now: str) -> str:
-    """Of two long lists only what one has and the other has not."""
-    if name != _SETS:
-        return f"{name} {was} (now {now})"
-    removed, added = set(was.split()) - set(now.split()), set(now.split()) - set(was.split())
-    return (
-        f"{name} {' '.join(sorted(removed)) or 'as now'} (now {' '.join(sorted(added)) or 'without these'})"
-    )
-
-
 # Whether a run folder can be gone on with, asked before a model is loaded and before anything is written.
 
 
@@ -280,15 +262,26 @@ def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
     for checkpoint in checkpoints:
         try:
             state = read_state(checkpoint)
+            inputs, recorded = state["inputs"], state["settings"]
+            version = state["versions"]["outrider"]
+        except (KeyError, TypeError) as error:
+            raise damaged(checkpoint, error) from error
         except CheckpointError:
-            continue  # which is told where the checkpoint is loaded
-        check_inputs(  # again where it is loaded, which takes longer
-            state.get("inputs", {}),
+            if checkpoint == checkpoints[-1]:
+                raise
+            continue  # reported when the checkpoint is loaded
+        if version.startswith(("0.1.", "0.2.")):
+            raise CheckpointError(
+                f"{run.path} is a run of Outrider {version}: continue it with that version, or begin a new "
+                f"run with model.initial_checkpoint={checkpoint}"
+            )
+        check_inputs(  # again when the checkpoint is loaded, which takes longer
+            inputs,
             plugin_digests(settings),
             other_versions=False,
             allow_changed_plugins=run.allow_changed_plugins,
         )
-        return check_settings(state.get("settings", {}), settings)
+        return check_settings(recorded, settings)
     return []
 
 
@@ -310,7 +303,8 @@ def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
 # to one.
 
 
-_COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations")
+_COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations", "weight_version")
+_REQUIRED: Final = ("tasks", "versions", "settings", "inputs", "buffer_digest", "reference_checksum")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -336,7 +330,6 @@ class RunState:
     snapshot_queue: Callable[[], QueueSnapshot] | None = None
     metrics: MetricsWriter = field(init=False)
     files: RecordFiles = field(init=False)
-    records: Records = field(init=False)
     _reference_checksum: int | None = None
     _tasks: dict[str, str] = field(init=False)
     _inputs: dict[str, str] = field(init=False)
@@ -344,8 +337,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
-        self.files = RecordFiles.from_run(self.run.path)
-        self.records = Records(self.run.path)
+        self.files = RecordFiles(self.run.path)
         self._tasks = {
             "train": hash_tasks(self.parts.train_tasks),
             "held-out": hash_tasks(self.parts.test_tasks),
@@ -361,10 +353,16 @@ class RunState:
         self.metrics.close()
 
     def begin(self) -> None:
-        """Forget what a run left that was killed before its first checkpoint."""
+        """Remove what a run left that was killed before its first checkpoint."""
         self.run.cut_evaluations(0)
         self.metrics.cut(0)
-        self.files.resume(-1)
+        self._remove_records(after=-1)
+
+    def _remove_records(self, *, after: int) -> None:
+        """Remove the traces, rollouts and memory changes of later steps."""
+        folder = self.run.path
+        for writer in (TraceWriter(folder / "traces"), RolloutWriter(folder), MemoryWriter(folder)):
+            writer.resume(after)
 
     def freeze_reference(self) -> None:
         """The KL term holds the policy to what it was when reinforcement learning began."""
@@ -376,7 +374,13 @@ class RunState:
         were.
         """
         buffer = self.parts.buffer
-        write = self._queue_writer()  # first: what it takes in, the memories below have to know
+        write: Callable[[Path], None] | None = None
+        if self.snapshot_queue is not None:
+            # First: what it takes in, the memories below have to know.
+            snapshot = self.snapshot_queue()
+            write = partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
+        elif self.queued is not None:
+            write = partial(write_queue, queued=self.queued)
         # Before the revision is written down: a power failure may take commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
@@ -400,54 +404,12 @@ class RunState:
         if self.parts.algorithm.remembers:
             state["memory"], arrays = self.parts.algorithm.state()
         folder = self.run.checkpoints / f"step-{self.step:06d}"
-        save_checkpoint(
-            folder,
-            self.parts.learner,
-            state,
-            arrays,
-            records=self.records.checksums(),
-            write_queue=write,
-        )
+        save_checkpoint(folder, self.parts.learner, state, arrays, write_queue=write)
         self.saved_step = self.step
         # Only once the new one is on disk.
         prune_checkpoints(
             self.run.checkpoints, max_checkpoints=self.parts.settings.train.keep_checkpoints, newest=self.step
         )
-
-    def _queue_writer(self) -> Callable[[Path], None] | None:
-        if self.snapshot_queue is not None:
-            snapshot = self.snapshot_queue()
-            return partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
-        return None if self.queued is None else partial(write_queue, queued=self.queued)
-
-    def save_if_new(self) -> None:
-        """The same, where a training step has been done since the last one."""
-        if self.step and self.saved_step != self.step:
-            self.save()
-
-    def check_records(self, state: dict[str, Any] | None = None) -> bool:
-        """Tell what is gone of metrics, evaluations and traces, or is not what was written; whether nothing
-        is.
-
-        With the ``state`` of a finished run, which loads no reference weights, also of those.
-        """
-        problems = self.records.problems(self._checkpoint)
-        if state is not None and (written := state.get("reference_checksum")) is not None:
-            checksum = file_checksum(self._reference_path) if self._reference_path.is_file() else None
-            if checksum != written:
-                reason = "is missing" if checksum is None else "is not what was written"
-                problems.append(f"{self._reference_path.name} {reason}")
-        for problem in problems:
-            self.note(f"DAMAGED RECORDS, of which weights and training know nothing: {problem}")
-        return not problems
-
-    def write_record_checksums(self) -> None:
-        """At the end of a run: its last evaluation comes behind its last checkpoint."""
-        self.records.write_checksums(self._checkpoint)
-
-    @property
-    def _checkpoint(self) -> Path:
-        return self.run.checkpoints / f"step-{self.saved_step:06d}"
 
     def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
         """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError
@@ -467,11 +429,11 @@ class RunState:
         try:
             for name in _COUNTS:
                 int(state[name])
+            if missing := [name for name in _REQUIRED if name not in state]:
+                raise KeyError(missing[0])
             self.step = self.saved_step = int(state["step"])
             self.num_policy_tokens = int(state["num_policy_tokens"])
-            self.task_cursor = int(
-                state.get("task_cursor", self.step * self.parts.settings.train.tasks_per_step)
-            )
+            self.task_cursor = int(state["task_cursor"])
             if state["buffer_revision"] is not None:
                 int(state["buffer_revision"])
             self.parts.algorithm.restore_counts(state["hook_counts"])
@@ -479,16 +441,10 @@ class RunState:
                 self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
             if self.parts.settings.cluster.in_flight:
                 self.queue_snapshot = read_snapshot(checkpoint)
-            else:
+            elif (checkpoint / QUEUE).exists():
                 self.queued = read_queue(checkpoint)
-            is_checksummed = has_checksum(checkpoint / STATE)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise damaged(checkpoint, error) from error
-        if not is_checksummed:
-            self.note(
-                f"NO CHECKSUM in {STATE} of {checkpoint.name} (an earlier Outrider wrote "
-                "none): damage to it goes unnoticed"
-            )
         return state
 
     def rewind(self, state: dict[str, Any], *, last_label: str) -> None:
@@ -498,30 +454,31 @@ class RunState:
 
         Raises CheckpointError where that cannot be: other tasks, buffer or reference, or records are gone.
         """
-        self.records.require_lines(state)
-        for name, tasks_hash in state.get("tasks", {}).items():
+        for path, key in (
+            (self.metrics.path, "num_metric_records"),
+            (self.run.evaluations, "num_evaluations"),
+        ):
+            if (num_lines := len(whole_lines(path))) < int(state[key]):  # they cannot be made again
+                raise CheckpointError(
+                    f"{path.name} has {num_lines} lines, its checkpoint was saved at {state[key]}: put the "
+                    "file back, or begin a new run with model.initial_checkpoint"
+                )
+        for name, tasks_hash in state["tasks"].items():
             if tasks_hash != self._tasks[name]:
                 raise CheckpointError(
                     f"the {name} tasks are not those that this run began with: put the data back, "
                     "or begin a new run with model.initial_checkpoint"
                 )
-        if "settings" not in state:
-            self.note(
-                f"NO SETTINGS in {STATE} of {self._checkpoint.name} (an earlier Outrider wrote none): "
-                "whether config.toml and "
-                "the files that it names are what the run began with is not checked"
-            )
-        other_versions = differences(state.get("versions", {}))
+        other_versions = differences(state["versions"])
         inputs = check_inputs(
-            state.get("inputs", {}),
+            state["inputs"],
             self._inputs,
             other_versions=bool(other_versions),
             allow_changed_plugins=self.run.allow_changed_plugins,
         )
         for difference in [*other_versions, *inputs]:
             self.note(difference)
-        are_whole = self.check_records()
-        self._reference_checksum = state.get("reference_checksum")
+        self._reference_checksum = state["reference_checksum"]
         if self.parts.learner.has_reference:
             self.parts.learner.load_reference(self._reference_path, checksum=self._reference_checksum)
         if (buffer := self.parts.buffer) is not None and buffer.revision != state["buffer_revision"]:
@@ -529,18 +486,15 @@ class RunState:
                 buffer.rollback(int(state["buffer_revision"]))
             else:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
-        if (began_with := state.get("buffer_digest")) is not None:
+        if (began_with := state["buffer_digest"]) is not None:
             check_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
         # From here on files are cut: whatever can refuse has spoken.
         num_retained = self._retain_last_evaluation(state, last_label)
         self.metrics.cut(int(state["num_metric_records"]) + num_retained)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_retained)
-        self.files.resume(self.step)
-        if num_retained and are_whole:
-            # else a kill before the next checkpoint would leave the new label as damage
-            self.write_record_checksums()
+        self._remove_records(after=self.step)
         # Its keys and values, if any, are of other weights.
-        self.parts.engine.load(int(state.get("weight_version", self.parts.engine.weight_version + 1)))
+        self.parts.engine.load(int(state["weight_version"]))
         self.note(f"continuing from step {self.step}")
 
     def _retain_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:

@@ -1,4 +1,4 @@
-"""A run's own record of its settings, also where an earlier version wrote it."""
+"""The folder of a run: its settings and which of them may change, its lock, and its evaluations."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.algorithms.loss_settings import migrate_algorithm_keys, migrate_keys
+from outrider.algorithms.loss_settings import migrate_keys
 from outrider.config import load_settings, to_toml
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.files import (
@@ -36,21 +36,6 @@ def recorded_settings(file: Path, overrides: Sequence[str] = ()) -> RunSettings:
     Raises ConfigError as :func:`~outrider.config.load_settings` does.
     """
     return load_settings(RunSettings, file=file, overrides=overrides, respelled=migrate_keys)
-
-
-def migrate_flat_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for dotted keys, as checkpoints hold them."""
-    prefix = "algorithm."
-    rest = {key: value for key, value in flat.items() if not key.startswith(prefix)}
-    own = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
-    for name, value in migrate_algorithm_keys(own).items():
-        inner = value.items() if isinstance(value, Mapping) else ()
-        rest |= (
-            {f"{prefix}{name}.{key}": inner_value for key, inner_value in inner}
-            if inner
-            else {f"{prefix}{name}": value}
-        )
-    return rest
 
 
 # The settings that a run began with, as its checkpoints hold them, and what may differ when it goes on.
@@ -113,12 +98,15 @@ def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[s
     Raises CheckpointError, naming them, for settings that decide the results.
     """
     now = flat_settings(settings)
-    recorded = migrate_flat_keys(recorded)
-    changed = {
-        key: (recorded.get(key), now.get(key))
-        for key in sorted(recorded.keys() | now)
-        if _differs(key, recorded, now)
-    }
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(recorded.keys() | now):
+        if key in recorded and key in now:
+            differs = recorded[key] != now[key]
+        else:  # a key of a section that is ``none`` on one side differs; one of another version does not
+            lacking = now if key in recorded else recorded
+            differs = any(key[:end] in lacking for end, letter in enumerate(key) if letter == ".")
+        if differs:
+            changed[key] = recorded.get(key), now.get(key)
     allowed = ROUNDING | _LENGTH
     if settings.algorithm.depends_on_num_steps:
         allowed = allowed - {"train.num_steps"}
@@ -158,14 +146,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _differs(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """A key of a section that is ``none`` on one side differs; one of another version does not."""
-    if key in before and key in after:
-        return bool(before[key] != after[key])
-    lacking = after if key in before else before
-    return any(key[:end] in lacking for end, letter in enumerate(key) if letter == ".")
-
-
 def _describe_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
     """A type that was changed brings other keys with it: then it alone is named."""
     types = [key for key in changed if key.endswith(".type") or key == "type"]
@@ -190,7 +170,7 @@ MAY_CHANGE: Final[Mapping[str, str]] = {
 
 
 def extend_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
-    """The settings of a run with what the overrides change.
+    """The settings of a run with the changes of the overrides.
 
     Raises ConfigError, one line with the reason, for a change that :data:`MAY_CHANGE` does not name, for one
     that shrinks the run, for a schedule that follows from the number of steps, and for a run that never
@@ -200,55 +180,39 @@ def extend_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
     before, after = (dict(flatten(settings.model_dump())) for settings in (original, extended))
     changed = [key for key in sorted(before.keys() | after) if before.get(key) != after.get(key)]
     if refused := [key for key in changed if key not in MAY_CHANGE]:
+        if refused[0] in FREE:
+            reason = "no number depends on it, so no command needs to; it may be changed in config.toml"
+        elif refused[0] in ROUNDING:
+            reason = (
+                "it changes how numbers are rounded, so the run would not have the bits of one that began "
+                "with it"
+            )
+        else:
+            reason = (
+                "it decides the results. Begin a new run with it, and with model.initial_checkpoint for the "
+                "weights"
+            )
         raise ConfigError(
-            f"{refused[0]} cannot change in a run that goes on: {_refusal_reason(refused[0])}. "
-            f"These may: {', '.join(MAY_CHANGE)}"
+            f"{refused[0]} cannot change in a run that goes on: {reason}. These may: {', '.join(MAY_CHANGE)}"
         )
     for key in {"train.num_steps", "train.max_policy_tokens"} & set(changed):
-        _require_growth(key, before[key], after[key])
+        # None is a budget without an end.
+        if before[key] is None or (after[key] is not None and after[key] < before[key]):
+            was = "without an end" if before[key] is None else before[key]
+            raise ConfigError(f"{key} may only grow: it is {was}, {after[key]} would end the run earlier")
     if "train.num_steps" in changed:
-        _require_no_schedule(original)
+        if not original.train.num_steps:
+            raise ConfigError(
+                "train.num_steps cannot grow from 0: this run has made nothing to train with. "
+                "Begin a new run, with model.initial_checkpoint for the weights"
+            )
+        if original.algorithm.depends_on_num_steps:
+            raise ConfigError(
+                "train.num_steps cannot grow here: the probability of a retrieval runs to "
+                "algorithm.retrieval.final_probability at the last step, "
+                "so a longer run has other steps from the first on. Begin a new run"
+            )
     return extended
-
-
-def _refusal_reason(key: str) -> str:
-    if key in FREE:
-        return "no number depends on it, so no command needs to; it may be changed in config.toml"
-    if key in ROUNDING:
-        return (
-            "it changes how numbers are rounded, so the run would not have the bits of one that began with it"
-        )
-    return (
-        "it decides the results. Begin a new run with it, and with model.initial_checkpoint for the weights"
-    )
-
-
-def _require_growth(key: str, before: Any, after: Any) -> None:
-    """None is a budget without an end."""
-    if before is None or (after is not None and after < before):
-        was = "without an end" if before is None else before
-        raise ConfigError(f"{key} may only grow: it is {was}, {after} would end the run earlier")
-
-
-def _require_no_schedule(original: RunSettings) -> None:
-    if not original.train.num_steps:
-        raise ConfigError(
-            "train.num_steps cannot grow from 0: this run has made nothing to train with. "
-            "Begin a new run, with model.initial_checkpoint for the weights"
-        )
-    if depends_on_num_steps(original):
-        raise ConfigError(
-            "train.num_steps cannot grow here: the probability of a retrieval runs to "
-            "algorithm.retrieval.final_probability at the last step, "
-            "so a longer run has other steps from the first on. Begin a new run"
-        )
-
-
-def depends_on_num_steps(settings: RunSettings) -> bool:
-    """Whether a step is another one in a longer run. The learning rate is not among it: it has a warm-up and
-    no decay.
-    """
-    return settings.algorithm.depends_on_num_steps
 
 
 # A run directory: never shared, never overwritten, readable at any instant.
@@ -333,7 +297,11 @@ class RunDirectory:
             return
         with contextlib.suppress(OSError):
             for entry in sorted(self.path.iterdir(), key=lambda path: path.name == "lock"):  # the lock last
-                if _is_of_setup(entry):
+                if (
+                    _is_beginning(entry)
+                    or entry.name.startswith(("config.toml", "buffer.sqlite", LIVE))
+                    or entry.name in _SETUP_FILES
+                ):
                     remove(entry)
             if self._created:
                 self.path.rmdir()
@@ -408,7 +376,7 @@ class RunDirectory:
         return read
 
     def _evaluation(self, number: int, line: bytes) -> dict[str, Any]:
-        """A line with what a run needs of it; it may hold more."""
+        """A line that has at least what a run needs."""
         try:
             read = parsed(line)
             score = read["metric"]["score"]
@@ -490,15 +458,6 @@ def _is_beginning(entry: Path) -> bool:
     if entry.name == ORIGINS_FILE:  # else somebody's own
         return entry.with_name("lock").exists()
     return entry.name.startswith(("config.toml.", f"{ORIGINS_FILE}.")) and entry.match(TEMPORARY)
-
-
-def _is_of_setup(entry: Path) -> bool:
-    """Whether a run's set-up writes under this name."""
-    return (
-        _is_beginning(entry)
-        or entry.name.startswith(("config.toml", "buffer.sqlite", LIVE))
-        or entry.name in _SETUP_FILES
-    )
 
 
 def require_free(path: Path) -> None:

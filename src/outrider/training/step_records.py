@@ -5,13 +5,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from outrider.memory.tips import MemoryChange
 from outrider.tokens import Tokenizer
 from outrider.tokens.template import Continuation
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
 from outrider.training.components import Components
+from outrider.training.packing import RolloutPath, advantages_by_rollout
 from outrider.training.update import UpdateReport, split_mini_batches
-from outrider.training.update_metrics import TokenValues, values_by_node
+from outrider.training.update_metrics import Floats, TokenRecord
 from outrider.types import Origin
 from outrider.viewer.records import (
     MemoryWriter,
@@ -22,8 +25,17 @@ from outrider.viewer.records import (
     rollout_row,
 )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenValues:
+    """The trainer's log-probs (nats) and the importance ratios of the tokens of one node."""
+
+    trainer: Floats
+    ratio: Floats
+
+
 NodeValues = Mapping[tuple[int, int], TokenValues]
-"""What the update saw (:func:`~outrider.training.update_metrics.values_by_node`)."""
+"""Values of trained tokens by identity of the node and rollout (:func:`values_by_node`)."""
 
 
 @dataclass(slots=True)
@@ -182,20 +194,9 @@ def _leaf_metadata(leaf: Leaf, trace: Trace) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class RecordFiles:
-    """The three folders of a run."""
+    """Writes the records of a run directory."""
 
-    traces: TraceWriter
-    rollouts: RolloutWriter
-    memory: MemoryWriter
-
-    @classmethod
-    def from_run(cls, run: Path) -> "RecordFiles":
-        """Below a run directory."""
-        return cls(TraceWriter(run / "traces"), RolloutWriter(run), MemoryWriter(run))
-
-    def resume(self, step: int) -> int:
-        """Remove what came after the checkpoint step; return how many files."""
-        return sum(writer.resume(step) for writer in (self.traces, self.rollouts, self.memory))
+    run: Path
 
     def write_step(
         self, parts: Components, traces: Sequence[Trace], values: NodeValues, *, step: int
@@ -205,21 +206,21 @@ class RecordFiles:
         changes = [*parts.algorithm.memory_changes()]
         if parts.buffer is not None:
             changes.append(MemoryChange(memory="steps", change="revision", version=parts.buffer.revision))
-        self.memory.write(step, changes)
-        self.rollouts.write(step, rows.rollouts)
-        self.traces.write(step, rows.nodes)
+        MemoryWriter(self.run).write(step, changes)
+        RolloutWriter(self.run).write(step, rows.rollouts)
+        TraceWriter(self.run / "traces").write(step, rows.nodes)
 
     def write_evaluation(self, parts: Components, traces: Sequence[Trace], *, number: int, step: int) -> None:
         """Of the evaluation that will be line ``number`` of ``evaluations.jsonl``. Raises OSError."""
         rows = trace_rows(traces, step=step, tokenizer=parts.renderer.tokenizer)
-        self.rollouts.write_evaluation(number, rows.rollouts)
-        self.traces.write_evaluation(number, rows.nodes)
+        RolloutWriter(self.run).write_evaluation(number, rows.rollouts)
+        TraceWriter(self.run / "traces").write_evaluation(number, rows.nodes)
 
     def write_experts(self, parts: Components, traces: Sequence[Trace]) -> None:
         """The expert rollouts of the cold start. Raises OSError."""
         rows = trace_rows(traces, step=0, tokenizer=parts.renderer.tokenizer)
-        self.rollouts.write_experts(rows.rollouts)
-        self.traces.write_experts(rows.nodes)
+        RolloutWriter(self.run).write_experts(rows.rollouts)
+        TraceWriter(self.run / "traces").write_experts(rows.nodes)
 
 
 def collect_node_values(
@@ -228,3 +229,52 @@ def collect_node_values(
     """What the update saw of the tokens of these groups, which it trained on in this order."""
     mini_batches = split_mini_batches(trained, parts.settings.update.num_mini_batches)
     return values_by_node(mini_batches, update_report.tokens)
+
+
+def values_by_node(
+    mini_batches: Sequence[Sequence[RolloutPath]], records: Sequence[TokenRecord]
+) -> dict[tuple[int, int], TokenValues]:
+    """By the identity of the node and the rollout of its group; of several passes the last one counts."""
+    node_values: dict[tuple[int, int], TokenValues] = {}
+    for number, paths in enumerate(mini_batches):
+        sizes = {
+            path.rollout_index: sum(end - start for _, start, end in _trained_nodes(path)) for path in paths
+        }
+        known = _values_by_rollout(sizes, [record for record in records if record.number == number])
+        for path in paths:
+            values = known.get(path.rollout_index)
+            if values is None:
+                continue
+            offset = 0
+            for node, start, end in _trained_nodes(path):
+                lead = np.full(start, np.nan, np.float32)  # nothing predicts the first token of a root
+                trainer, ratio = (
+                    np.concatenate([lead, each[offset : offset + end - start]]) for each in values
+                )
+                node_values[id(node), path.rollout] = TokenValues(trainer=trainer, ratio=ratio)
+                offset += end - start
+    return node_values
+
+
+def _trained_nodes(path: RolloutPath) -> list[tuple[Node, int, int]]:
+    """The nodes with credit, and which of their tokens are scored."""
+    return [
+        (node, int(number == 0), len(node.token_ids))
+        for number, node in enumerate(path.nodes)
+        if advantages_by_rollout(node, [path])
+    ]
+
+
+def _values_by_rollout(
+    sizes: dict[int, int], records: Sequence[TokenRecord]
+) -> dict[int, tuple[Floats, Floats]]:
+    result: dict[int, tuple[Floats, Floats]] = {}
+    for record in records:
+        for rollout in np.unique(record.rollout_T).tolist():
+            mine = record.rollout_T == rollout
+            if rollout not in result:
+                empty = np.full(sizes[rollout], np.nan, np.float32)
+                result[rollout] = (empty, empty.copy())
+            for values, measured in zip(result[rollout], (record.trainer_T, record.ratio_T), strict=True):
+                values[record.ordinal_T[mine]] = measured[mine]
+    return result

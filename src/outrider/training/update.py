@@ -1,4 +1,10 @@
-"""Whether the engine that sampled has the weights of the trainer: their log-probs of the same tokens."""
+"""One policy update from groups with advantages: old log-probs, the loss over packed micro-batches, the step.
+
+:func:`update` is the entry point; ``_Update.mini_batch`` is one optimizer step, ``_Update.compute_loss`` one
+forward pass, and :func:`batch_loss` the loss of a micro-batch.
+
+Shape letters: T scored tokens of a micro-batch, O those of them that the policy wrote in this step.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +15,6 @@ import torch
 from torch import Tensor
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.loss_settings import RejectionMask
 from outrider.algorithms.losses import (
     OldLogprobs,
     TokenLoss,
@@ -24,7 +29,7 @@ from outrider.algorithms.sampler_correction import (
     sampler_weights_per_token,
 )
 from outrider.errors import EngineFault
-from outrider.trace import Leaf, Node, Trace, without_memory
+from outrider.trace import Node, Trace, without_memory
 from outrider.training.packing import PackedBatch, RolloutPath, advantages_by_rollout
 from outrider.training.policy import (
     Policy,
@@ -39,22 +44,318 @@ from outrider.training.settings import UpdateSettings
 from outrider.training.update_metrics import MetricAccumulator, TokenRecord, token_record
 from outrider.types import Origin
 
+TokenLossFn = Callable[[TokenLossInputs], TokenLoss]
 
-def logprob_mismatch(inputs: TokenLossInputs, is_older_T: Tensor | None) -> Tensor:
-    """|trainer - engine| in nats, of the tokens that the policy wrote in this step with the weights that it
-    has (all of them without ``is_older_T``).
+
+@dataclass(slots=True)
+class UpdateReport:
+    """Sums and means of one update by metric name; ``tokens`` has the values of each trained token."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_scored_tokens: int = 0
+    num_computed_tokens: int = 0
+    tokens: list[TokenRecord] = field(default_factory=list)
+
+
+def update(
+    policy: Policy,
+    traces: Sequence[Trace],
+    *,
+    objective: ObjectiveSettings,
+    settings: UpdateSettings,
+    reference: Scorer | None,
+    first: bool,
+    token_loss: TokenLossFn | None = None,
+    gate_always: bool = False,
+    version: int | None = None,
+    probes: Sequence[Trace] = (),
+    on_batch: Callable[[int], None] | None = None,
+) -> UpdateReport:
+    """Train on groups with advantages.
+
+    Args:
+        policy: The model to train, with its optimizer.
+        traces: The groups. Mini-batches are cut between them, in order.
+        objective: The algorithm's settings of the loss.
+        settings: Mini-batches, epochs, and tokens of a micro-batch.
+        reference: The frozen model of the KL term.
+        first: Compare trainer and engine log-probs before the first optimizer step that is made.
+        token_loss: The algorithm's loss (None: that of ``objective``).
+        gate_always: Compare them in every step, for an engine with its own weights, which could be old.
+        version: The version of the policy's weights, if tokens may come from older ones: the log-probs of
+            these do not show whether the engine is right.
+        probes: Traces that are compared and not trained on.
+        on_batch: Called after every micro-batch with the number of scored tokens so far.
+
+    Raises:
+        EngineFault: Trainer and engine log-probs differ by more than ``settings.max_logprob_gap``.
+        ValueError: The objective has a KL term and there is no reference.
     """
-    excluded_T = inputs.is_off_policy_T if is_older_T is None else inputs.is_off_policy_T | is_older_T
-    return (inputs.old_logprobs.trainer_T - inputs.engine_logprobs_T)[~excluded_T].abs()
+    if objective.kl_weight > 0 and reference is None:
+        raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
+    mini_batches = split_mini_batches(traces, settings.num_mini_batches)
+    running = _Update(
+        policy=policy,
+        objective=objective,
+        token_loss=token_loss or objective.token_loss,
+        settings=settings,
+        # A reference that only the reward needs has been used before.
+        reference=reference if objective.kl_weight > 0 else None,
+        on_batch=on_batch or (lambda num_tokens: None),
+        version=version,
+    )
+    if probes:
+        running.check_engine(rollout_paths(probes))
+    # With a single step, pi_old is the policy being scored: the training pass gives the old log-probs too.
+    is_single_step = len(mini_batches) == 1 and settings.num_epochs == 1
+    trained = [_trained_paths(paths, objective) for paths in mini_batches]
+    # All of them before the first step: pi_old is one policy for every mini-batch and epoch.
+    old_scores = [None if is_single_step else running.score(paths) for paths in trained]
+    with_tips = [score_with_tips(policy, paths, max_tokens=settings.max_tokens) for paths in trained]
+    for _ in range(settings.num_epochs):
+        for number, paths in enumerate(mini_batches):
+            running.mini_batch(
+                paths,
+                number,
+                old_scores=old_scores[number],
+                with_tips=with_tips[number],
+                # until a step was made: a mini-batch without signal makes none
+                gate=gate_always or (first and policy.num_steps == 0),
+            )
+    if not mini_batches:
+        running.common.add("grad/norm", 0.0)
+    return running.whole_report()
+
+
+def split_mini_batches(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
+    """The rollouts of each mini-batch. Cut between groups, never inside one: siblings share the beginning
+    that packing computes once.
+    """
+    bounds = [len(traces) * i // num for i in range(num + 1)]
+    return [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
+
+
+def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
+    """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
+    paths: list[RolloutPath] = []
+    for group, trace in enumerate(traces):
+        for leaf, path in trace.scored_rollouts():
+            if leaf.rollout in trace.pruned:  # not numbered: it counts in no denominator
+                continue
+            # A rollout that saw no tips has one rendering: it is on-policy.
+            drops_tips = trace.without_memory and any(node.origin is Origin.MEMORY for node in path)
+            paths.append(
+                RolloutPath(
+                    nodes=without_memory(path) if drops_tips else path,
+                    rollout_index=len(paths),
+                    rollout=leaf.rollout,
+                    group=group,
+                    nodes_with_tips=path if drops_tips else None,
+                    succeeded=leaf.success,
+                    is_replayed=trace.is_replayed,
+                )
+            )
+    return paths
+
+
+@dataclass(slots=True, kw_only=True)
+class _Update:
+    """One update in progress: what all of its mini-batches share, and what they add to."""
+
+    policy: Policy
+    objective: ObjectiveSettings
+    token_loss: TokenLossFn
+    settings: UpdateSettings
+    reference: Scorer | None
+    on_batch: Callable[[int], None]
+    version: int | None
+    report: UpdateReport = field(default_factory=UpdateReport)
+    accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
+    common: MetricAccumulator = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Values that all ranks know are counted by one of them.
+        self.common = self.accumulator if self.policy.ranks.rank == 0 else MetricAccumulator()
+
+    def mini_batch(
+        self,
+        paths: Sequence[RolloutPath],
+        number: int,
+        *,
+        old_scores: Sequence[TokenScores] | None,
+        with_tips: "LogprobsWithTips | None",
+        gate: bool,
+    ) -> None:
+        """One optimizer step over all micro-batches, with the denominators of the whole mini-batch.
+
+        ``old_scores`` None: the training pass gives the old log-probs.
+        """
+        policy, trained = self.policy, _trained_paths(paths, self.objective)
+        if not trained:
+            self.common.add("grad/norm", 0.0)
+            return
+        batches = self._pack(trained)
+        weights = _loss_weights(paths, self.objective, batches)
+        sft_weights = success_weights(paths, batches, policy.ranks)
+        mismatches: list[Tensor] = []
+        for index, batch in enumerate(padded_micro_batches(batches, policy.ranks)):
+            if batch is None:
+                loss, is_finite = policy.dummy_forward(), True
+                if self.reference is not None:
+                    with torch.no_grad():
+                        self.reference.dummy_forward()
+            else:
+                loss, is_finite = self.compute_loss(
+                    batch,
+                    number=number,
+                    old_scores=None if old_scores is None else old_scores[index],
+                    with_tips=with_tips,
+                    weights_T=weights[index],
+                    sft_weights_T=sft_weights[index],
+                    mismatches=mismatches,
+                )
+            # All ranks decide together before any of them leaves: the backward pass needs every rank.
+            if not all(policy.ranks.gather(is_finite)):
+                if gate:  # a wrong engine may be the reason
+                    check_logprob_mismatch(policy, mismatches, self.settings.max_logprob_gap)
+                policy.drop_gradients()
+                self.common.add_sum("grad/num_skipped", 1.0)
+                self._end_step(skipped=True)
+                return
+            loss.backward()  # frees the graph; over micro-batches the gradients add up
+            if batch is not None:
+                self.report.num_scored_tokens += len(batch.targets_U)
+                self.report.num_computed_tokens += policy.num_computed_tokens(batch)
+                self.on_batch(self.report.num_scored_tokens)
+        # After the backward passes, so that nothing is scored twice; still before any weight moves.
+        if gate:
+            check_logprob_mismatch(policy, mismatches, self.settings.max_logprob_gap)
+        norm = policy.step()
+        self._end_step()
+        self.common.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
+        self.common.add("grad/clipped_fraction", float(norm > policy.settings.max_grad_norm))
+        self.common.add("grad/norm", norm)
+
+    def compute_loss(
+        self,
+        batch: PackedBatch,
+        *,
+        number: int,
+        old_scores: TokenScores | None,
+        with_tips: "LogprobsWithTips | None",
+        weights_T: Tensor,
+        sft_weights_T: Tensor,
+        mismatches: list[Tensor],
+    ) -> tuple[Tensor, bool]:
+        """The loss of a micro-batch of mini-batch ``number``, and whether its log-probs are finite (if not,
+        the loss is meaningless). Appends the trainer's mismatch with the engine to ``mismatches``.
+        """
+        scores = self.policy.score(batch)
+        batch = batch.like(scores.logprobs_T)
+        old = old_scores or scores
+        # Detached also if it comes from this very pass: x - x would have no gradient.
+        old_T = old.logprobs_T.detach()
+        with_tips_T = None if with_tips is None else with_tips.gather(batch).to(old_T)
+        inputs = loss_inputs(
+            scores.logprobs_T, batch, self.objective.old_logprobs(old_T, with_tips_T), self.accumulator
+        )
+        is_older_T = None if self.version is None else batch.version_T != self.version
+        # The engine has the weights of these tokens: those of this step, of the current version.
+        excluded_T = inputs.is_off_policy_T if is_older_T is None else inputs.is_off_policy_T | is_older_T
+        mismatches.append((inputs.old_logprobs.trainer_T - inputs.engine_logprobs_T)[~excluded_T].abs())
+        reference_T = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_T = self.reference.score(batch).logprobs_T
+        # After the mismatch is kept: if the engine is checked, the check has to see the NaN.
+        if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
+            return scores.logprobs_T, False
+        self.report.tokens.append(token_record(number, batch, inputs))
+        loss = batch_loss(
+            inputs,
+            reference_T=reference_T,
+            weights_T=weights_T.to(inputs.old_T),
+            objective=self.objective,
+            token_loss=self.token_loss,
+            accumulator=self.accumulator,
+        )
+        if self.objective.positive_nll > 0:
+            nll = sft_loss(scores.logprobs_T, sft_weights_T, self.accumulator)
+            loss = loss + self.objective.positive_nll * nll
+        own_T = ~inputs.is_off_policy_T
+        if bool(own_T.any()):
+            self.accumulator.add(
+                "entropy/trainer_mean", float(old.entropies_T[own_T].mean()), int(own_T.sum())
+            )
+        self._measure_mismatch(mismatches[-1])
+        if is_older_T is not None and bool((older_T := is_older_T & own_T).any()):
+            # how far the policy has moved since it wrote the older tokens
+            shift_T = (inputs.old_logprobs.trainer_T - inputs.engine_logprobs_T).abs()
+            self.accumulator.add(
+                "staleness/logprob_shift", float(shift_T[older_T].mean()), int(older_T.sum())
+            )
+        return loss, True
+
+    @torch.no_grad()
+    def score(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
+        """Log-probs and entropies of every micro-batch of this rank, without gradient."""
+        scores = []
+        for batch in padded_micro_batches(self._pack(paths), self.policy.ranks):
+            if batch is None:
+                self.policy.dummy_forward()
+            else:
+                scores.append(self.policy.score(batch))
+        return scores
+
+    @torch.no_grad()
+    def check_engine(self, paths: Sequence[RolloutPath]) -> None:
+        """Raise EngineFault if an engine does not have the policy's weights."""
+        mismatches: list[Tensor] = []
+        for batch in padded_micro_batches(self._pack(paths), self.policy.ranks):
+            if batch is None:
+                self.policy.dummy_forward()
+                continue
+            scores = self.policy.score(batch)
+            mismatches.append((scores.logprobs_T - batch.like(scores.logprobs_T).engine_logprobs_T).abs())
+            self._measure_mismatch(mismatches[-1])
+        check_logprob_mismatch(self.policy, mismatches, self.settings.max_logprob_gap)
+
+    def whole_report(self) -> UpdateReport:
+        """The measurements of all ranks."""
+        first, *others = self.policy.ranks.gather((self.report, self.accumulator))
+        report, accumulator = first
+        for other, measured in others:
+            report.num_scored_tokens += other.num_scored_tokens
+            report.num_computed_tokens += other.num_computed_tokens
+            report.tokens += other.tokens
+            accumulator.merge(measured)
+        report.metrics |= accumulator.means()
+        return report
+
+    def _pack(self, paths: Sequence[RolloutPath]) -> list[PackedBatch]:
+        ranks = self.policy.ranks
+        return pack_for_rank(ranks.share(paths), ranks, max_tokens=self.settings.max_tokens)
+
+    def _measure_mismatch(self, mismatch_O: Tensor) -> None:
+        """Trainer against engine, over the tokens that both have from the same weights."""
+        if len(mismatch_O):
+            self.accumulator.add("gap/logprob_mean", float(mismatch_O.mean()), len(mismatch_O))
+            self.accumulator.add_max("gap/logprob_max", float(mismatch_O.max()))
+
+    def _end_step(self, *, skipped: bool = False) -> None:
+        for share in self.policy.ranks.gather(self.accumulator.pop_losses()):
+            for name, value in share.items():
+                self.common.add_loss(name, value)
+        self.common.end_step(skipped=skipped)
 
 
 def check_logprob_mismatch(policy: Policy, mismatches: Sequence[Tensor], limit: float) -> None:
-    """Raises EngineFault where the mean gap of all ranks is above ``limit``, and drops the gradients.
+    """Raise EngineFault and drop the gradients if the mean mismatch of all ranks is above ``limit``.
 
-    The mean over all tokens of the mini-batch: that of a micro-batch would depend on the split, and a short
-    one is noisy.
+    The mean is over all tokens of the mini-batch: that of a micro-batch would depend on the split, and that
+    of a short one is noisy.
     """
-    # float64: near the limit the verdict must not hang on how a float32 sum was split.
+    # float64: near the limit the verdict must not depend on how a float32 sum was split.
     values = torch.cat(
         [mismatch for each in policy.ranks.gather(list(mismatches)) for mismatch in each]
     ).double()
@@ -66,158 +367,13 @@ def check_logprob_mismatch(policy: Policy, mismatches: Sequence[Tensor], limit: 
         )
 
 
-# Log-probs in the context that rollouts acted in, where the update renders another one (EMPO², arXiv
-# 2602.23008, App. C).
-#
-# The numerator of the ratio is the student, the policy that sees no tips. The denominator is the acting
-# policy (Table 3) or the student when the update began (Algorithm 1): :mod:`outrider.algorithms.losses`.
-#
-# Shape letters: T entries of a :class:`~outrider.training.packing.PackedBatch`.
-
-
-class LogprobsWithTips:
-    """Log-probs in the context with tips, for every rollout that has another rendering; computed by the
-    trainer before any step.
-    """
-
-    def __init__(self, logprobs: Mapping[int, Sequence[float]]) -> None:
-        """``logprobs``: rollout index to one value for each of its trained tokens, in their order."""
-        self._logprobs = logprobs
-
-    def gather(self, batch: PackedBatch) -> Tensor:
-        """[T], NaN where the entry's rollout had no tips to lose."""
-        entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
-        values = [
-            # NaN, where a 0 would pass for a log-prob: nobody can divide by it unnoticed.
-            self._logprobs[rollout][ordinal] if rollout in self._logprobs else math.nan
-            for rollout, ordinal in entries
-        ]
-        return torch.tensor(values, dtype=torch.float64).to(batch.advantages_T)
-
-
-@torch.no_grad()
-def score_with_tips(
-    policy: Policy, paths: Sequence[RolloutPath], *, max_tokens: int
-) -> LogprobsWithTips | None:
-    """Score the rollouts among ``paths`` that have another rendering, in the one that they were acted in;
-    None where this rank has none.
-    """
-    # Whose rollout it is, the rendering that is trained decides: the same rank needs both.
-    own = policy.ranks.share(paths)
-    paths_with_tips = [
-        replace(path, nodes=path.nodes_with_tips, nodes_with_tips=None)
-        for path in own
-        if path.nodes_with_tips is not None
-    ]
-    values_by_ordinal: dict[int, dict[int, float]] = {}
-    for batch in padded_micro_batches(
-        pack_for_rank(paths_with_tips, policy.ranks, max_tokens=max_tokens), policy.ranks
-    ):
-        if batch is None:
-            policy.dummy_forward()
-            continue
-        entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
-        for (rollout, ordinal), value in zip(entries, policy.score(batch).logprobs_T.tolist(), strict=True):
-            values_by_ordinal.setdefault(rollout, {})[ordinal] = value
-    logprobs = {
-        rollout: [values[i] for i in range(len(values))] for rollout, values in values_by_ordinal.items()
-    }
-    return LogprobsWithTips(logprobs) if logprobs else None
-
-
-# The KL to the reference that a reward counts, measured before credit: k1 = log pi_old - log reference of
-# every policy token.
-
-
-@torch.no_grad()
-def measure_kl(policy: Scorer, reference: Scorer, traces: Sequence[Trace], *, max_tokens: int) -> None:
-    """Write ``kl`` on the policy nodes of every rollout with a return. ``policy`` is the one that the update
-    starts from.
-
-    Raises ValueError for a node that several rollouts share.
-    """
-    scored = [(group, path) for group, trace in enumerate(traces) for _, path in trace.scored_rollouts()]
-    scored = [
-        (group, path) for group, path in scored if any(node.trainable and node.token_ids for node in path)
-    ]
-    paths = [path for _, path in scored]
-    # packing scores what has credit, which is not there yet; shared prompts stay shared
-    copies: dict[int, Node] = {}
-    for node in (node for path in paths for node in path):
-        copies.setdefault(
-            id(node), replace(node, credit=(0.0,) * len(node.token_ids)) if node.trainable else node
-        )
-    kl_values: dict[int, list[tuple[int, float]]] = {}
-    rollouts = [
-        RolloutPath(nodes=[copies[id(node)] for node in path], rollout_index=i, group=group)
-        for i, (group, path) in enumerate(scored)
-    ]
-    ranks = policy.ranks
-    for batch in padded_micro_batches(
-        pack_for_rank(ranks.share(rollouts), ranks, max_tokens=max_tokens), ranks
-    ):
-        if batch is None:
-            policy.dummy_forward()
-            reference.dummy_forward()
-            continue
-        values = (policy.score(batch).logprobs_T - reference.score(batch).logprobs_T).tolist()
-        for rollout, ordinal, value in zip(
-            batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), values, strict=True
-        ):
-            kl_values.setdefault(rollout, []).append((ordinal, value))
-    kl_values = {rollout: values for each in ranks.gather(kl_values) for rollout, values in each.items()}
-    for number, path in enumerate(paths):
-        each = iter(value for _, value in sorted(kl_values[number]))
-        for node in path:
-            if node.trainable:
-                node.kl = tuple(next(each) for _ in node.token_ids)
-
-
-# The negative log-likelihood of successful rollouts beside the policy term (GPPO, arXiv 2508.07629, Eq. 13).
-#
-# Shape letters: T scored tokens of a micro-batch.
-
-
-def success_weights(
-    paths: Sequence[RolloutPath], batches: Sequence[PackedBatch], ranks: Ranks | None = None
-) -> list[Tensor]:
-    """For every micro-batch [T]: one over the trained tokens of all successful rollouts of the mini-batch,
-    and 0 for other tokens.
-
-    Tokens that the policy did not write in this step count for nothing: demonstrations and replayed rollouts
-    have a term of their own. ``paths`` are numbered as ``rollout_index`` says, and ``batches`` hold every
-    successful one, those of all ``ranks`` together (None: there is one).
-    """
-    succeeded = torch.tensor([path.succeeded for path in paths])
-    masks = [succeeded[batch.rollout_index_T] & ~batch.is_off_policy_T for batch in batches]
-    num = sum((ranks or SingleRank()).gather(sum(int(mask.sum()) for mask in masks)))
-    # The count over all micro-batches of all ranks: the mean must not depend on how they were split.
-    return [mask.double() / max(1, num) for mask in masks]
-
-
-def sft_loss(logprobs_T: Tensor, weights_T: Tensor, accumulator: MetricAccumulator) -> Tensor:
-    """The micro-batch's share of the mean; reported before its weight."""
-    loss = weighted_loss(losses=-logprobs_T, weights=weights_T.to(logprobs_T))
-    accumulator.add_loss("loss/positive_nll", float(loss.detach()))
-    return loss
-
-
-# The loss of one micro-batch: the algorithm's token loss, with sampler correction, rejection, KL term and
-# aggregation weights.
-#
-# Shape letters: T scored tokens of the micro-batch, O those of them that the policy wrote in this step.
-
-
-TokenLossFn = Callable[[TokenLossInputs], TokenLoss]
-
-
 def loss_inputs(
-    logprobs_T: Tensor, batch: PackedBatch, denominators: OldLogprobs, accumulator: MetricAccumulator
+    logprobs_T: Tensor, batch: PackedBatch, old_logprobs: OldLogprobs, accumulator: MetricAccumulator
 ) -> TokenLossInputs:
     """Inputs of the token loss of a micro-batch."""
     return TokenLossInputs(
         logprobs_T=logprobs_T,
-        old_logprobs=denominators,
+        old_logprobs=old_logprobs,
         advantages_T=batch.advantages_T,
         ratio_scale_T=batch.ratio_scale_T,
         engine_logprobs_T=batch.engine_logprobs_T,
@@ -237,27 +393,51 @@ def batch_loss(
     token_loss: TokenLossFn,
     accumulator: MetricAccumulator,
 ) -> Tensor:
-    """The weighted loss of one micro-batch; ``reference_T`` are the reference policy's log-probs (None: no KL
-    term).
+    """The weighted loss of one micro-batch: the algorithm's token loss with sampler correction, rejection and
+    KL term. ``reference_T`` are the reference policy's log-probs (None: no KL term).
     """
     surrogate = token_loss(inputs)
     losses = surrogate.losses
-    # what the engine sampled in this step: only there does it make sense to compare it
+    # Tokens that the engine sampled in this step: only there can trainer and engine be compared.
     own_T = ~inputs.is_off_policy_T
-    if objective.sampler_correction is not None and bool(own_T.any()):
-        losses = losses * _sampler_weights(inputs, objective, own_T, accumulator)
-    if objective.sampler_rejection is not None:
+    trainer_T, engine_T = inputs.old_logprobs.trainer_T, inputs.engine_logprobs_T
+    if (correction := objective.sampler_correction) is not None and bool(own_T.any()):
+        applied = sampler_weights_per_token(
+            old_logprobs=trainer_T,
+            sampler_logprobs=engine_T,
+            mask=own_T,
+            rollout_index=inputs.rollout_T.to(trainer_T.device),
+            level=correction.level,
+            lower=correction.lower,
+            upper=correction.upper,
+            outside=correction.outside,
+        )
+        accumulator.add_importance(
+            correction_stats(applied, old_logprobs=trainer_T, sampler_logprobs=engine_T, mask=own_T)
+        )
+        losses = losses * applied.weights.masked_fill(inputs.is_off_policy_T, 1.0)
+    if (rejection := objective.sampler_rejection) is not None:
+        accepted_T = rejection_mask_per_token(
+            old_logprobs=trainer_T,
+            sampler_logprobs=engine_T,
+            rollout_index=inputs.rollout_T.to(trainer_T.device),
+            mask=own_T,
+            statistic=rejection.statistic,
+            scope=rejection.scope,
+            upper=rejection.upper,
+            lower=rejection.lower,
+        )
+        accumulator.add_sum("ratio/num_rejected", float((own_T & ~accepted_T).sum()))
         # Weight 0 and no new denominator: one counted here would depend on the split into micro-batches.
-        weights_T = weights_T * _rejection_mask(objective.sampler_rejection, inputs, own_T, accumulator)
+        weights_T = weights_T * (accepted_T | inputs.is_off_policy_T)
     loss = weighted_loss(losses=losses, weights=weights_T)
     accumulator.add_loss("loss/policy", float(loss.detach()))
     if reference_T is not None:
-        old = inputs.old_T if objective.kl_estimator == "k3_ratio" else None
         kl = kl_per_token(
             estimator=objective.kl_estimator,
             logprobs=inputs.logprobs_T,
             reference_logprobs=reference_T,
-            old_logprobs=old,
+            old_logprobs=inputs.old_T if objective.kl_estimator == "k3_ratio" else None,
         )
         # The estimators need samples of the policy, and these tokens are not.
         kl_losses = kl.masked_fill(inputs.is_off_policy_T, 0.0)
@@ -268,51 +448,6 @@ def batch_loss(
     if bool(own_T.any()):
         _measure_ratios(inputs, surrogate, own_T, accumulator)
     return loss
-
-
-def _sampler_weights(
-    inputs: TokenLossInputs, objective: ObjectiveSettings, own_T: Tensor, accumulator: MetricAccumulator
-) -> Tensor:
-    """[T] trainer / sampler within its bounds; 1 for tokens that no engine sampled in this step."""
-    correction = objective.sampler_correction
-    assert correction is not None
-    trainer_T = inputs.old_logprobs.trainer_T
-    applied = sampler_weights_per_token(
-        old_logprobs=trainer_T,
-        sampler_logprobs=inputs.engine_logprobs_T,
-        mask=own_T,
-        rollout_index=inputs.rollout_T.to(trainer_T.device),
-        level=correction.level,
-        lower=correction.lower,
-        upper=correction.upper,
-        outside=correction.outside,
-    )
-    stats = correction_stats(
-        applied, old_logprobs=trainer_T, sampler_logprobs=inputs.engine_logprobs_T, mask=own_T
-    )
-    accumulator.add_importance(stats)
-    return applied.weights.masked_fill(inputs.is_off_policy_T, 1.0)
-
-
-def _rejection_mask(
-    rejection: RejectionMask, inputs: TokenLossInputs, own_T: Tensor, accumulator: MetricAccumulator
-) -> Tensor:
-    """[T], False for own tokens on which engine and trainer disagree; neither the policy term nor the KL term
-    has them.
-    """
-    trainer_T = inputs.old_logprobs.trainer_T
-    accepted_T = rejection_mask_per_token(
-        old_logprobs=trainer_T,
-        sampler_logprobs=inputs.engine_logprobs_T,
-        rollout_index=inputs.rollout_T.to(trainer_T.device),
-        mask=own_T,
-        statistic=rejection.statistic,
-        scope=rejection.scope,
-        upper=rejection.upper,
-        lower=rejection.lower,
-    )
-    accumulator.add_sum("ratio/num_rejected", float((own_T & ~accepted_T).sum()))
-    return accepted_T | inputs.is_off_policy_T
 
 
 def _measure_ratios(
@@ -331,360 +466,28 @@ def _measure_ratios(
     accumulator.add_max("ratio/max", float(ratio.max()))
 
 
-# One policy update from credited groups: old log-probs, the clipped loss over packed micro-batches, the
-# step.
-#
-# Shape letters: T scored tokens of a micro-batch.
-
-
-@dataclass(slots=True)
-class UpdateReport:
-    """Sums and means of one update; names are those of the metrics. ``tokens``: what it saw of each."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    num_scored_tokens: int = 0
-    num_computed_tokens: int = 0
-    tokens: list[TokenRecord] = field(default_factory=list)
-
-
-def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
-    """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
-    scored = [(leaf, path, trace) for trace in traces for leaf, path in trace.scored_rollouts()]
-    # Before they are numbered: a pruned rollout stands in no denominator.
-    retained = [entry for entry in scored if entry[0].rollout not in entry[2].pruned]
-    groups = {id(trace): number for number, trace in enumerate(traces)}
-    return [
-        replace(_render_path(path, index, leaf, trace), group=groups[id(trace)])
-        for index, (leaf, path, trace) in enumerate(retained)
-    ]
-
-
-def _render_path(path: Sequence[Node], index: int, leaf: Leaf, trace: Trace) -> RolloutPath:
-    # a rollout without any has one rendering: it is on-policy
-    saw_tips = any(node.origin is Origin.MEMORY for node in path)
-    nodes = without_memory(path) if trace.without_memory and saw_tips else path
-    nodes_with_tips = path if trace.without_memory and saw_tips else None
-    return RolloutPath(
-        nodes=nodes,
-        rollout_index=index,
-        rollout=leaf.rollout,
-        nodes_with_tips=nodes_with_tips,
-        succeeded=leaf.success,
-        is_replayed=trace.is_replayed,
-    )
-
-
-def update(
-    policy: Policy,
-    traces: Sequence[Trace],
-    *,
-    objective: ObjectiveSettings,
-    settings: UpdateSettings,
-    reference: Scorer | None,
-    first: bool,
-    token_loss: TokenLossFn | None = None,
-    gate_always: bool = False,
-    version: int | None = None,
-    probes: Sequence[Trace] = (),
-    on_batch: Callable[[int], None] | None = None,
-) -> UpdateReport:
-    """Train on credited groups. Raises EngineFault before the very first step when the log-prob gap is too
-    large.
-
-    ``token_loss`` is the algorithm's (None: that of the ``objective``). ``gate_always`` checks every step:
-    for an engine with weights of its own, which could be old ones. ``version`` is that of the policy's
-    weights, where tokens may be of older ones, which say nothing of the engine; ``probes`` are checked and
-    not trained on. ``on_batch`` is called after every micro-batch with the scored tokens so far.
-    Raises ValueError for an objective with a KL term and no ``reference``.
-    """
-    if objective.kl_weight > 0 and reference is None:
-        raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
-    mini_batches = split_mini_batches(traces, settings.num_mini_batches)
-    running = _Update(
-        policy=policy,
-        objective=objective,
-        token_loss=token_loss or objective.token_loss,
-        settings=settings,
-        # one that the reward alone needs has been used by now
-        reference=reference if objective.kl_weight > 0 else None,
-        on_batch=on_batch or (lambda num_tokens: None),
-        version=version,
-    )
-    if probes:
-        running.check(rollout_paths(probes))
-    running.steps(mini_batches, gate=gate_always, gate_first=first)
-    if not mini_batches:
-        running.common.add("grad/norm", 0.0)
-    return running.whole_report()
-
-
-def split_mini_batches(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
-    """The rollouts of each mini-batch. Cut between groups, never inside one: siblings share the beginning
-    that packing computes once.
-    """
-    bounds = [len(traces) * i // num for i in range(num + 1)]
-    return [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Update:
-    """One update while it runs: what all of its mini-batches share, and what they add to."""
-
-    policy: Policy
-    objective: ObjectiveSettings
-    token_loss: TokenLossFn
-    settings: UpdateSettings
-    reference: Scorer | None
-    on_batch: Callable[[int], None]
-    version: int | None
-    report: UpdateReport = field(default_factory=UpdateReport)
-    accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
-    common: MetricAccumulator = field(init=False)
-
-    def __post_init__(self) -> None:
-        # What all ranks know is counted by one of them.
-        self.common = self.accumulator if self.policy.ranks.rank == 0 else MetricAccumulator()
-
-    def whole_report(self) -> UpdateReport:
-        """What all ranks have measured."""
-        first, *others = self.policy.ranks.gather((self.report, self.accumulator))
-        report, accumulator = first
-        for other, measured in others:
-            report.num_scored_tokens += other.num_scored_tokens
-            report.num_computed_tokens += other.num_computed_tokens
-            report.tokens += other.tokens
-            accumulator.merge(measured)
-        report.metrics |= accumulator.means()
-        return report
-
-    def steps(self, mini_batches: Sequence[Sequence[RolloutPath]], *, gate: bool, gate_first: bool) -> None:
-        """All optimiser steps; ``gate_first`` checks until one was made."""
-        # A single step: pi_old is the policy being scored: the pass that trains gives the old log-probs too.
-        is_single_step = len(mini_batches) == 1 and self.settings.num_epochs == 1
-        # All of them before the first step: pi_old is one policy, whatever mini-batch or epoch it divides.
-        olds = [None if is_single_step else self.old_scores(paths) for paths in mini_batches]
-        all_with_tips = [self.score_with_tips(paths) for paths in mini_batches]
-        for _ in range(self.settings.num_epochs):
-            for number, (paths, old, with_tips) in enumerate(
-                zip(mini_batches, olds, all_with_tips, strict=True)
-            ):
-                # until a step was made: a mini-batch without signal makes none
-                checked = gate or (gate_first and self.policy.num_steps == 0)
-                self.mini_batch(paths, number, olds=old, with_tips=with_tips, gate=checked)
-
-    def check(self, paths: Sequence[RolloutPath]) -> None:
-        """Raises EngineFault where an engine does not have the policy's weights."""
-        mismatches: list[Tensor] = []
-        with torch.no_grad():
-            for batch in padded_micro_batches(self._pack(paths), self.policy.ranks):
-                if batch is None:
-                    self.policy.dummy_forward()
-                    continue
-                scores = self.policy.score(batch)
-                mismatches.append((scores.logprobs_T - batch.like(scores.logprobs_T).engine_logprobs_T).abs())
-                self._measure_mismatch(mismatches[-1])
-        check_logprob_mismatch(self.policy, mismatches, self.settings.max_logprob_gap)
-
-    def old_scores(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
-        """pi_old and entropies of every micro-batch, recomputed by the trainer before the first of several
-        steps.
-        """
-        scores = []
-        with torch.no_grad():
-            for batch in padded_micro_batches(
-                self._pack(_trained_paths(paths, self.objective)), self.policy.ranks
-            ):
-                if batch is None:
-                    self.policy.dummy_forward()
-                else:
-                    scores.append(self.policy.score(batch))
-        return scores
-
-    def score_with_tips(self, paths: Sequence[RolloutPath]) -> LogprobsWithTips | None:
-        """Log-probs in the context that the rollouts acted in, where the update renders another one."""
-        trained = _trained_paths(paths, self.objective)
-        return score_with_tips(self.policy, trained, max_tokens=self.settings.max_tokens)
-
-    def mini_batch(
-        self,
-        paths: Sequence[RolloutPath],
-        number: int,
-        *,
-        olds: Sequence[TokenScores] | None,
-        with_tips: LogprobsWithTips | None,
-        gate: bool,
-    ) -> None:
-        """One optimiser step over all micro-batches, with the denominators of the whole mini-batch."""
-        trained = _trained_paths(paths, self.objective)
-        if not trained:
-            self.common.add("grad/norm", 0.0)
-            return
-        batches = self._pack(trained)
-        weights = _weights(paths, self.objective, batches)
-        successes = success_weights(paths, batches, self.policy.ranks)
-        mismatches: list[Tensor] = []
-        for index, batch in enumerate(padded_micro_batches(batches, self.policy.ranks)):
-            if batch is None:
-                loss, is_finite = self._dummy_forward(), True
-            else:
-                micro_batch = _PassInputs(
-                    number=number,
-                    batch=batch,
-                    start=None if olds is None else olds[index],
-                    with_tips=with_tips,
-                    weights_T=weights[index],
-                    success_T=successes[index],
-                )
-                loss, is_finite = self._compute_loss(micro_batch, mismatches)
-            # Asked of all before any of them leaves: the backward pass needs every rank.
-            if not all(self.policy.ranks.gather(is_finite)):
-                self._skip(mismatches, gate=gate)
-                return
-            loss.backward()  # frees the graph; over micro-batches the gradients add up
-            if batch is not None:
-                self._count(batch)
-        # After the backward passes, so that nothing is scored twice; still before any weight moves.
-        if gate:
-            check_logprob_mismatch(self.policy, mismatches, self.settings.max_logprob_gap)
-        self._step()
-
-    def _compute_loss(self, micro_batch: "_PassInputs", mismatches: list[Tensor]) -> tuple[Tensor, bool]:
-        """The loss of a micro-batch, and whether its log-probs are finite (else the loss means nothing);
-        ``mismatches`` gets the trainer's to the engine.
-        """
-        scores = self.policy.score(micro_batch.batch)
-        batch = micro_batch.batch.like(scores.logprobs_T)
-        start = micro_batch.start or scores
-        # A constant also where it comes from this very pass: x - x would have no gradient.
-        start_T = start.logprobs_T.detach()
-        with_tips_T = (
-            None if micro_batch.with_tips is None else micro_batch.with_tips.gather(batch).to(start_T)
-        )
-        inputs = loss_inputs(
-            scores.logprobs_T, batch, self.objective.old_logprobs(start_T, with_tips_T), self.accumulator
-        )
-        is_older_T = None if self.version is None else batch.version_T != self.version
-        mismatches.append(logprob_mismatch(inputs, is_older_T))
-        reference_T = self._reference_logprobs(batch)
-        # After the gap is kept: where the engine is gated, the gate has to see the NaN.
-        if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
-            return scores.logprobs_T, False
-        self.report.tokens.append(token_record(micro_batch.number, batch, inputs))
-        loss = batch_loss(
-            inputs,
-            reference_T=reference_T,
-            weights_T=micro_batch.weights_T.to(inputs.old_T),
-            objective=self.objective,
-            token_loss=self.token_loss,
-            accumulator=self.accumulator,
-        )
-        if self.objective.positive_nll > 0:
-            nll = sft_loss(scores.logprobs_T, micro_batch.success_T, self.accumulator)
-            loss = loss + self.objective.positive_nll * nll
-        own_T = ~inputs.is_off_policy_T
-        if bool(own_T.any()):
-            self.accumulator.add(
-                "entropy/trainer_mean", float(start.entropies_T[own_T].mean()), int(own_T.sum())
-            )
-        self._measure_mismatch(mismatches[-1])
-        if is_older_T is not None:
-            self._measure_shift(inputs, is_older_T & own_T)
-        return loss, True
-
-    def _dummy_forward(self) -> Tensor:
-        """What :meth:`_pass` asks of the models, without a rollout."""
-        loss = self.policy.dummy_forward()
-        if self.reference is not None:
-            with torch.no_grad():
-                self.reference.dummy_forward()
-        return loss
-
-    def _pack(self, trained: Sequence[RolloutPath]) -> list[PackedBatch]:
-        ranks = self.policy.ranks
-        return pack_for_rank(ranks.share(trained), ranks, max_tokens=self.settings.max_tokens)
-
-    def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
-        if self.reference is None:
-            return None
-        with torch.no_grad():
-            return self.reference.score(batch).logprobs_T
-
-    def _measure_shift(self, inputs: TokenLossInputs, older_T: Tensor) -> None:
-        """How far the policy has moved since it wrote the older tokens."""
-        if bool(older_T.any()):
-            shift_T = (inputs.old_logprobs.trainer_T - inputs.engine_logprobs_T).abs()
-            self.accumulator.add(
-                "staleness/logprob_shift", float(shift_T[older_T].mean()), int(older_T.sum())
-            )
-
-    def _measure_mismatch(self, mismatch_O: Tensor) -> None:
-        """Trainer against engine, over O tokens that both have from the same weights."""
-        if len(mismatch_O):
-            self.accumulator.add("gap/logprob_mean", float(mismatch_O.mean()), len(mismatch_O))
-            self.accumulator.add_max("gap/logprob_max", float(mismatch_O.max()))
-
-    def _count(self, batch: PackedBatch) -> None:
-        self.report.num_scored_tokens += len(batch.targets_U)
-        self.report.num_computed_tokens += self.policy.num_computed_tokens(batch)
-        self.on_batch(self.report.num_scored_tokens)
-
-    def _skip(self, mismatches: Sequence[Tensor], *, gate: bool) -> None:
-        """A log-prob that is not finite makes no step; where the engine is checked, it may be the reason."""
-        if gate:
-            check_logprob_mismatch(self.policy, mismatches, self.settings.max_logprob_gap)
-        self.policy.drop_gradients()
-        self.common.add_sum("grad/num_skipped", 1.0)
-        self._end_step(skipped=True)
-
-    def _end_step(self, *, skipped: bool = False) -> None:
-        for share in self.policy.ranks.gather(self.accumulator.pop_losses()):
-            for name, value in share.items():
-                self.common.add_loss(name, value)
-        self.common.end_step(skipped=skipped)
-
-    def _step(self) -> None:
-        norm = self.policy.step()
-        self._end_step()
-        self.common.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
-        self.common.add("grad/clipped_fraction", float(norm > self.policy.settings.max_grad_norm))
-        self.common.add("grad/norm", norm)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _PassInputs:
-    """What a pass of mini-batch ``number`` needs beside the weights. ``start`` None: the pass that trains
-    gives the old log-probs.
-    """
-
-    number: int
-    batch: PackedBatch
-    start: TokenScores | None
-    with_tips: LogprobsWithTips | None
-    weights_T: Tensor
-    success_T: Tensor
-
-
 def _trained_paths(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
     """Rollouts whose gradient is not zero by construction; the others stay in every denominator."""
-    return [path for path in paths if _is_trained(path, objective)]
+    trained = []
+    for path in paths:
+        advantages = [values for node in path.nodes for _, values, _ in advantages_by_rollout(node, [path])]
+        # These terms train every policy token, also of a rollout without advantage.
+        trains_all = objective.kl_weight > 0 or (
+            objective.positive_nll > 0 and path.succeeded and not path.is_replayed
+        )
+        if any(map(len, advantages)) if trains_all else any(any(values) for values in advantages):
+            trained.append(path)
+    return trained
 
 
-def _is_trained(path: RolloutPath, objective: ObjectiveSettings) -> bool:
-    advantages = [values for node in path.nodes for _, values, _ in advantages_by_rollout(node, [path])]
-    # These terms train every policy token, also of a rollout without advantage.
-    every = objective.kl_weight > 0 or (
-        objective.positive_nll > 0 and path.succeeded and not path.is_replayed
-    )
-    return any(map(len, advantages)) if every else any(any(values) for values in advantages)
-
-
-def _weights(
+def _loss_weights(
     paths: Sequence[RolloutPath], objective: ObjectiveSettings, batches: Sequence[PackedBatch]
 ) -> list[Tensor]:
-    """Token weights with global denominators: tokens of rollouts without gradient count, but are not
-    computed.
+    """Token weights of each micro-batch [T], with the denominators of the whole mini-batch.
+
+    They are counted over all paths, not over the packed ones: a rollout without gradient is not computed, but
+    it is part of the mean.
     """
-    # Over all paths, not over the packed ones: a rollout without gradient is still part of the mean.
     owners = torch.tensor(
         [
             path.rollout_index
@@ -694,7 +497,7 @@ def _weights(
             for _ in node.token_ids
         ]
     )
-    every = token_weights(
+    weights = token_weights(
         kind=objective.aggregation,
         rollout_index=owners,
         num_rollouts=len(paths),
@@ -702,5 +505,126 @@ def _weights(
         dtype=torch.float64,
     )
     per_rollout = torch.zeros(len(paths), dtype=torch.float64)
-    per_rollout[owners] = every  # all tokens of a rollout weigh the same
+    per_rollout[owners] = weights  # all tokens of a rollout have the same weight
     return [per_rollout[batch.rollout_index_T] for batch in batches]
+
+
+def success_weights(
+    paths: Sequence[RolloutPath], batches: Sequence[PackedBatch], ranks: Ranks | None = None
+) -> list[Tensor]:
+    """Weights of the negative log-likelihood of successful rollouts (GPPO, arXiv 2508.07629, Eq. 13).
+
+    For every micro-batch [T]: one over the trained tokens of all successful rollouts of the mini-batch, and 0
+    for other tokens. Tokens that the policy did not write in this step count for nothing: demonstrations and
+    replayed rollouts have a term of their own. ``paths`` are numbered as ``rollout_index`` says, and
+    ``batches`` hold every successful one, those of all ``ranks`` together (None: there is one).
+    """
+    succeeded = torch.tensor([path.succeeded for path in paths])
+    masks = [succeeded[batch.rollout_index_T] & ~batch.is_off_policy_T for batch in batches]
+    num = sum((ranks or SingleRank()).gather(sum(int(mask.sum()) for mask in masks)))
+    # The count over all micro-batches of all ranks: the mean must not depend on how they were split.
+    return [mask.double() / max(1, num) for mask in masks]
+
+
+def sft_loss(logprobs_T: Tensor, weights_T: Tensor, accumulator: MetricAccumulator) -> Tensor:
+    """The micro-batch's share of the mean; reported before its weight."""
+    loss = weighted_loss(losses=-logprobs_T, weights=weights_T.to(logprobs_T))
+    accumulator.add_loss("loss/positive_nll", float(loss.detach()))
+    return loss
+
+
+class LogprobsWithTips:
+    """Log-probs in the context with tips, of every rollout that is trained in another rendering; computed by
+    the trainer before any step (EMPO², arXiv 2602.23008, App. C).
+
+    The numerator of the ratio is the policy without tips; the denominator is the policy with tips (Table 3)
+    or the policy without tips when the update began (Algorithm 1).
+    """
+
+    def __init__(self, logprobs: Mapping[int, Sequence[float]]) -> None:
+        """``logprobs``: rollout index to one value for each of its trained tokens, in their order."""
+        self._logprobs = logprobs
+
+    def gather(self, batch: PackedBatch) -> Tensor:
+        """[T], NaN if the entry's rollout has one rendering."""
+        entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
+        values = [
+            # NaN, because a 0 would pass for a log-prob: dividing by NaN cannot go unnoticed.
+            self._logprobs[rollout][ordinal] if rollout in self._logprobs else math.nan
+            for rollout, ordinal in entries
+        ]
+        return torch.tensor(values, dtype=torch.float64).to(batch.advantages_T)
+
+
+@torch.no_grad()
+def score_with_tips(
+    policy: Policy, paths: Sequence[RolloutPath], *, max_tokens: int
+) -> LogprobsWithTips | None:
+    """Score the rollouts among ``paths`` that have another rendering, in the one that the policy acted in;
+    None if this rank has none.
+    """
+    # The rendering that is trained decides whose rollout it is: the same rank needs both.
+    paths_with_tips = [
+        replace(path, nodes=path.nodes_with_tips, nodes_with_tips=None)
+        for path in policy.ranks.share(paths)
+        if path.nodes_with_tips is not None
+    ]
+    values_by_ordinal: dict[int, dict[int, float]] = {}
+    for batch in padded_micro_batches(
+        pack_for_rank(paths_with_tips, policy.ranks, max_tokens=max_tokens), policy.ranks
+    ):
+        if batch is None:
+            policy.dummy_forward()
+            continue
+        entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
+        for (rollout, ordinal), value in zip(entries, policy.score(batch).logprobs_T.tolist(), strict=True):
+            values_by_ordinal.setdefault(rollout, {})[ordinal] = value
+    logprobs = {
+        rollout: [values[i] for i in range(len(values))] for rollout, values in values_by_ordinal.items()
+    }
+    return LogprobsWithTips(logprobs) if logprobs else None
+
+
+@torch.no_grad()
+def measure_kl(policy: Scorer, reference: Scorer, traces: Sequence[Trace], *, max_tokens: int) -> None:
+    """Write ``kl`` on the policy nodes of every rollout with a return, for a reward that counts it: k1 =
+    log pi_old - log reference of every policy token. ``policy`` is the one that the update starts from.
+
+    Raises ValueError for a node that several rollouts share.
+    """
+    scored = [
+        (group, path)
+        for group, trace in enumerate(traces)
+        for _, path in trace.scored_rollouts()
+        if any(node.trainable and node.token_ids for node in path)
+    ]
+    # Packing scores tokens with advantages, which are not there yet; shared prompts stay shared.
+    copies: dict[int, Node] = {}
+    for node in (node for _, path in scored for node in path):
+        copies.setdefault(
+            id(node), replace(node, credit=(0.0,) * len(node.token_ids)) if node.trainable else node
+        )
+    rollouts = [
+        RolloutPath(nodes=[copies[id(node)] for node in path], rollout_index=i, group=group)
+        for i, (group, path) in enumerate(scored)
+    ]
+    ranks = policy.ranks
+    kl_values: dict[int, list[tuple[int, float]]] = {}
+    for batch in padded_micro_batches(
+        pack_for_rank(ranks.share(rollouts), ranks, max_tokens=max_tokens), ranks
+    ):
+        if batch is None:
+            policy.dummy_forward()
+            reference.dummy_forward()
+            continue
+        values = (policy.score(batch).logprobs_T - reference.score(batch).logprobs_T).tolist()
+        for rollout, ordinal, value in zip(
+            batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), values, strict=True
+        ):
+            kl_values.setdefault(rollout, []).append((ordinal, value))
+    kl_values = {rollout: values for each in ranks.gather(kl_values) for rollout, values in each.items()}
+    for number, (_, path) in enumerate(scored):
+        values_in_order = iter(value for _, value in sorted(kl_values[number]))
+        for node in path:
+            if node.trainable:
+                node.kl = tuple(next(values_in_order) for _ in node.token_ids)

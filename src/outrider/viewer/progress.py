@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Literal, TextIO, TypeAlias
+from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -231,7 +231,32 @@ class Progress:
         """End the display; may be called twice."""
 
 
-class PlainProgress(Progress):
+class _StageProgress(Progress):
+    """What both displays share: the clock of the present stage."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._clocks = StageClocks(clock)
+        self._stage: StageClock | None = None
+        self._line_per_unit = False
+        self._is_broken = False
+
+    def _advance(self, done: int, fields: dict[str, Field]) -> tuple[StageClock, bool]:
+        """The stage after a report, and whether the report must have a line."""
+        if self._stage is None:
+            self.stage("run", None)
+        assert self._stage is not None
+        needs_line = done != self._stage.done and self._line_per_unit
+        self._stage.advance(done, fields)
+        return self._stage, needs_line
+
+    def _warn_once(self, error: Exception) -> None:
+        """A stream or terminal that went away must not end the run."""
+        self._is_broken = True
+        _log.warning("progress display stopped, the run goes on: %s", error)
+
+
+class PlainProgress(_StageProgress):
     """One line per event, for logs. Reports that come faster than ``interval`` seconds are thinned out.
 
     The first and the last report of a stage, every stage and every note are always printed, so with work
@@ -242,15 +267,11 @@ class PlainProgress(Progress):
     def __init__(
         self, *, stream: TextIO | None = None, interval: float = 5.0, clock: Clock = time.monotonic
     ) -> None:
+        super().__init__(clock)
         self._stream = stream if stream is not None else sys.stdout
         self._interval = interval
-        self._clock = clock
-        self._clocks = StageClocks(clock)
-        self._stage: StageClock | None = None
-        self._line_per_unit = False
         self._last_print = clock()
         self._has_unprinted = False
-        self._is_broken = False
 
     def stage(
         self,
@@ -270,16 +291,11 @@ class PlainProgress(Progress):
 
     def advance(self, done: int, **fields: Field) -> None:
         """Print the state of the stage, unless the last line is younger than the interval."""
-        if self._stage is None:
-            self.stage("run", None)
-        stage = self._stage
-        assert stage is not None
-        is_step = done != stage.done and self._line_per_unit
-        stage.advance(done, dict(fields))
+        stage, needs_line = self._advance(done, dict(fields))
         self._has_unprinted = True
         if (
             stage.num_reports == 1
-            or is_step
+            or needs_line
             or done == stage.total
             or self._clock() - self._last_print >= self._interval
         ):
@@ -288,10 +304,6 @@ class PlainProgress(Progress):
     def note(self, text: str) -> None:
         """Print the message on one line."""
         self._print(one_line(text))
-
-    def stopping(self) -> bool:
-        """A handler may have interrupted this stream in the middle of a line: stderr says it."""
-        return False
 
     def close(self) -> None:
         """Print the last report if it was thinned out."""
@@ -310,22 +322,18 @@ class PlainProgress(Progress):
         try:
             print(line.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
-            self._is_broken = True
-            _log.warning("progress display stopped, the run goes on: %s", error)
+            self._warn_once(error)
 
 
-class RichProgress(Progress):
+class RichProgress(_StageProgress):
     """A live display that redraws itself: stage, bar, fields, elapsed and left, and the last message under
     it.
     """
 
     def __init__(self, *, console: Console | None = None, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
         self._console = console if console is not None else Terminal()
-        self._clocks = StageClocks(clock)
-        self._stage: StageClock | None = None
-        self._line_per_unit = False
         self._message = ""
-        self._is_broken = False
         self._is_stopping = False
         self._has_printed_summary = False  # the last report of the stage has its line
         self._live = Live(
@@ -351,12 +359,7 @@ class RichProgress(Progress):
 
     def advance(self, done: int, **fields: Field) -> None:
         """Update the numbers; the display redraws on its own clock."""
-        if self._stage is None:
-            self.stage("run", None)
-        stage = self._stage
-        assert stage is not None
-        self._has_printed_summary = done != stage.done and self._line_per_unit
-        stage.advance(done, dict(fields))
+        stage, self._has_printed_summary = self._advance(done, dict(fields))
         if self._has_printed_summary:
             self._print(one_line(stage.summary()))
 
@@ -386,14 +389,12 @@ class RichProgress(Progress):
         self._guarded(lambda: self._console.print(Text(line)))
 
     def _guarded(self, draw: Callable[[], object]) -> None:
-        """A terminal that went away must not end the run."""
         if self._is_broken:
             return
         try:
             draw()
         except (OSError, ValueError) as error:
-            self._is_broken = True
-            _log.warning("progress display stopped, the run goes on: %s", error)
+            self._warn_once(error)
 
     def _render(self) -> Group:
         stage = self._stage
@@ -487,18 +488,10 @@ class WatchedProgress(Progress):
         if after_s:
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        done: int = 0,
-        num_parallel: int = 1,
-        line_per_unit: bool = False,
-    ) -> None:
+    def stage(self, name: str, total: int | None, *, done: int = 0, **options: Any) -> None:
         self._reported = self._clock()
         self._name, self._total, self._done = name, total, done
-        self._display.stage(name, total, done=done, num_parallel=num_parallel, line_per_unit=line_per_unit)
+        self._display.stage(name, total, done=done, **options)
 
     def advance(self, done: int, **fields: Field) -> None:
         self._reported, self._done = self._clock(), done

@@ -1,5 +1,7 @@
-"""A run's progress on disk, for whoever looks at it from outside: ``live.json`` says where the run is now,
-``notes.jsonl`` keeps every line that was told.
+"""The files of a run folder that other processes read: configuration, metrics, evaluations and progress.
+
+``live.json`` has the present state of a run and ``notes.jsonl`` every printed note; :class:`RecordedProgress`
+writes both. Readers take a run folder as it is: a missing or torn file becomes a note, never an error.
 """
 
 import json
@@ -57,15 +59,9 @@ class RecordedProgress(Progress):
         }
 
     def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        done: int = 0,
-        num_parallel: int = 1,
-        line_per_unit: bool = False,
+        self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1, **options: Any
     ) -> None:
-        self._inner.stage(name, total, done=done, num_parallel=num_parallel, line_per_unit=line_per_unit)
+        self._inner.stage(name, total, done=done, num_parallel=num_parallel, **options)
         self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
         self._state |= {"stage": name, "total": total, "done": done, "fields": {}}
         if name != SET_UP and not self._has_begun:
@@ -130,9 +126,6 @@ class RecordedProgress(Progress):
         except (OSError, ValueError, TypeError) as error:
             self._is_broken = True
             _log.warning("the run's progress is no longer recorded, the run goes on: %s", error)
-
-
-# Reads a run directory as it is: a missing or torn file becomes a note, never an error.
 
 
 _MAX_LISTED_LINES: Final = 3
@@ -210,9 +203,9 @@ class RunData:
     def curve(self, kind: str, name: str) -> list[tuple[int, float | None]]:
         """(step, value) of a metric over the records of a kind that have it."""
         return [
-            (_step(record), finite(record[name]))
+            (step, finite(record[name]))
             for record in self.records
-            if record["kind"] == kind and name in record
+            if record["kind"] == kind and name in record and isinstance(step := record["step"], int)
         ]
 
     @property
@@ -273,12 +266,6 @@ def finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         return None
     return float(value)
-
-
-def _step(record: Mapping[str, Json]) -> int:
-    step = record["step"]
-    assert isinstance(step, int)  # _is_record let it through
-    return step
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str, str]]:

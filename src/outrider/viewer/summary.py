@@ -1,4 +1,4 @@
-"""The end of a run in a few lines: what was learned, what it cost, and what to look at."""
+"""A run in a few lines: the summary at its end, and its state seen from another terminal."""
 
 import platform
 import shlex
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from outrider.files import is_locked
 from outrider.metrics import WRITTEN_TOKENS
@@ -110,16 +110,9 @@ def _alarm_lines(run: Path) -> Iterator[str]:
             if alarm["step"] is None or f"step {alarm['step']}" in alarm["text"]
             else f"step {alarm['step']}: "
         )
-        yield _cut(f"  {prefix}{alarm['text']}")
+        line, room = f"  {prefix}{alarm['text']}", _COLUMNS - 9
+        yield line if len(line) <= room else line[: room - 1] + "…"
     yield f"outrider view {shlex.quote(str(run))}"
-
-
-def _cut(text: str) -> str:
-    room = _COLUMNS - 9
-    return text if len(text) <= room else text[: room - 1] + "…"
-
-
-# A run seen from another terminal, by its files alone: where it is, its last steps, and what it told.
 
 
 Status: TypeAlias = Literal["running", "finished", "stopped", "gone"]
@@ -138,8 +131,9 @@ _SILENT_S: Final = 60.0  # without a word, at which a line says so
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """A run at one moment. ``lines`` may hold any text; ``state_key`` changes when a step, a stage or a note
-    comes."""
+    """A run at one moment. ``lines`` may hold any text; ``state_key`` changes with every step, stage and
+    note.
+    """
 
     status: Status
     lines: tuple[str, ...]
@@ -148,52 +142,36 @@ class RunSnapshot:
 
 def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
     """Read the run's files; what is missing or damaged is left out. ``now``: seconds since 1970."""
-    data, live, notes = read_run(run), live_state(run), [str(note["text"]) for note in read_notes(run)]
-    status = _status(run, data, live)
-    lines = [
-        f"{run}: {_describe_status(run, status, live)}",
-        *_describe_stage(status, live, time.time() if now is None else now),
-        *_last_steps(data),
-        *(f"> {text}" for text in notes[-_NUM_NOTES:]),
-    ]
-    stage = None if live is None else live.get("stage")
-    return RunSnapshot(
-        status=status, lines=tuple(lines), state_key=(status, stage, data.num_steps, len(notes))
-    )
-
-
-def _status(run: Path, data: RunData, live: Mapping[str, Any] | None) -> Status:
+    data, live, notes = read_run(run), live_state(run), read_notes(run)
+    status: Status
     if is_locked(run / "lock"):
-        return "running"
-    has_ended = live is None or live.get("has_ended") is not False
-    if not has_ended:
-        return "gone"
-    return "finished" if data.is_done else "stopped"
-
-
-def _describe_status(run: Path, status: Status, live: Mapping[str, Any] | None) -> str:
+        status = "running"
+    elif live is not None and live.get("has_ended") is False:
+        status = "gone"
+    else:
+        status = "finished" if data.is_done else "stopped"
     resume_hint = f"continue with: outrider train --resume {run}"
-    if status == "gone":
-        host = live.get("host") if live is not None else None
+    description = f"stopped; {resume_hint}" if status == "stopped" else str(status)
+    if status == "gone" and live is not None:
+        host = live.get("host")
         host_hint = f"; it ran on {host}, look there" if host != platform.node() else ""
-        return f"its process is gone (killed?){host_hint}; {resume_hint}"
-    return f"stopped; {resume_hint}" if status == "stopped" else status
-
-
-def _describe_stage(status: Status, live: Mapping[str, Any] | None, now: float) -> Iterator[str]:
+        description = f"its process is gone (killed?){host_hint}; {resume_hint}"
+    lines = [f"{run}: {description}"]
     if live is None:
-        yield "it tells no stage"
-        return
-    if status == "running" or status == "gone":
-        yield str(live.get("line") or f"{live.get('stage')} {live.get('done')}/{live.get('total')}")
+        lines.append("it tells no stage")
+    elif status in ("running", "gone"):
+        lines.append(str(live.get("line") or f"{live.get('stage')} {live.get('done')}/{live.get('total')}"))
+        now = time.time() if now is None else now
         silent = now - (finite(live.get("time")) or now)
         if status == "gone" or silent >= _SILENT_S:
-            yield f"last heard of {duration(max(0.0, silent))} ago"
-
-
-def _last_steps(data: RunData) -> Iterator[str]:
+            lines.append(f"last heard of {duration(max(0.0, silent))} ago")
     total = data.config.get("train.num_steps", "?")
     for record in [item for item in data.records if item["kind"] == "train"][-_NUM_STEPS:]:
         values = ((name, finite(record.get(key))) for name, key in STEP_FIELDS.items())
         fields = "".join(f"  {name} {compact(item):>5}" for name, item in values if item is not None)
-        yield f"step {record['step']!s:>{len(total)}}/{total}{fields}"
+        lines.append(f"step {record['step']!s:>{len(total)}}/{total}{fields}")
+    lines += [f"> {note['text']}" for note in notes[-_NUM_NOTES:]]
+    stage = None if live is None else live.get("stage")
+    return RunSnapshot(
+        status=status, lines=tuple(lines), state_key=(status, stage, data.num_steps, len(notes))
+    )

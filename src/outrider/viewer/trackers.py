@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from outrider.config import Settings
 from outrider.errors import ConfigError, OutriderError
@@ -65,68 +65,61 @@ class Tracker(Protocol):
         """Flush and end the remote run."""
 
 
-class TensorboardTracker:
-    """Scalars in ``directory`` for TensorBoard, through tensorboardX (no torch, no TensorFlow)."""
+class _BuiltinTracker:
+    """A tracker whose package is an extra."""
 
-    identity: str | None = None  # it goes on in its directory
+    identity: str | None = None
 
-    def __init__(self, *, directory: Path, newest_step: int | None, first_step: int = 0) -> None:
-        module = _import("tensorboardX", extra="tensorboard")
-        purge = first_step if newest_step is None else newest_step + 1
+    def __init__(self, context: TrackerContext) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def build(cls, settings: Settings, context: TrackerContext) -> Self:
+        """Start the tracker. Raises ConfigError."""
+        return cls(context)
+
+
+class TensorboardTracker(_BuiltinTracker):
+    """Scalars in the folder ``tensorboard`` of the run, through tensorboardX (no torch, no TensorFlow). A
+    resumed run continues in its folder, so it needs no identity.
+    """
+
+    def __init__(self, context: TrackerContext) -> None:
+        directory = context.run_dir / "tensorboard"
+        purge = context.first_step if context.newest_step is None else context.newest_step + 1
         purged = {"purge_step": purge} if directory.exists() else {}
+        module = _import("tensorboardX", extra="tensorboard")
         self._writer: Any = _start(
             "tensorboard", lambda: module.SummaryWriter(logdir=str(directory), **purged)
         )
 
-    @classmethod
-    def build(cls, settings: Settings, context: TrackerContext) -> "TensorboardTracker":
-        """In the run directory. Raises ConfigError."""
-        return cls(
-            directory=context.run_dir / "tensorboard",
-            newest_step=context.newest_step,
-            first_step=context.first_step,
-        )
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush the event file."""
         self._writer.close()
 
 
-class WandbTracker:
-    """A Weights & Biases run. The step is an axis of its own, because W&B refuses negative steps, which the
-    cold start has.
+class WandbTracker(_BuiltinTracker):
+    """A Weights & Biases run under the name of the run directory. The step is an axis of its own, because W&B
+    refuses negative steps, which the cold start has.
     """
 
-    def __init__(
-        self, *, project: str, name: str, directory: Path, config: Mapping[str, Json], known: str | None
-    ) -> None:
+    def __init__(self, context: TrackerContext) -> None:
+        options: dict[str, Any] = {
+            "project": context.project, "name": context.run_dir.name, "dir": str(context.run_dir),
+            "config": dict(context.config),
+        }  # fmt: skip
+        if context.known is not None:
+            options |= {"id": context.known, "resume": "allow"}
         module = _import("wandb", extra="wandb")
-        resumed = {} if known is None else {"id": known, "resume": "allow"}
-        self._run: Any = _start(
-            "wandb",
-            lambda: module.init(
-                project=project, name=name, dir=str(directory), config=dict(config), **resumed
-            ),
-        )
+        self._run: Any = _start("wandb", lambda: module.init(**options))
         self._run.define_metric("*", step_metric="outrider_step")
-        self.identity: str | None = None if self._run.offline else str(self._run.id)
-
-    @classmethod
-    def build(cls, settings: Settings, context: TrackerContext) -> "WandbTracker":
-        """Under the run directory's name. Raises ConfigError."""
-        run = context.run_dir
-        return cls(
-            project=context.project, name=run.name, directory=run, config=context.config, known=context.known
-        )
+        self.identity = None if self._run.offline else str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record with its own step axis."""
         self._run.log({"outrider_step": step, **metrics})
 
     def close(self) -> None:
@@ -134,31 +127,20 @@ class WandbTracker:
         self._run.finish()
 
 
-class TrackioTracker:
-    """A Trackio run, local by default."""
+class TrackioTracker(_BuiltinTracker):
+    """A Trackio run under the name of the run directory, local by default."""
 
-    def __init__(self, *, project: str, name: str, config: Mapping[str, Json], known: str | None) -> None:
+    def __init__(self, context: TrackerContext) -> None:
         module = _import("trackio", extra="trackio")
-        resume = "never" if known is None else "allow"
-        self._run: Any = _start(
-            "trackio",
-            lambda: module.init(project=project, name=known or name, config=dict(config), resume=resume),
-        )
-        self.identity: str | None = str(self._run.name)  # another one than was asked for where that is taken
-
-    @classmethod
-    def build(cls, settings: Settings, context: TrackerContext) -> "TrackioTracker":
-        """Under the run directory's name. Raises ConfigError."""
-        return cls(
-            project=context.project, name=context.run_dir.name, config=context.config, known=context.known
-        )
+        options = {"config": dict(context.config), "resume": "never" if context.known is None else "allow"}
+        name = context.known or context.run_dir.name
+        self._run: Any = _start("trackio", lambda: module.init(project=context.project, name=name, **options))
+        self.identity = str(self._run.name)  # another one than requested if that is taken
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record at the step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Flush the record."""
         self._run.finish()
 
 
@@ -252,18 +234,12 @@ def make_trackers(
             first_step=first_step,
         )
         trackers[name] = _start(name, partial(build_by_name, "trackers", name, None, context))
-    known |= {
-        name: identity for name, tracker in trackers.items() if (identity := _identity(tracker)) is not None
-    }
+    for name, tracker in trackers.items():
+        if (identity := getattr(tracker, "identity", None)) is not None:  # a tracker need not have any
+            known[name] = str(identity)
     if known:
         replace_file(identities, json.dumps(known).encode())
     return TrackerSet(trackers, warn=warn)
-
-
-def _identity(tracker: Tracker) -> str | None:
-    """What the tracker's run can be continued by; a tracker need not have any."""
-    identity = getattr(tracker, "identity", None)
-    return None if identity is None else str(identity)
 
 
 def _import(module: str, *, extra: str) -> ModuleType:

@@ -104,5 +104,5 @@ def test_what_browsers_do_at_the_edges(content: bytes, label: str | None, text: 
 )
 def test_any_bytes_are_read_in_time_that_grows_with_them(label: str) -> None:
     for part in (b"\x8f", b"\xff", b"\x1b$B!", b"<meta ", b"<!--", b'a="', bytes(range(256))):
-        assert isinstance(decode_page(part * 5_000, label), str)
-        assert isinstance(decode_page(part * 5_000, None), str)
+        assert isinstance(decode_page(part * 1_000, label), str)
+        assert isinstance(decode_page(part * 1_000, None), str)

@@ -173,7 +173,7 @@ class _Builder:
                 yield from self._comparison(measure, first, second)
 
     def _descriptions(self, country: Country) -> Iterator[tuple[str, str, Hop]]:
-        """Descriptions of a country without its name, each unique in the whole book and found by one search."""
+        """Descriptions of a country without its name, each unique in the book and found by one search."""
         for name, attribute in ATTRIBUTES.items():
             value = country.facts.get(name)
             if (

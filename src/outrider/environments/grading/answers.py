@@ -1,7 +1,8 @@
-"""One spelling for words that read the same: dashes, quotation marks, characters that are not visible,
-widths of characters, and the markup around words (LaTeX, Markdown, HTML).
+"""Extracting an answer from a text and comparing it: boxes, normalisation, exact match, token F1.
 
-No letter, digit or sign that a reader sees is dropped.
+Source: ARPO (arXiv 2507.19849), section 3, and the behaviour of its released scoring code. If that behaviour
+equates different answers or separates equal ones, this code differs on purpose; ``docs/environments.md``
+lists every difference.
 """
 
 import html
@@ -83,7 +84,10 @@ _MAX_NESTED: Final = 8
 
 
 def plain_words(text: str) -> str:
-    """The text in one spelling: without markup, in Unicode's composed form, with ASCII dashes and quotes."""
+    """One spelling for words that look the same: without markup (LaTeX, Markdown, HTML) and invisible
+    characters, in Unicode's composed form, with ASCII dashes and quotes. No visible letter, digit or sign is
+    dropped.
+    """
     text = text.translate(_NOT_SEEN)
     if "&" in text:
         text = _ENTITY.sub(lambda match: html.unescape(match.group()), text)
@@ -108,13 +112,6 @@ def _accented(match: re.Match[str]) -> str:
     return unicodedata.normalize("NFC", letter + _ACCENTS[accent])
 
 
-# Taking an answer out of text and comparing it: boxes, normalisation, exact match, token F1.
-#
-# Source: ARPO (arXiv 2507.19849), section 3 and the released scoring code's behaviour. Where that behaviour
-# equates different answers or parts equal ones, this differs on purpose; ``docs/environments.md`` lists every
-# difference.
-
-
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional
 # thousands commas and power of ten; letters may follow ("2.5km").
@@ -131,16 +128,16 @@ _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The inside of the last closed ``\boxed{...}`` (braces matched, ``\{`` is no brace) or ``\boxed x$``;
-    None if none.
+    r"""The content of the last closed ``\boxed{...}`` (with matching braces; ``\{`` is no brace) or ``\boxed
+    x$``; None if there is none.
 
-    An unclosed box is skipped rather than an error, and ``\fbox`` is not a box. A box in the model's thoughts
-    is skipped too. The time grows in proportion to the text, whatever is in it.
+    An unclosed box and a box in the model's thoughts are skipped, and ``\fbox`` is no box. The time is linear
+    in the length of the text.
     """
     text = without_thoughts(text)
     closings = _closings(text)
     span: tuple[int, int] | None = None
-    position, mark = 0, -1  # the first of $, { and } from ``position`` on; found again only once it is passed
+    position, mark = 0, -1  # ``mark``: the first of $, { and } at or after ``position``
     while (match := _BOX.search(text, position)) is not None:
         position = match.end()
         if match.group().endswith("{"):
@@ -157,7 +154,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """Where every brace that is closed is closed, in one pass."""
+    """From the position of every opening brace to that of its closing brace, in one pass."""
     opened: list[int] = []
     closings: dict[int, int] = {}
     for match in _BRACE.finditer(text):
@@ -175,40 +172,33 @@ def unwrap_text(answer: str) -> str:
 
 
 def extract_answer(text: str) -> str:
-    """The answer of a whole output: last ``<answer>`` pair, its last box, else its text; without a pair the
-    last box.
-
-    Empty when there is none of these. Thoughts are no part of the output.
+    """The answer of a whole output: the last box in the last ``<answer>`` pair, or the pair's text; without a
+    pair the last box. Empty if there is none of these. Thoughts are ignored.
     """
     text = without_thoughts(text)
-    pair = _last_pair(text)
+    pair: str | None = None
+    for part in reversed(text.split("</answer>")[:-1]):
+        # From the first opening tag after the previous closing tag.
+        _, opening, inside = part.partition("<answer>")
+        if opening:
+            pair = inside
+            break
     boxed = last_boxed(text if pair is None else pair)
     if boxed is not None:
         return unwrap_text(boxed)
     return "" if pair is None else pair.strip()
 
 
-def _last_pair(text: str) -> str | None:
-    """The inside of the last answer pair: from the first opening tag behind the closing tag before; None
-    without any.
-    """
-    for part in reversed(text.split("</answer>")[:-1]):
-        _, opening, inside = part.partition("<answer>")
-        if opening:
-            return inside
-    return None
-
-
 def normalize_answer(text: str) -> str:
-    """Lower case without markup (:func:`plain_words`), punctuation and articles, blanks collapsed; numbers
+    """Lower case without markup (:func:`plain_words`), punctuation, articles and repeated blanks; numbers
     keep their sign and decimal point.
 
-    ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. A text that would vanish (the choice ``A``, a lone
-    ``%``) keeps its articles, or its punctuation.
+    For example, ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. If nothing would be left (the choice
+    ``A``, a single ``%``), articles or punctuation are kept.
     """
     lowered = " ".join(plain_words(stream_safe(text)).lower().split())
     lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", lowered)
-    # Around numbers punctuation goes; between two digits it becomes a blank, one for one: 1/2 is not 12.
+    # Punctuation around numbers is removed; between two digits it becomes a blank, because 1/2 is not 12.
     parted = _BETWEEN_DIGITS.sub(" ", lowered)
     words: list[str] = []
     position = 0
@@ -230,19 +220,19 @@ def _canonical(number: str) -> str:
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:
-    """Whether the normalised prediction equals any normalised answer. An empty prediction matches nothing."""
+    """Whether the normalised prediction equals a normalised answer. An empty prediction matches nothing."""
     predicted = normalize_answer(prediction)
     return bool(predicted) and any(predicted == normalize_answer(answer) for answer in answers)
 
 
 def contains_answer(prediction: str, answers: Sequence[str]) -> bool:
-    """Whether any normalised answer stands in the normalised prediction, as whole words."""
+    """Whether the normalised prediction contains a normalised answer as whole words."""
     predicted = f" {normalize_answer(prediction)} "
     return any(f" {normalize_answer(answer)} " in predicted for answer in answers)
 
 
 def f1_score(prediction: str, answers: Sequence[str]) -> float:
-    """Bag-of-words F1 in [0, 1], the best over the answers. Yes, no and "noanswer" only match themselves."""
+    """Bag-of-words F1 in [0, 1], the maximum over the answers. Yes, no and "noanswer" match only equals."""
     return max(
         (_f1(normalize_answer(prediction), normalize_answer(answer)) for answer in answers), default=0.0
     )

@@ -1,5 +1,9 @@
-"""Equality of mathematical answers as strings, by the rules of MATH (arXiv 2103.03874): nothing is
-evaluated.
+"""Comparison of mathematical answers, as strings and by ``math-verify`` in processes of its own.
+
+Expressions that clearly explode (power towers, high powers of groups, huge powers of ten, integrals,
+factorials) are not evaluated, which saves the time until the limit; they are compared as strings, and
+undecided if they differ. This is no protection: one short answer can keep a computer algebra system busy in
+one call for years. The processes, which are killed at their limits, are.
 """
 
 import contextlib
@@ -30,10 +34,10 @@ _DROPPED: Final = (
 
 
 def strings_equal(first: str | None, second: str | None) -> bool:
-    r"""Equality after MATH's rewriting of strings; nothing is evaluated: ``1/2`` is ``\frac{1}{2}``, but 12
-    is not 12.0.
+    r"""Equality after the rewriting of strings in MATH (arXiv 2103.03874), without evaluation: ``1/2`` equals
+    ``\frac{1}{2}``, but 12 does not equal 12.0.
 
-    Two missing texts are equal. A text that the rewriting cannot read makes it plain equality.
+    Two missing texts are equal. If the rewriting fails for a text, the texts themselves are compared.
     """
     if first is None or second is None:
         return first is second
@@ -63,7 +67,7 @@ def _rewritten(text: str) -> str | None:
 
 
 def _braced_fractions(text: str) -> str | None:
-    r"""``\frac12`` and ``\frac1{72}`` with all their braces; None for a command without operands."""
+    r"""Add the missing braces of ``\frac12`` and ``\frac1{72}``; None for a command without operands."""
     head, *tails = text.split("\\frac")
     braced = [head]
     for tail in tails:
@@ -76,14 +80,12 @@ def _braced_fractions(text: str) -> str | None:
     return "\\frac".join(braced)
 
 
-# A few warm grading processes for mathematical answers, shared by all threads of this process.
-
-
-_NUM_PROCESSES = max(2, min(8, (os.cpu_count() or 1) // 4))  # a process starts only if all others are busy
+# Grading processes. One starts only if all others are busy.
+_NUM_PROCESSES = max(2, min(8, (os.cpu_count() or 1) // 4))
 _MAX_VERDICTS = 65_536
-_CPU_SECONDS = 5  # of a pair; the slowest of the vectors takes 0.3
+_CPU_SECONDS = 5  # of a pair; the slowest pair of the test vectors takes 0.3
 _START_SECONDS = 300.0  # a cold disk
-# The worker must be of the same source tree as this module, whatever else is installed.
+# The worker must come from the same source tree as this module, whatever else is installed.
 _BOOT = """
 import sys
 sys.path.insert(0, sys.argv[2])
@@ -91,8 +93,8 @@ from outrider.environments.grading.math_worker import main
 main(int(sys.argv[1]), int(sys.argv[3]))
 """
 _SOURCE = str(Path(__file__).resolve().parents[3])
-# One hash seed, so that the same answers get the same verdicts; one thread, so that the trainer's are not
-# disturbed.
+# A fixed hash seed, so that the same answers get the same verdicts; one thread, so that the trainer is not
+# slowed down.
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
@@ -102,7 +104,7 @@ _ENVIRONMENT = {
 
 
 def math_pool() -> "MathPool":
-    """The pool of this process; a forked child gets one of its own."""
+    """The pool of this process, shared by all threads; a forked child gets its own."""
     return _process_pool(os.getpid())
 
 
@@ -112,9 +114,7 @@ def _process_pool(_: int) -> "MathPool":
 
 
 class MathPool:
-    """Evaluates pairs of expressions, each within limits of time and memory (``math_worker``). Its processes
-    start when needed.
-    """
+    """Evaluates pairs of expressions, each with limits of time and memory (see ``math_worker``)."""
 
     def __init__(self, num_processes: int = _NUM_PROCESSES, cpu_seconds: int = _CPU_SECONDS) -> None:
         self._num_processes = num_processes
@@ -122,11 +122,11 @@ class MathPool:
         self._verdicts: SingleFlightCache[bool | None] = SingleFlightCache(_MAX_VERDICTS)
 
     def same_values(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """For every pair whether its values are equal; None if that cannot be decided within the limits.
+        """For every pair, whether its values are equal; None if this cannot be decided within the limits.
 
-        Equal pairs are evaluated once, whoever asks. Neither the wait nor the evaluation, which has limits of
-        its own, is part of the time limit of an environment's call. Raises EnvironmentFault when a process
-        cannot be started or is lost twice in a row.
+        Equal pairs are evaluated once. Neither the wait nor the evaluation, which has limits of its own,
+        counts in the time limit of an environment's call. Raises EnvironmentFault if a process cannot be
+        started or is lost twice in a row.
         """
         return [self._verdicts.get(pair, functools.partial(self._evaluate, pair)) for pair in pairs]
 
@@ -135,9 +135,9 @@ class MathPool:
         try:
             with uncounted():
                 try:
-                    return worker.evaluate([pair])[0]
+                    return worker.evaluate(pair)
                 except (OSError, ValueError):
-                    return worker.evaluate([pair])[0]
+                    return worker.evaluate(pair)
         except (OSError, ValueError) as error:
             raise EnvironmentFault(f"math grading: the process was lost twice: {error}") from error
         finally:
@@ -152,28 +152,29 @@ class MathPool:
 
 
 class _Worker:
-    """One grading process. Not thread-safe; starts at the first call and again after a loss."""
+    """A grading process, started at the first call and after a loss. Not thread-safe."""
 
     def __init__(self, cpu_seconds: int) -> None:
         self._cpu_seconds = cpu_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
-    def evaluate(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """Raises OSError or ValueError when the process is lost; it is ended then."""
+    def evaluate(self, pair: tuple[str, str]) -> bool | None:
+        """Raises OSError or ValueError if the process is lost; it is then killed."""
         done = False
         try:
             process = self._started()
             assert process.stdin is not None
-            process.stdin.write(json.dumps(pairs).encode() + b"\n")
+            process.stdin.write(json.dumps([pair]).encode() + b"\n")
             process.stdin.flush()
             while (verdicts := _line(process, 2 * STALL_SECONDS)) == ALIVE:
                 pass
             done = True
         finally:
-            # also when this thread was interrupted: a late answer must not become that of the next call
+            # Also if this thread was interrupted: a late answer must not become that of the next call.
             if not done:
                 self.stop()
-        return list(verdicts)
+        verdict: bool | None = verdicts[0]
+        return verdict
 
     def _started(self) -> "subprocess.Popen[bytes]":
         if self._process is None:
@@ -189,19 +190,19 @@ class _Worker:
         return self._process
 
     def stop(self) -> None:
-        """Kill it; the kernel then ends its child."""
+        """Kill the process; the kernel then kills its child."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout):
                 if stream is not None:
-                    with contextlib.suppress(OSError):  # what could not be sent
+                    with contextlib.suppress(OSError):  # data that could not be sent
                         stream.close()
         self._process = None
 
 
 def _line(process: "subprocess.Popen[bytes]", seconds: float) -> Any:
-    """The next line of the process, which comes as a whole. TimeoutError, or ValueError when it has ended."""
+    """The next line of the process. Raises TimeoutError, or ValueError if the process has ended."""
     assert process.stdout is not None
     ready = select.poll()
     ready.register(process.stdout, select.POLLIN)
@@ -210,17 +211,8 @@ def _line(process: "subprocess.Popen[bytes]", seconds: float) -> Any:
     return json.loads(process.stdout.readline())
 
 
-# Whether two mathematical answers are equal, by ``math-verify``, in processes that are killed where it does
-# not return.
-#
-# What clearly explodes (power towers, high powers of groups, huge powers of ten, integrals, factorials) is
-# not sent there at all, which saves the time until the limit; such answers are compared as strings and
-# counted as undecided when they differ. That is no defence: one short answer can keep a computer algebra
-# system busy in one call for years. The processes are (:mod:`math_pool`).
-
-
 MAX_CHARS = 200
-_MAX_SPELLED = 1000  # characters; a longer answer is compared as it is written
+_MAX_SPELLED = 1000  # characters; a longer answer is compared without normalisation
 _MAX_EXPONENT = 1000
 _MAX_GROUP_EXPONENT = 30
 _MAX_TERMS = 2000  # of the expanded power of a group, by the number of symbols in it
@@ -243,12 +235,12 @@ _LABEL = re.compile(
     r"|(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer is:?\s*\}?)\s*(?=\S)",
     re.IGNORECASE,
 )
-# A hyphen between two words is none; every other sign tells one answer from another.
+# A hyphen between two words is no operator.
 _OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
 
 
 class Verdict(StrEnum):
-    """Result of comparing two answers. ``undecided``: different strings, and no value within the limits."""
+    """Result of a comparison. ``undecided``: the strings differ, and there is no value within the limits."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -259,18 +251,18 @@ _EVALUATED = {True: Verdict.EQUAL, False: Verdict.DIFFERENT, None: Verdict.UNDEC
 
 
 def compare_math(prediction: str, gold: str) -> Verdict:
-    r"""Compare two LaTeX or plain expressions, ``\frac{1}{2}`` and ``0.5`` being equal.
+    r"""Compare two LaTeX or plain expressions; for example, ``\frac{1}{2}`` equals ``0.5``.
 
-    Two numbers with different units are different; where one of them has none, the numbers decide. Answers
-    that hold a word are compared as text and sign by sign: as products of letters "Paris" and "pairs" would
-    be equal. Raises EnvironmentFault when the grading processes cannot be kept up; no answer raises
-    anything. An answer that is too slow to evaluate is undecided.
+    Two numbers with different units are different; if one of them has no unit, only the numbers are compared.
+    Answers with a word are compared as text and sign by sign, because as products of letters "Paris" and
+    "pairs" would be equal. An answer that is too slow to evaluate is undecided. Raises EnvironmentFault if
+    the grading processes fail, and never because of an answer.
     """
     return compare_all(prediction, (gold,))[0]
 
 
 def compare_all(prediction: str, golds: Sequence[str]) -> list[Verdict]:
-    """:func:`compare_math` with each of several accepted answers, in one visit to the grading processes."""
+    """:func:`compare_math` with each of several accepted answers."""
     results = [_compare_text(prediction, gold) for gold in golds]
     pairs = [result for result in results if isinstance(result, tuple)]
     same = iter(math_pool().same_values(pairs) if pairs else [])
@@ -278,7 +270,7 @@ def compare_all(prediction: str, golds: Sequence[str]) -> list[Verdict]:
 
 
 def _compare_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
-    """The verdict, where the texts alone give it; else what is to be evaluated."""
+    """The verdict if the texts determine it; else the pair to evaluate."""
     if not prediction.strip() or not gold.strip():
         return Verdict.DIFFERENT
     predicted, expected = (
@@ -312,14 +304,14 @@ def _compare_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
 
 
 def _with_short_unit(text: str, unit: str) -> tuple[str, str]:
-    """``5m`` as ``("5", "m")`` if that is the unit of the other answer; else ``(text, "")``."""
+    """``5m`` as ``("5", "m")`` if ``m`` is the unit of the other answer; else ``(text, "")``."""
     amount = text.removesuffix(unit)
     is_unit = unit in ("m", "g") and amount != text and amount[-1:].isdigit()
     return (amount, unit) if is_unit else (text, "")
 
 
 def _is_same_text(left: str, right: str) -> bool:
-    """Blanks apart, but for one between two digits."""
+    """Equality up to blanks, except for one between two digits."""
     if "".join(left.split()) == "".join(right.split()) and not re.search(r"\d\s+\d", left + " | " + right):
         return True
     return " ".join(left.split()) == " ".join(right.split())
@@ -331,7 +323,7 @@ def _is_same_wording(left: str, right: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """The runs of three letters that are neither a command nor the name of an environment."""
+    """The words of at least three letters that are neither a command nor the name of an environment."""
     bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\text\{ (?:and|or) \}", " ", text)
     return re.findall(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", bare))
 
@@ -343,9 +335,13 @@ def _is_safe(text: str) -> bool:
     towers = [exponent for exponent in exponents if "^" in exponent]
     if text.count("^") != len(exponents) + sum(exponent.count("^") for exponent in towers):
         return False
-    # An exponent that is a power itself, such as that of e^{-x^2}, must hold a letter: else it may be huge.
-    if any(not _is_small_tower(exponent) for exponent in towers):
-        return False
+    # An exponent that is a power itself, such as that of e^{-x^2}, must contain a letter; else it may be
+    # huge.
+    for exponent in towers:
+        bare = re.sub(r"\\(?:frac|cdot|times|pi)(?![A-Za-z])", " ", exponent)
+        is_large = any(len(digits) > 1 for digits in re.findall(r"\d+", exponent))
+        if is_large or re.search(r"[A-Za-z]", bare) is None:
+            return False
     sizes = [
         max((int(digits[:6]) for digits in re.findall(r"\d+", exponent)), default=1) for exponent in exponents
     ]
@@ -356,10 +352,3 @@ def _is_safe(text: str) -> bool:
         return is_small or product <= (_MAX_GROUP_EXPONENT if "=" in text else _MAX_EXPONENT)
     num_symbols = len(set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text))))
     return product <= _MAX_GROUP_EXPONENT and math.comb(product + num_symbols, num_symbols) <= _MAX_TERMS
-
-
-def _is_small_tower(exponent: str) -> bool:
-    has_letter = (
-        re.search(r"[A-Za-z]", re.sub(r"\\(?:frac|cdot|times|pi)(?![A-Za-z])", " ", exponent)) is not None
-    )
-    return has_letter and all(len(digits) == 1 for digits in re.findall(r"\d+", exponent))

@@ -1,12 +1,15 @@
-r"""Comparing mathematical answers part by part: lists, tuples, sets, intervals, unions, matrices, ratios and
-sums with dots. An algebra system compares the parts, which hold none of these.
+r"""Comparison of mathematical answers part by part: lists, tuples, sets, intervals, unions, matrices, ratios
+and sums with dots. A computer algebra system (``math-verify``) compares the parts, which contain none of
+these.
 
-A computer algebra system reads a list with ``\ldots``, a ``\pm`` in a tuple or a chain ``1:2:3`` in part, and
-what it does not read it does not compare. Here every part of one answer has a part of the other.
+The algebra system parses a list with ``\ldots``, a ``\pm`` in a tuple or a chain ``1:2:3`` only in part, and
+ignores the rest. Here every part of one answer must match a part of the other.
+
+The comparison runs in a grading process only, because its time and memory are not limited here.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -20,8 +23,6 @@ from math_verify import verify
 
 from outrider.environments.grading.math_normal_form import split_top, split_unit
 
-SameValue = Callable[[str, str], bool]
-"""Whether two expressions without structure have one value."""
 _DOTS: Final = r"\ldots"
 _CLOSERS: Final = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
 _MATRIX: Final = re.compile(
@@ -49,8 +50,13 @@ _MAX_MEMBERS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """An answer in its parts. ``kind``: a bare list, a bracketed one, or a single expression; ``brackets``
-    are those around it. ``word`` connects the parts of a list.
+    """An answer in its parts.
+
+    Attributes:
+        kind: a single expression, a list without brackets, or one with brackets.
+        members: the parts.
+        brackets: the brackets.
+        word: the word between the parts of a list.
     """
 
     kind: Literal["one", "list", "bracketed"]
@@ -59,183 +65,179 @@ class _Parts:
     word: str = ","
 
 
-def same_structure(left: str, right: str, same_value: SameValue) -> bool:
-    """Whether two answers are equal in all their parts. ``same_value`` compares expressions."""
-    return _Comparer(same_value).is_same(left, right)
-
-
-class _Comparer:
-    def __init__(self, same_value: SameValue) -> None:
-        self._same_value = same_value
-
-    def is_same(self, left: str, right: str) -> bool:
-        left, right = _bare(left), _bare(right)
-        if _packed(left) == _packed(right) and not re.search(r"\d\s+\d", left + right):
-            return True
-        if not left or not right:
-            return False
-        readings = [_readings(text) for text in (left, right)]
-        return any(self._is_same_parts(reading, other) for reading, other in product(*readings))
-
-    def _is_same_parts(self, left: _Parts, right: _Parts) -> bool:
-        if left.kind == "one" and right.kind == "one":
-            return self._is_same_single(left.members[0], right.members[0])
-        if (left.kind == "list") != (right.kind == "list"):
-            bare, other = (left, right) if left.kind == "list" else (right, left)
-            if (condition := _as_condition(bare)) is not None:
-                return self.is_same(condition, _written(other))
-        if left.kind == "one" or right.kind == "one":
-            single, other = (left, right) if left.kind == "one" else (right, left)
-            return self._is_same_mixed(single.members[0], other)
-        if left.kind == right.kind == "list":
-            has_relations = any(re.search(r"[<>]|\\[lg]e(?![a-z])", member) for member in left.members)
-            if has_relations and {left.word, right.word} == {"and", "or"}:
-                return False
-            return self._is_same_members(left.members, right.members, is_ordered=False)
-        if left.kind == "list" or right.kind == "list":
-            bare, other = (left, right) if left.kind == "list" else (right, left)
-            if bare.word == _AMBIGUOUS:
-                return False
-            if other.brackets == (r"\{", r"\}"):
-                return self._is_same_members(bare.members, other.members, is_ordered=False)
-            if other.brackets == ("(", ")") or (other.brackets == ("[", "]") and len(other.members) > 2):
-                return self._is_same_members(bare.members, other.members, is_ordered=True)
-            if other.brackets == ("[", "]") and all(_bracketed(member) for member in other.members):
-                return self._is_same_members(bare.members, other.members, is_ordered=False)
-            return other.brackets == ("[", "]") and len(other.members) == 1 == len(bare.members)
-        if left.brackets != right.brackets:
-            is_vector = {left.brackets, right.brackets} == {("(", ")"), (r"\langle", r"\rangle")}
-            is_long = len(left.members) > 2 and {left.brackets, right.brackets} == {("(", ")"), ("[", "]")}
-            if not (is_vector or is_long):
-                return False
-        return self._is_same_members(left.members, right.members, is_ordered=left.brackets[0] != r"\{")
-
-    def _is_same_members(self, left: Sequence[str], right: Sequence[str], *, is_ordered: bool) -> bool:
-        if len(left) != len(right) or len(left) > _MAX_MEMBERS:
-            return False
-        if is_ordered or any(_is_dots(member) for member in (*left, *right)):
-            return all(
-                _is_dots(item) == _is_dots(other) and (_is_dots(item) or self.is_same(item, other))
-                for item, other in zip(left, right, strict=True)
-            )
-        rest = list(right)
-        for item in left:  # the same text first: it costs nothing
-            match = next((other for other in rest if _packed(other) == _packed(item)), None)
-            if match is None:
-                match = next((other for other in rest if self.is_same(item, other)), None)
-            if match is None:
-                return False
-            rest.remove(match)
+def _is_same(left: str, right: str) -> bool:
+    left, right = _bare(left), _bare(right)
+    if _packed(left) == _packed(right) and not re.search(r"\d\s+\d", left + right):
         return True
+    if not left or not right:
+        return False
+    readings = [_readings(text) for text in (left, right)]
+    return any(_is_same_parts(reading, other) for reading, other in product(*readings))
 
-    def _is_same_mixed(self, single: str, other: _Parts) -> bool:
-        """An expression against something in several parts: a condition may name an interval, and a list of
-        one member is that member.
-        """
-        if len(other.members) == 1 and other.brackets in (("", ""), (r"\{", r"\}"), ("[", "]"), ("(", ")")):
-            return other.brackets[0] != "[" and self.is_same(single, other.members[0])
-        name, _, value = _assigned(single)
-        if name and _readings(_bare(value))[0].kind != "one":
-            return self.is_same(value, _written(other))
-        is_condition = bool(re.search(r"[<>]|\\(?:le|ge|ne|cup|cap|setminus|mathbb|infty)(?![a-z])", single))
-        return is_condition and other.kind == "bracketed" and self._same_value(single, _written(other))
 
-    def _is_same_single(self, left: str, right: str) -> bool:
-        (left, its_unit), (right, unit) = split_unit(left), split_unit(right)
-        if not is_same_unit(its_unit, unit):
+def _is_same_parts(left: _Parts, right: _Parts) -> bool:
+    if left.kind == "one" and right.kind == "one":
+        return _is_same_single(left.members[0], right.members[0])
+    if (left.kind == "list") != (right.kind == "list"):
+        bare, other = (left, right) if left.kind == "list" else (right, left)
+        if (condition := _as_condition(bare)) is not None:
+            return _is_same(condition, _written(other))
+    if left.kind == "one" or right.kind == "one":
+        single, other = (left, right) if left.kind == "one" else (right, left)
+        return _is_same_mixed(single.members[0], other)
+    if left.kind == right.kind == "list":
+        has_relations = any(re.search(r"[<>]|\\[lg]e(?![a-z])", member) for member in left.members)
+        if has_relations and {left.word, right.word} == {"and", "or"}:
             return False
-        is_percentage = [text.endswith(r"\%") for text in (left, right)]
-        if any(is_percentage):
-            if its_unit or unit:
-                return False
-            if all(is_percentage):
-                return self.is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
-            if is_percentage[0] != is_percentage[1]:  # "12 percent" may be given as 12 or as 0.12
-                amounts = [text.removesuffix(r"\%") for text in (left, right)]
-                return self.is_same(*amounts) or self._same_value(left, right)
-        for split in (
-            self._compare_unions,
-            self._compare_matrices,
-            self._compare_ratios,
-            self._compare_relations,
-        ):
-            verdict = split(left, right)
-            if verdict is not None:
-                return verdict
-        if _DOTS in left or _DOTS in right:
-            return _packed(left) == _packed(right)
-        bases = [_BASED.fullmatch(text.strip()) for text in (left, right)]
-        if bases[0] and bases[1]:
-            return _based_value(bases[0]) == _based_value(bases[1]) is not None
-        if any(bases):  # a base that one of them does not write: the digits decide
-            digits = [
-                match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)
-            ]
-            return digits[0] == digits[1]
-        return self._same_value(left, right)
-
-    def _compare_unions(self, left: str, right: str) -> bool | None:
-        parts = [_split_command(text, r"\cup") for text in (left, right)]
-        if all(len(part) > 1 for part in parts):
-            return self._is_same_members(*parts, is_ordered=False) or self._same_value(left, right)
-        return None
-
-    def _compare_matrices(self, left: str, right: str) -> bool | None:
-        matrices = [_MATRIX.fullmatch(text.strip()) for text in (left, right)]
-        if matrices[0] is None or matrices[1] is None:
-            return None
-        rows = [
-            [split_top(row, "&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
-            for match in matrices
-            if match is not None
-        ]
-        if "cases" in (matrices[0][1], matrices[1][1]):
-            lists = [["&".join(map(_packed, row)) for row in matrix] for matrix in rows]
-            return self._is_same_members(lists[0], lists[1], is_ordered=False)
-        if (
-            "v" in (matrices[0][1][0].lower() + matrices[1][1][0].lower())
-            and matrices[0][1] != matrices[1][1]
-        ):
-            return None  # a determinant is a number
-        if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
+        return _is_same_members(left.members, right.members, is_ordered=False)
+    if left.kind == "list" or right.kind == "list":
+        bare, other = (left, right) if left.kind == "list" else (right, left)
+        if bare.word == _AMBIGUOUS:
             return False
-        entries = [[entry for row in matrix for entry in row] for matrix in rows]
-        return self._is_same_members(entries[0], entries[1], is_ordered=True)
-
-    def _compare_ratios(self, left: str, right: str) -> bool | None:
-        parts = [split_top(text, ":") for text in (left, right)]
-        if max(map(len, parts)) < 2 or (min(map(len, parts)) == 1 and max(map(len, parts)) == 2):
-            return None
-        if len(parts[0]) != len(parts[1]) or not all(part.strip() for part in (*parts[0], *parts[1])):
+        if other.brackets == (r"\{", r"\}"):
+            return _is_same_members(bare.members, other.members, is_ordered=False)
+        if other.brackets == ("(", ")") or (other.brackets == ("[", "]") and len(other.members) > 2):
+            return _is_same_members(bare.members, other.members, is_ordered=True)
+        if other.brackets == ("[", "]") and all(_bracketed(member) for member in other.members):
+            return _is_same_members(bare.members, other.members, is_ordered=False)
+        return other.brackets == ("[", "]") and len(other.members) == 1 == len(bare.members)
+    if left.brackets != right.brackets:
+        is_vector = {left.brackets, right.brackets} == {("(", ")"), (r"\langle", r"\rangle")}
+        is_long = len(left.members) > 2 and {left.brackets, right.brackets} == {("(", ")"), ("[", "]")}
+        if not (is_vector or is_long):
             return False
-        if any(_is_dots(part) for part in (*parts[0], *parts[1])):
-            return self._is_same_members(*parts, is_ordered=True)
-        first, second = parts
+    return _is_same_members(left.members, right.members, is_ordered=left.brackets[0] != r"\{")
+
+
+def _is_same_members(left: Sequence[str], right: Sequence[str], *, is_ordered: bool) -> bool:
+    if len(left) != len(right) or len(left) > _MAX_MEMBERS:
+        return False
+    if is_ordered or any(_is_dots(member) for member in (*left, *right)):
         return all(
-            self._same_value(rf"\frac{{{term}}}{{{first[0]}}}", rf"\frac{{{other}}}{{{second[0]}}}")
-            for term, other in zip(first[1:], second[1:], strict=True)
+            _is_dots(item) == _is_dots(other) and (_is_dots(item) or _is_same(item, other))
+            for item, other in zip(left, right, strict=True)
         )
+    rest = list(right)
+    for item in left:  # the same text first, which is cheap
+        match = next((other for other in rest if _packed(other) == _packed(item)), None)
+        if match is None:
+            match = next((other for other in rest if _is_same(item, other)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
 
-    def _compare_relations(self, left: str, right: str) -> bool | None:
-        """``x = 5`` is 5. Two names must be one name."""
-        relations = [_assigned(text) for text in (left, right)]
-        if relations[0][0] and relations[1][0]:
-            if relations[0][0] == relations[1][0] and relations[0][1] == relations[1][1]:
-                return self.is_same(relations[0][2], relations[1][2]) or None
-            return None
-        if relations[0][0] or relations[1][0]:
-            index = 0 if relations[0][0] else 1
-            other = (left, right)[1 - index]
-            if not _RELATION.search(other) or (
-                relations[index][1] == r"\in" and _RELATION.search(relations[index][2]) is None
-            ):
-                return self.is_same(relations[index][2], other)
+
+def _is_same_mixed(single: str, other: _Parts) -> bool:
+    """Compare an expression with several parts: a condition may describe an interval, and a list of one
+    member equals that member.
+    """
+    if len(other.members) == 1 and other.brackets in (("", ""), (r"\{", r"\}"), ("[", "]"), ("(", ")")):
+        return other.brackets[0] != "[" and _is_same(single, other.members[0])
+    name, _, value = _assigned(single)
+    if name and _readings(_bare(value))[0].kind != "one":
+        return _is_same(value, _written(other))
+    is_condition = bool(re.search(r"[<>]|\\(?:le|ge|ne|cup|cap|setminus|mathbb|infty)(?![a-z])", single))
+    return is_condition and other.kind == "bracketed" and _is_same_expression(single, _written(other))
+
+
+def _is_same_single(left: str, right: str) -> bool:
+    (left, its_unit), (right, unit) = split_unit(left), split_unit(right)
+    if not is_same_unit(its_unit, unit):
+        return False
+    is_percentage = [text.endswith(r"\%") for text in (left, right)]
+    if any(is_percentage):
+        if its_unit or unit:
+            return False
+        if all(is_percentage):
+            return _is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
+        if is_percentage[0] != is_percentage[1]:  # "12 percent" may be written as 12 or as 0.12
+            amounts = [text.removesuffix(r"\%") for text in (left, right)]
+            return _is_same(*amounts) or _is_same_expression(left, right)
+    for split in (
+        _compare_unions,
+        _compare_matrices,
+        _compare_ratios,
+        _compare_relations,
+    ):
+        verdict = split(left, right)
+        if verdict is not None:
+            return verdict
+    if _DOTS in left or _DOTS in right:
+        return _packed(left) == _packed(right)
+    bases = [_BASED.fullmatch(text.strip()) for text in (left, right)]
+    if bases[0] and bases[1]:
+        return _based_value(bases[0]) == _based_value(bases[1]) is not None
+    if any(bases):  # only one of them has a base: compare the digits
+        digits = [
+            match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)
+        ]
+        return digits[0] == digits[1]
+    return _is_same_expression(left, right)
+
+
+def _compare_unions(left: str, right: str) -> bool | None:
+    parts = [_split_command(text, r"\cup") for text in (left, right)]
+    if all(len(part) > 1 for part in parts):
+        return _is_same_members(*parts, is_ordered=False) or _is_same_expression(left, right)
+    return None
+
+
+def _compare_matrices(left: str, right: str) -> bool | None:
+    matrices = [_MATRIX.fullmatch(text.strip()) for text in (left, right)]
+    if matrices[0] is None or matrices[1] is None:
         return None
+    rows = [
+        [split_top(row, "&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
+        for match in matrices
+        if match is not None
+    ]
+    if "cases" in (matrices[0][1], matrices[1][1]):
+        lists = [["&".join(map(_packed, row)) for row in matrix] for matrix in rows]
+        return _is_same_members(lists[0], lists[1], is_ordered=False)
+    if "v" in (matrices[0][1][0].lower() + matrices[1][1][0].lower()) and matrices[0][1] != matrices[1][1]:
+        return None  # a determinant is a number
+    if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
+        return False
+    entries = [[entry for row in matrix for entry in row] for matrix in rows]
+    return _is_same_members(entries[0], entries[1], is_ordered=True)
+
+
+def _compare_ratios(left: str, right: str) -> bool | None:
+    parts = [split_top(text, ":") for text in (left, right)]
+    if max(map(len, parts)) < 2 or (min(map(len, parts)) == 1 and max(map(len, parts)) == 2):
+        return None
+    if len(parts[0]) != len(parts[1]) or not all(part.strip() for part in (*parts[0], *parts[1])):
+        return False
+    if any(_is_dots(part) for part in (*parts[0], *parts[1])):
+        return _is_same_members(*parts, is_ordered=True)
+    first, second = parts
+    return all(
+        _is_same_expression(rf"\frac{{{term}}}{{{first[0]}}}", rf"\frac{{{other}}}{{{second[0]}}}")
+        for term, other in zip(first[1:], second[1:], strict=True)
+    )
+
+
+def _compare_relations(left: str, right: str) -> bool | None:
+    """``x = 5`` equals 5. Two names must be equal."""
+    relations = [_assigned(text) for text in (left, right)]
+    if relations[0][0] and relations[1][0]:
+        if relations[0][0] == relations[1][0] and relations[0][1] == relations[1][1]:
+            return _is_same(relations[0][2], relations[1][2]) or None
+        return None
+    if relations[0][0] or relations[1][0]:
+        index = 0 if relations[0][0] else 1
+        other = (left, right)[1 - index]
+        if not _RELATION.search(other) or (
+            relations[index][1] == r"\in" and _RELATION.search(relations[index][2]) is None
+        ):
+            return _is_same(relations[index][2], other)
+    return None
 
 
 def is_same_unit(left: str, right: str) -> bool:
-    """Units of two amounts agree if one has none, if they are equal, or if one names the same thing more
-    precisely ("red marbles", "dollars per pound").
+    """Whether the units of two amounts agree: one has none, they are equal, or one is more precise ("red
+    marbles", "dollars per pound").
     """
     if not left or not right or left == right:
         return True
@@ -244,7 +246,7 @@ def is_same_unit(left: str, right: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without blanks and without brackets around a single member."""
+    """Remove blanks, and brackets around a single member."""
     text = text.strip().rstrip(".;").strip() if not text.strip().endswith(r"\.") else text.strip()
     if r"\approx" in text:  # the exact value, or that of a name
         first, *rest = split_top(text.replace(r"\approx", "\x00"), "\x00")
@@ -261,7 +263,7 @@ def _bare(text: str) -> str:
 
 
 def _inside(text: str, opening: str, closing: str) -> str | None:
-    """The inside of brackets that are around the whole text."""
+    """The content of brackets around the whole text."""
     if not (text.startswith(opening) and text.endswith(closing)) or len(text) < len(opening) + len(closing):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
@@ -275,8 +277,8 @@ def _inside(text: str, opening: str, closing: str) -> str | None:
 
 
 def _readings(text: str) -> list[_Parts]:
-    """The ways to read an answer; more than one only for ``3,125``, which is a number or two (``3,025`` is
-    one).
+    """The possible interpretations of an answer; several only for ``3,125``, which is one number or two
+    (``3,025`` is one).
     """
     variants = _signed(text)
     if len(variants) > 1:
@@ -311,7 +313,7 @@ def _bracketed(text: str) -> _Parts | None:
 
 
 def _members(text: str) -> tuple[str, ...]:
-    """In brackets every comma separates, except in ``1,000``."""
+    """The members in brackets: every comma separates, except in ``1,000``."""
     parts = split_top(text, ",;")
     joined = [parts[0]]
     for part in parts[1:]:
@@ -339,9 +341,7 @@ def _listed(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _signed(text: str) -> list[str]:
-    r"""Both values of an expression with ``\pm``; all combinations if there are several, unless ``\mp`` links
-    them.
-    """
+    r"""Both values of an expression with ``\pm``; all combinations of several, unless ``\mp`` links them."""
     text = text.replace(r"\pm", "\x02").replace(r"\mp", "\x03")
     num_signs = text.count("\x02") + text.count("\x03")
     if num_signs == 0 or num_signs > _MAX_SIGNS:
@@ -363,9 +363,7 @@ def _split_command(text: str, command: str) -> list[str]:
 
 
 def _assigned(text: str) -> tuple[str, str, str]:
-    r"""The name, the sign and the value of ``x = 5``, ``x \in [0, 1]`` or a chain of equations; empty for
-    anything else.
-    """
+    r"""Name, sign and value of ``x = 5``, ``x \in [0, 1]`` or a chain of equations; else empty texts."""
     parts = split_top(re.sub(r"\\in(?![A-Za-z])", "\x00", text), "=\x00")
     if len(parts) == 2 and "\x00" not in text and _NAME.fullmatch(parts[1]) and not _NAME.fullmatch(parts[0]):
         parts.reverse()  # 2x + 3 = y
@@ -380,8 +378,8 @@ def _assigned(text: str) -> tuple[str, str, str]:
 
 
 def _as_condition(parts: _Parts) -> str | None:
-    r"""Two bounds of one variable as one condition: ``0 \le x \le 1`` for "x >= 0 and x <= 1", and a union of
-    intervals if "or" is between them. None for anything else.
+    r"""Two bounds of one variable as one condition: for example, ``0 \le x \le 1`` for "x >= 0 and x <= 1",
+    and a union of intervals for "or". None for anything else.
     """
     bounds = [_BOUND.fullmatch(member) for member in parts.members]
     if len(bounds) != 2 or parts.word not in ("and", "or", ","):
@@ -419,7 +417,7 @@ def _packed(text: str) -> str:
 
 
 def _based_value(based: re.Match[str]) -> int | None:
-    """The value of digits in a base; None if they are no number in it."""
+    """The value of digits in a base; None if they are invalid in it."""
     digits, base = based[1], int(based[2] or based[3])
     try:
         return int(digits, base) if 2 <= base <= 16 else None
@@ -427,15 +425,11 @@ def _based_value(based: re.Match[str]) -> int | None:
         return None
 
 
-# Whether two answers have one value, by ``math-verify``. Runs in a grading process only: nothing bounds its
-# time or memory.
-
-
-# Units, boxes and words were read before; what this removes would be lost.
+# Units, boxes and words were handled before; anything removed here would be lost.
 _NORMALIZATION: Final = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
-# The parser reads these only in part, or as something else.
+# The parser ignores a part of these, or misinterprets them.
 _UNREADABLE: Final = re.compile(
     r"(?<![_\d])\d+\s+\.?\d|\d\.\d+\.\d|\d_|\\ldots|\\approx|\\p?mod|\\overline\{\d|\\dot|\\bar\s*\{?\d|\\sim|\\equiv|\\ne\b.*="
 )
@@ -444,12 +438,12 @@ _MIRRORED_RELATIONS: Final = {">": "<", r"\ge": r"\le"}
 
 
 def is_same_value(left: str, right: str) -> bool:
-    """Whether two answers are equal in all their parts. The comparison does not depend on the side."""
-    return same_structure(left, right, _is_same_expression)
+    """Whether two answers are equal in all their parts; symmetric."""
+    return _is_same(left, right)
 
 
 def _is_same_expression(left: str, right: str) -> bool:
-    if r"\plainlog" in left or r"\plainlog" in right:  # natural in Python, decadic in school
+    if r"\plainlog" in left or r"\plainlog" in right:  # natural in Python, decimal in school
         return any(
             _is_same_expression(left.replace(r"\plainlog", name), right.replace(r"\plainlog", name))
             for name in (r"\ln", r"\log")
@@ -472,7 +466,7 @@ def _letters(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
-    """The whole text as an expression; None if the parser does not read all of it."""
+    """The whole text as an expression; None if the parser cannot parse all of it."""
     if _UNREADABLE.search(text):
         return None
     text = re.sub(r"('+)", lambda run: r"^{\prime" + " \\prime" * (len(run[1]) - 1) + "}", text)
@@ -486,13 +480,13 @@ def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
             normalization_config=None,
             conversion_config=config,
         )
-    except Exception:  # the parser raises all kinds
+    except Exception:  # the parser raises all kinds of exceptions
         return None
     return expression if isinstance(expression, (sympy.Basic, sympy.MatrixBase)) else None
 
 
 def _ordered(text: str) -> str:
-    """A chain of inequalities with the smallest first."""
+    """A chain of inequalities with the smallest part first."""
     parts = re.split(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))", text)
     if len(parts) < 5 or not all(sign in _MIRRORED_RELATIONS for sign in parts[1::2]):
         return text
@@ -506,7 +500,7 @@ def _is_verified(gold: Any, answer: Any) -> bool:
 
 
 def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
-    """Whether one is a multiple of the other. Two equations without solutions are not equal for that."""
+    """Whether one is a multiple of the other. Two equations are not equal because both have no solution."""
     if left == right or (left.lhs == right.rhs and left.rhs == right.lhs):
         return True
     if left.free_symbols != right.free_symbols or not left.free_symbols:
@@ -523,7 +517,7 @@ def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
 
 
 def _is_zero_difference(left: Any, right: Any) -> bool:
-    """With ``i`` as the imaginary unit."""
+    """Whether the difference is 0 with ``i`` as the imaginary unit."""
     try:
         unit = {
             symbol: sympy.I for side in (left, right) for symbol in side.free_symbols if symbol.name == "i"
@@ -534,7 +528,7 @@ def _is_zero_difference(left: Any, right: Any) -> bool:
 
 
 def _is_close(left: Any, right: Any) -> bool:
-    """The library compares a fixed number of decimals; small numbers must not be equal for that."""
+    """The library compares a fixed number of decimals, with which all small numbers would be equal."""
     try:
         if (
             isinstance(left, (sympy.MatrixBase, sympy.Set, sympy.Tuple))
@@ -554,8 +548,8 @@ def _is_close(left: Any, right: Any) -> bool:
 
 
 def _number(expression: Any) -> complex:
-    """The value; 0 for parts that cancel, of which the library evaluates no digit: ``1 - 1`` is
-    ``0.e-125``.
+    """The value; 0 for parts that cancel, for which the library evaluates no digit (``1 - 1`` is
+    ``0.e-125``).
     """
     real, imaginary = (
         0.0 if getattr(part, "_prec", 53) == 1 else float(part) for part in sympy.N(expression).as_real_imag()

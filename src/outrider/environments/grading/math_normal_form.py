@@ -1,8 +1,8 @@
-r"""Normal form of mathematical answers before they are compared: one spelling for what means the same, and
-the unit apart.
+r"""Normal form of mathematical answers before they are compared: one spelling for equal texts, and the unit
+separately.
 
-``math-verify`` reads LaTeX. Model answers and data sets also have ``1e3``, ``x**2``, ``½``, ``10,\!080``, ``1
-1/2``, ``18 dollars``, ``3\mathrm{i}``, ``0.\overline{3}`` or what SymPy prints: ``sqrt(3)/2``, ``oo``,
+``math-verify`` parses LaTeX. Model answers and data sets also contain ``1e3``, ``x**2``, ``½``, ``10,\!080``,
+``1 1/2``, ``18 dollars``, ``3\mathrm{i}``, ``0.\overline{3}`` or what SymPy prints: ``sqrt(3)/2``, ``oo``,
 ``Interval(0, 1)``.
 """
 
@@ -196,8 +196,8 @@ _NO_UNITS: Final = frozenset({
 
 
 def normalize_spelling(text: str) -> str:
-    """The text in one spelling of LaTeX: Unicode signs, upright letters, repeating decimals and what Python
-    prints become commands; thin spaces and one final full stop are gone; ``1e3`` is ``1E3``.
+    """The text in one spelling of LaTeX: Unicode signs, upright letters, repeating decimals and output of
+    Python become commands; thin spaces and one final full stop are removed; ``1e3`` becomes ``1E3``.
     """
     text = _VULGAR.sub(_fraction, text.translate(_SIGNS))
     text = _SUPERSCRIPT_RUN.sub(
@@ -229,7 +229,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Without the dollars, brackets, boxes and Markdown around the whole."""
+    """Remove dollars, brackets, boxes and Markdown around the whole text."""
     for _ in range(4):
         text = text.strip()
         inner = re.fullmatch(
@@ -259,12 +259,12 @@ def _unit_fraction(match: re.Match[str]) -> str:
 
 
 def _upright(text: str) -> str:
-    r"""Letters, numbers and functions in upright or bold type are read as such; words stay in ``\text{}``."""
+    r"""Remove upright and bold type around letters, numbers and functions; words stay in ``\text{}``."""
     text = re.sub(r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\mathrm{\1}", text)
     position = 0
     while (
         font := _FONT.search(text, position)
-    ) is not None:  # around more than a word: the font says nothing
+    ) is not None:  # around more than a word the font has no meaning
         end, position = _closing(text, font.end() - 1), font.end()
         if end is not None and "{" in text[position:end]:
             text = f"{text[: font.start()]}{text[position:end]}{text[end + 1 :]}"
@@ -303,7 +303,7 @@ def _replace_upright(match: re.Match[str]) -> str:
 
 
 def _roots(text: str) -> str:
-    """The root signs of Unicode, whose argument is a number, a letter or a group."""
+    """Replace the root signs of Unicode, whose argument is a number, a letter or a group."""
     for sign, command in _ROOTS.items():
         while sign in text:
             head, _, tail = text.partition(sign)
@@ -329,7 +329,7 @@ _MAX_CALLS: Final = 40
 
 
 def _python_calls(text: str) -> str:
-    """What Python and SymPy print, ``sqrt(3)/2`` or ``Matrix([[1], [2]])``, in LaTeX."""
+    """Convert output of Python and SymPy, such as ``sqrt(3)/2`` or ``Matrix([[1], [2]])``, to LaTeX."""
     if "\\sqrt" in text or "sqrt" in text:
         text = re.sub(r"(?<![\\A-Za-z])sqrt\s*(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z(]))", r"\\sqrt{\1}", text)
         text = re.sub(r"\\sqrt\s*\(", "sqrt(", text)
@@ -437,7 +437,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _dotted_decimal(match: re.Match[str]) -> str:
-    r"""``0.333\ldots`` as a fraction if its digits repeat; else the digits that are there."""
+    r"""``0.333\ldots`` as a fraction if its digits repeat; else its digits."""
     whole, digits = match.groups()
     for length in range(1, len(digits) // 2 + 1):
         period = digits[-length:]
@@ -451,7 +451,7 @@ def _dotted_decimal(match: re.Match[str]) -> str:
 
 
 def _degrees_to_radians(text: str) -> str:
-    """Degrees within an expression, as in the sine of 30 degrees; behind a number they are its unit."""
+    """Convert degrees in an expression, as in the sine of 30 degrees; after a number they are its unit."""
     if r"^\circ" not in text or not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         return text
     return re.sub(
@@ -464,7 +464,7 @@ _OPENERS: Final = {"(": ")", "[": "]", "{": "}"}
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Where the bracket at ``start`` closes; other kinds of brackets are skipped."""
+    """Position of the bracket that closes the one at ``start``; other kinds of brackets are ignored."""
     opening = text[start : start + 1]
     closing = _OPENERS.get(opening)
     depth = 0
@@ -485,7 +485,7 @@ _TOKEN: Final = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.|.", re
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """The parts between separators that stand in no bracket, brace or environment."""
+    """The parts between separators that are outside of brackets, braces and environments."""
     parts = [""]
     depth = position = 0
     while position < len(text):
@@ -505,12 +505,12 @@ def split_top(text: str, separators: str) -> list[str]:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""An amount and what it counts, ``5 square meters`` as ``("5", "m^2")``; ``(text, "")`` for anything
-    else.
+    r"""An amount and its unit: for example, ``("5", "m^2")`` for ``5 square meters``. ``(text, "")`` for
+    anything else.
 
     An amount is a number or an expression, such as ``3\pi``. A unit is a known one, a currency, degrees or a
-    plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their number. Letters directly behind
-    a number are a unit from three on, or two such as "cm": ``5m`` may be five times m.
+    plural ("apples"), but "2 pi", "5 million" and "5 or more" have none. Letters directly after a number are
+    a unit if they are at least three, or two such as "cm": ``5m`` may be five times m.
     """
     text = text.strip()
     if (coin := _BEFORE.match(text)) is not None:
@@ -537,7 +537,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _is_amount(text: str) -> bool:
-    """A number or an expression, in which no word stands."""
+    """Whether this is a number or an expression without words."""
     bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+", " ", text)
     return (
         bool(text.strip()) and re.search(r"[A-Za-z]{3,}", bare) is None and not text.rstrip().endswith("\\")
@@ -545,7 +545,7 @@ def _is_amount(text: str) -> bool:
 
 
 def _unit(text: str, exponent: str) -> str:
-    """The canonical name of a unit; empty if the words are none."""
+    """The canonical name of a unit; empty if the words are no unit."""
     words = re.sub(r"(?<=[A-Za-z])\.|(?<=[a-z])-(?=[a-z])", " ", text).replace("/", " / ").split()
     if not words or not all(word == "/" or word.isalpha() for word in words):
         return ""
@@ -570,7 +570,7 @@ def _unit(text: str, exponent: str) -> str:
     is_rate = any(word in ("per", "/", "a", "an", "each") for word in lowered[1:-1])
     if not words or not (_is_unit(words[-1]) or is_rate):
         return ""
-    # Adjectives may stand in front ("red marbles"), single letters may not ("a b cm").
+    # Adjectives may precede a unit ("red marbles"), single letters may not ("a b cm").
     if any(len(word) < 3 and not _is_unit(word) and word != "/" for word in words[:-1]) and not is_rate:
         return ""
     return " ".join(map(_singular, words)) + (f"^{exponent}" if exponent else "")

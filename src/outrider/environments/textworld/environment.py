@@ -132,7 +132,7 @@ class TextWorldEnvironment(GameEnvironment):
     Every environment has an interpreter of its own, so several may run in threads.
     """
 
-    family = "TextWorld"
+    name = "TextWorld"
     metrics = ("score", "max_score", "num_moves", "num_turns", "num_invalid", "lost", "cut_by_moves")
 
     def _find_problem(self, command: str) -> str:

@@ -213,9 +213,7 @@ class WebShopEnvironment:
             price=self._shop.prices[page.product_id],
             chosen=page.chosen,
             target=self._shop.products[goal.product_id],
-            attributes=goal.attributes,
-            options=goal.options,
-            price_limit=goal.price_limit,
+            goal=goal,
             option_scoring=self._config.option_scoring,
         )
         return StepResult(

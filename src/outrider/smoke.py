@@ -1,4 +1,9 @@
-"""Which settings ``--smoke`` changes, as overrides that stand above all others."""
+"""``--smoke``: run any recipe end to end in seconds on a CPU, before you pay for a GPU.
+
+Settings are reduced by overrides above the recipe and the command line: a tiny random model, one step, two
+tasks, small groups, short turns, and stand-ins for missing files and servers. It finds recipes that cannot
+run; its numbers mean nothing.
+"""
 
 import json
 import threading
@@ -7,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from outrider import __version__
 from outrider.config import NONE, to_toml
@@ -17,35 +22,48 @@ from outrider.memory.step_store import check_file
 from outrider.training.run_dir import RECORD
 from outrider.training.settings import RunSettings
 
-# What stands in for files and servers that a recipe names and this machine does not have: four questions,
-# their passages, chats that answer them, a buffer of these, and a server that always says the same.
-
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 REPLY: Final = "<think>two and two</think><answer>\\boxed{4}</answer>\n<judgment>Correct</judgment>"
-NO_SERVER: Final = "http://127.0.0.1:1/v1"  # what --dry-run shows, which starts none
+NO_SERVER: Final = "http://127.0.0.1:1/v1"  # printed by --dry-run, which starts no server
 _NUMBERS: Final = ("two and two", "one and three", "three and one", "four and zero")
 _EMBEDDER: Final = "hash"
+TEMPLATE: Final = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHARACTERS: Final = (*(chr(code) for code in range(32, 127)), "\n")
+# Whole actions are tokens of the model, so that random turns call tools, act and answer.
+_ACTIONS: Final = (
+    "<think>two and two</think><search>two</search>",
+    "<think>two and two</think><python>print(2 + 2)</python>",
+    "<think>two and two</think><answer>\\boxed{4}</answer>",
+    "<think>two and two</think><answer>\\boxed{5}</answer>",
+    "look around", "inventory", "search[red shirt]", "click[Buy Now]",
+)  # fmt: skip
+_NUM_COPIES: Final = 3  # of the actions, with blanks before them: half of all random tokens are actions
+_CONTEXT: Final = 32_768
 
 
 @dataclass(frozen=True, slots=True)
 class SmokeAssets:
-    """Names below one folder, which :func:`write` fills."""
+    """Paths of the stand-ins in one folder, which :func:`write` creates."""
 
     folder: Path
 
     @property
     def model(self) -> Path:
-        """A tiny random model."""
         return self.folder / "model"
 
     @property
     def questions(self) -> Path:
-        """A data set of sums."""
         return self.folder / "questions.jsonl"
 
     @property
     def passages(self) -> Path:
-        """What a search in a corpus finds."""
+        """A corpus for searches."""
         return self.folder / "passages.jsonl"
 
     @property
@@ -60,36 +78,38 @@ class SmokeAssets:
 
 
 def smoke_assets() -> SmokeAssets:
-    """Those of this version, which need not be there yet."""
+    """Return the paths for this version of Outrider."""
     return SmokeAssets(cache_folder() / f"smoke-{__version__}")
 
 
 def write(names: SmokeAssets) -> None:
-    """Makes what is named, once on a machine."""
+    """Create the stand-ins, once per machine."""
     if names.folder.is_dir():
         return
     from outrider.memory.chat_files import import_trajectories
     from outrider.memory.embedders import load_embedder
     from outrider.memory.step_buffer import StepTraceBuffer
-    from outrider.smoke.model import save_model
+
+    def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
     with first_folder(names.folder) as folder:
         made = SmokeAssets(folder)
         save_model(made.model)
         questions = [f"How much is {phrase}?" for phrase in _NUMBERS]
-        _write_lines(made.questions, [{"question": phrase, "answer": "4"} for phrase in questions])
-        _write_lines(
+        write_lines(made.questions, [{"question": phrase, "answer": "4"} for phrase in questions])
+        write_lines(
             made.passages,
             [{"id": phrase, "title": phrase, "text": f"{phrase} is four."} for phrase in _NUMBERS],
         )
-        _write_lines(made.trajectories, [_chat(number, phrase) for number, phrase in enumerate(questions)])
+        write_lines(made.trajectories, [_chat(number, phrase) for number, phrase in enumerate(questions)])
         read = import_trajectories(made.trajectories)
         with StepTraceBuffer(made.buffer, load_embedder(_EMBEDDER), mode="write") as buffer:
             buffer.add_trajectories(read.trajectories, questions=read.questions)
 
 
 def _chat(number: int, question: str) -> dict[str, Any]:
-    """One search and the answer; returns differ, so that a critic has something to learn."""
+    """Return a chat with one search and the answer; returns differ, so that a critic can learn."""
     turns = ("user", question), ("assistant", "<search>two</search>"), ("tool", "is four."), (
         "assistant", "<answer>\\boxed{4}</answer>"
     )  # fmt: skip
@@ -97,25 +117,68 @@ def _chat(number: int, question: str) -> dict[str, Any]:
     return {"question": question, "reward": float(number % 2), "messages": messages}
 
 
-def _write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+def character_tokenizer(actions: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
+    """Build a tokenizer with one token per character, the chat markers and ``actions``."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|im_start|>", "<|im_end|>", "<unk>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.add_tokens(list(actions))
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def tiny_config(
+    *, num_layers: int = 2, hidden_size: int = 32, context: int = 512, num_actions: int = 0
+) -> "LlamaConfig":
+    """Return a config with grouped-query attention and tied embeddings, like SmolLM2."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=3 + len(CHARACTERS) + num_actions, hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=True, eos_token_id=1,
+        bos_token_id=None,
+    )  # fmt: skip
+
+
+def save_model(folder: Path) -> None:
+    """Save a model with random weights, always the same ones."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    actions = [" " * copy + action for copy in range(_NUM_COPIES) for action in _ACTIONS]
+    config = tiny_config(context=_CONTEXT, num_actions=len(actions))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
+    character_tokenizer(actions).save_pretrained(folder)
 
 
 def buffer_embedder(buffer: Path, default: str) -> str:
-    """The one that a buffer which is there was built with, as far as it is the hash or ``default``."""
+    """Return the embedder of an existing buffer: "hash", or else ``default``."""
     from outrider.memory.embedders import load_embedder
 
     hashed = load_embedder(_EMBEDDER)
     try:
         check_file(buffer, embedder=hashed.name, dim=hashed.dim)
-    except Exception:  # whatever is wrong with it, the run tells
+    except Exception:  # the run reports what is wrong with it
         return default
     return _EMBEDDER
 
 
 @contextmanager
 def server() -> Iterator[str]:
-    """The URL of an OpenAI-compatible chat server that always gives the same reply."""
+    """Run an OpenAI-compatible chat server that always returns the same reply; yields its URL."""
     serving = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -129,11 +192,10 @@ def server() -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        """Which models are served: none is named, so that any name is right."""
+        # no model is listed, so that any name is accepted
         self._answer({"data": []})
 
     def do_POST(self) -> None:
-        """One reply for all."""
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         message = {"role": "assistant", "content": REPLY}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -148,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        pass
 
 
 _GROUP: Final = 4
@@ -164,26 +226,27 @@ _SET: Final[dict[str, Any]] = {
     "model.device": "cpu", "model.precision": "float32", "model.context_length": None, "evaluation.every": 0,
     "evaluation.panel": None, "trackers": [], "train.max_policy_tokens": None, "train.keep_checkpoints": 9,
 }  # fmt: skip
-# where experts are imitated: their paths have to fit, at a token a character
+# if experts are imitated, their trajectories have to fit, with one token per character
 _ROOM: Final[dict[str, Any]] = {
     "rollout.max_turn_tokens": 96, "rollout.max_response_tokens": 16_000,
 }  # fmt: skip
 _CUTS: Final = ("rollout.max_turns", "environment.max_moves")
-# of an environment, an algorithm or an engine, at any depth
+# settings of environment, algorithm and engine, at any depth
 _LIMITS_BY_NAME: Final[Mapping[str, int]] = {
     "num_train": 2, "num_valid": 2, "num_test": 2, "num_train_variations": 2, "num_valid_variations": 2,
     "num_test_variations": 2, "max_moves": 4, "max_extra_batches": 1, "max_tip_tokens": 16,
     "num_candidates": 2, "num_simulators": 1, "num_servers": 1,
 }  # fmt: skip
-_COUNTS: Final = ("first_wave", "num_hybrid")  # rollouts of a group: they shrink with it
+_COUNTS: Final = ("first_wave", "num_hybrid")  # of a group, reduced in proportion to its size
 _SIZES: Final = ("environment.num_train", "environment.num_train_variations")
 _FILES: Final = ("corpus", "pages", "products", "attributes", "human_goals", "data", "demonstrations")
 
 
 def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -> list[str]:
-    """``section.key=value`` for all that differs from ``settings``. ``server``: URL of the stand-in for
-    endpoints. What shrinks stays in proportion where it can: hybrid rollouts of a group of 16 are as many of
-    four.
+    """Return overrides ``section.key=value`` of everything that differs from ``settings``.
+
+    ``server`` is the URL of the stand-in for endpoints. Values are reduced in proportion if possible, for
+    example the hybrid rollouts of a group.
     """
     tree = settings.model_dump(mode="json")
     before = dict(_leaves(tree))
@@ -199,7 +262,7 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
         if section not in overrides:
             overrides |= dict(_shrunk(tree[section], f"{section}.", _share(tree, section)))
     overrides |= (files := dict(_files(tree["environment"], names)))
-    if stages := _stages(tree["train"], is_replaced=bool(files)):  # their patterns name any training task
+    if stages := _stages(tree["train"], is_replaced=bool(files)):  # their patterns may name any training task
         overrides = {key: value for key, value in overrides.items() if key not in _SIZES} | stages
     overrides |= {
         key: None for key, value in before.items() if _is_lost(key, value, ("algorithm", "cold_start"))
@@ -208,12 +271,12 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
     if settings.cold_start.num_examples:
         overrides = {key: value for key, value in overrides.items() if key not in _CUTS} | _ROOM
     if settings.train.num_steps or settings.cold_start.num_examples:
-        overrides["evaluation.at_start"] = False  # there is one at the end
+        overrides["evaluation.at_start"] = False  # one at the end is enough
     return [_override(key, value) for key, value in overrides.items() if before.get(key, ...) != value]
 
 
 def describe_omissions(settings: RunSettings) -> str:
-    """What ``--smoke`` does not try, in one line; empty where nothing is left out."""
+    """Describe in one line what ``--smoke`` does not test; "" if it tests everything."""
     tree = settings.model_dump(mode="json")
     names = [
         f"{key} = {tree['cluster'][key]}"
@@ -228,8 +291,9 @@ def describe_omissions(settings: RunSettings) -> str:
 
 
 def smoke_checkpoint(checkpoint: str, names: SmokeAssets) -> str | None:
-    """The newest checkpoint of the run that ``checkpoint`` is one of, whatever its step, if that was a smoke
-    run; the weights of another model are left out. What is not there stays as it is, and is told.
+    """Return the newest checkpoint of the run of ``checkpoint`` if that was a smoke run, else None.
+
+    A missing checkpoint is returned unchanged, and the run reports it.
     """
     run = Path(checkpoint).parent.parent
     if not (run / RECORD).is_file():
@@ -250,7 +314,7 @@ def _buffer(settings: RunSettings, names: SmokeAssets) -> dict[str, Any]:
 
 
 def _stages(train: Mapping[str, Any], *, is_replaced: bool) -> dict[str, Any]:
-    """A step of each, so that the run crosses their borders; the tasks of a stand-in have other names."""
+    """Reduce each stage to one step. Tasks of a stand-in have other names, so patterns are replaced."""
     if not train["stages"] or not train["num_steps"]:
         return {}
     stages = [
@@ -261,7 +325,7 @@ def _stages(train: Mapping[str, Any], *, is_replaced: bool) -> dict[str, Any]:
 
 
 def _cluster(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """One process: ``cluster`` as if it were not there."""
+    """Reset ``cluster`` to a single process."""
     from outrider.training.settings import ClusterSettings
 
     plain = ClusterSettings().model_dump(mode="json")
@@ -269,7 +333,6 @@ def _cluster(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(tree: Mapping[str, Any], section: str) -> float:
-    """By how much a group shrinks."""
     size = tree["algorithm"].get("group_size", _GROUP) if section == "algorithm" else _GROUP
     return min(1.0, _GROUP / size)
 
@@ -289,9 +352,7 @@ def _shrunk(tree: Mapping[str, Any], above: str, share: float) -> Iterator[tuple
 
 
 def _files(tree: Mapping[str, Any], names: SmokeAssets) -> Iterator[tuple[str, Any]]:
-    """Files of an environment that are not there: of a data set and of a corpus there are stand-ins,
-    environments of their own go back to what they ship.
-    """
+    """Replace missing files of an environment by stand-ins, or by the files that the environment ships."""
     for key, value in tree.items():
         is_set = isinstance(value, Mapping) and isinstance(value.get("path"), str)
         if is_set and not Path(value["path"]).exists():
@@ -306,7 +367,7 @@ def _is_lost(key: str, value: Any, sections: tuple[str, ...]) -> bool:
 
 
 def _endpoints(tree: Mapping[str, Any], above: str, server: str) -> Iterator[tuple[str, Any]]:
-    """Every URL of a server; of a list, such as the tools', the list as a whole."""
+    """Replace every URL of a server; a list, for example of tools, is replaced as a whole."""
     for key, value in tree.items():
         if key == "base_url":
             yield f"{above}{key}", server
@@ -327,7 +388,7 @@ def _replace_base_url(value: Any, server: str) -> Any:
 
 
 def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key with its value, those of sections too."""
+    """Yield all keys, also of sections, with their values."""
     for key, value in tree.items():
         yield f"{above}{key}", value
         if isinstance(value, Mapping):
