@@ -3,54 +3,38 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import outrider
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError
-from outrider.types import Message, Step, Task
+from outrider.types import Task
 from tests.tiny import save_tiny_model
 
 
-class OwnSettings(EnvironmentSettings):
-    size: int = 4
+class Own(outrider.Environment):
+    """Passed by a program, and not named in a recipe."""
 
+    class Settings(outrider.EnvironmentSettings):
+        size: int = 4
 
-class Own:
-    """Made by a program, and not by a recipe."""
+    stateful = False
+    num_opened: ClassVar[int] = 0
 
-    name, stop, stateful = "own", (), False
+    @classmethod
+    def tasks(cls, settings: Any, split: str) -> Sequence[Task]:
+        return [Task(key=f"own/{split}/{i}", question="?") for i in range(settings.size)]
 
-    def __init__(self, settings: OwnSettings) -> None:
-        self.settings = settings
-        self.num_made = 0
+    @classmethod
+    def open_shared(cls, settings: Any) -> None:
+        Own.num_opened += 1
 
-    def tasks(self, split: str) -> Sequence[Task]:
-        return [Task(key=f"own/{split}/{i}", question="?") for i in range(self.settings.size)]
+    def reset(self, task: Task, seed: int) -> str:
+        return task.question
 
-    def make(self) -> "Own":
-        self.num_made += 1
-        return self
-
-    def __call__(self, task: Task) -> "Own":
-        return self
-
-    def reset(self, seed: int) -> Sequence[Message]:
-        return (Message(role="user", content="?"),)
-
-    def step(self, message: Message) -> StepResult:
-        return StepResult(message=None, done=True)
-
-    def result(self) -> EpisodeResult:
-        return EpisodeResult(episode_return=1.0, success=True)
-
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        return None
-
-    def close(self) -> None:
-        pass
+    def step(self, action: str) -> tuple[None, float, bool]:
+        return None, 1.0, True
 
 
 class Other(Own):
@@ -68,9 +52,9 @@ def tree(root: Path) -> dict[str, Any]:
 
 
 def test_an_object_in_place_of_a_name_and_the_run_as_tables(tmp_path: Path) -> None:
-    family = Own(OwnSettings(size=3))
-    run = outrider.train(tree(tmp_path), run=tmp_path / "run", overrides=["seed=5"], environment=family)
-    assert family.num_made == 1
+    environment = Own(Own.Settings(size=3))
+    run = outrider.train(tree(tmp_path), run=tmp_path / "run", overrides=["seed=5"], environment=environment)
+    assert Own.num_opened == 1
     assert run.config["seed"] == 5 and run.config["environment"] == {"type": f"{__name__}:Own", "size": 3}
     assert json.loads((run.path / "plugins.json").read_text())["environment"]["file"] == __file__
     trained = run.metrics("train")
@@ -82,16 +66,22 @@ def test_an_object_in_place_of_a_name_and_the_run_as_tables(tmp_path: Path) -> N
     assert set(traces.column("task_key").to_pylist()) <= {f"own/train/{i}" for i in range(3)}
     assert run.evaluation_traces(0).num_rows > 0
     with pytest.raises(ConfigError, match=r"environment.size is 4, the run began with 3"):
-        outrider.train(resume=run.path, environment=Own(OwnSettings(size=4)))
+        outrider.train(resume=run.path, environment=Own(Own.Settings(size=4)))
     with pytest.raises(ConfigError, match=r"environment\.type"):
-        outrider.train(resume=run.path, environment=Other(OwnSettings(size=3)))
-    outrider.train(resume=run.path, environment=Own(OwnSettings(size=3)))
+        outrider.train(resume=run.path, environment=Other(Other.Settings(size=3)))
+    outrider.train(resume=run.path, environment=Own(Own.Settings(size=3)))
     with pytest.raises(DataError, match="the file is missing"):
         run.traces(99)
     again = outrider.load_run(run.path)
     assert again == run and run.metrics("sft").num_rows == 0
     pandas = pytest.importorskip("pandas")
     assert isinstance(trained.to_pandas(), pandas.DataFrame)
+
+
+def test_a_class_stands_for_its_default_settings(tmp_path: Path) -> None:
+    run = outrider.evaluate(tree(tmp_path), run=tmp_path / "eval", environment=Own)
+    assert run.config["environment"] == {"type": f"{__name__}:Own", "size": 4}
+    assert run.evaluations().column("score.value").to_pylist() == [1.0]
 
 
 def test_evaluate_by_name_and_with_the_weights_of_a_run(tmp_path: Path) -> None:

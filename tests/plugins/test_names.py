@@ -40,8 +40,8 @@ class Wrong:
 '''
 
 
-PLAYABLE = FAMILY.replace(
-    "class Mine:", "from tests.plugins.test_api import Own\nclass Mine(Own):\n    num_made = 0"
+PLAYABLE = FAMILY.replace("class Mine:", "from tests.plugins.test_api import Own\nclass Mine(Own):").replace(
+    "    def __init__(self, settings): self.settings = settings\n", ""
 )
 
 

@@ -242,10 +242,10 @@ class EnvironmentEpisode:
         self._role: Role = "inline" if environment.protocol == "inline" else "user"
         if environment.can_copy:  # the loop looks for the method
             self.copy = self._copy
-        call_format = environment.settings.call_format
-        if call_format is not None:
-            self.call_format, self._role = call_format, "tool"
-            self.tool_schemas: tuple[ToolSchema, ...] = ()
+        self.call_format: str | None = environment.settings.call_format
+        self.tool_schemas: tuple[ToolSchema, ...] = ()
+        if self.call_format is not None:
+            self._role = "tool"
 
     def reset(self, seed: int) -> Sequence[Message]:
         environment = self.environment
@@ -289,8 +289,7 @@ class EnvironmentEpisode:
 
     def _copy(self) -> "EnvironmentEpisode":
         twin = EnvironmentEpisode(self.environment.copy(), self._task)
-        if self._role == "tool":
-            twin.tool_schemas = self.tool_schemas
+        twin.tool_schemas = self.tool_schemas
         return twin
 
     def close(self) -> None:
