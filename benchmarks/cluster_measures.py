@@ -1,7 +1,6 @@
 """What ``cluster_figures.py`` measures, one function a row."""
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -22,11 +21,12 @@ from tests.tiny import save_tiny_model
 from outrider.config import validate
 from outrider.distributed import remote_rollouts, sharded_learner
 from outrider.distributed.fsdp import Shape, assign_to_ranks
-from outrider.rollout.batching import LoopLag
+from outrider.rollout.scheduler import LoopLag
 from outrider.training.components import Components
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build, local_learner
 from outrider.training.update import rollout_paths
+from outrider.viewer.run_reader import read_records
 
 _OVERLAP = (
     "environment.type=factbook", "environment.hops=[1]", "environment.num_train=64", "algorithm.type=grpo",
@@ -278,5 +278,4 @@ def _steps(model: str, run: Path, age: int) -> list[dict[str, float]]:
     subprocess.run(
         [*command, *_OVERLAP, f"cluster.max_staleness={age}"], check=True, capture_output=True, text=True
     )
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [one for one in records if one["kind"] == "train"][1:-1]
+    return [one for one in read_records(run / "metrics.jsonl") if one["kind"] == "train"][1:-1]

@@ -1,6 +1,5 @@
 """What benchmarks that compare training runs share: start, continue or skip a run, and read what it wrote."""
 
-import json
 import statistics
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any, Final
 from outrider.config import load_settings
 from outrider.errors import ConfigError
 from outrider.training.settings import RunSettings
+from outrider.viewer.run_reader import read_records
 
 # what may change between two calls: it decides how fast and how safely, not what is computed
 _FREE: Final = frozenset((
@@ -63,15 +63,12 @@ def is_after_training(evaluation: dict[str, Any]) -> bool:
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
     """Lines of ``evaluations.jsonl``, none before the first; what a kill tore off is left out."""
-    file = run / "evaluations.jsonl"
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return read_records(run / "evaluations.jsonl")
 
 
 def records(run: Path) -> list[dict[str, Any]]:
     """The training steps of ``metrics.jsonl``."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
+    return [record for record in read_records(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
 def median(run: Path, metric: str) -> float:

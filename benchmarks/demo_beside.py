@@ -10,7 +10,6 @@ anew.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from outrider.files import replace_file
 from outrider.printing import points, score
 from outrider.rollout.evaluate import PairedGain, paired_gain
 from outrider.viewer.report_parts import Chart, Point, Series, svg_chart
+from outrider.viewer.run_reader import read_records
 
 METHODS: Final = {"rapo": "RAPO", "grpo": "GRPO"}
 _PAGE: Final = Markup(
@@ -65,8 +65,8 @@ class Training:
 
 def read_training(run: Path) -> Training:
     """Raises DataError where the run has no evaluation after training."""
-    steps = [line for line in _lines(run / "metrics.jsonl") if line["kind"] == "train"]
-    evaluations = _lines(run / "evaluations.jsonl")
+    steps = [line for line in read_records(run / "metrics.jsonl") if line["kind"] == "train"]
+    evaluations = read_records(run / "evaluations.jsonl")
     ends = [one for one in evaluations if one["step"] > 0]
     if not ends:
         raise DataError(f"{run}: no evaluation after training")
@@ -77,10 +77,6 @@ def read_training(run: Path) -> Training:
         start=starts[-1] if starts else None,
         end=ends[-1],
     )
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def read_pairs(runs: Path) -> dict[int, dict[str, Training]]:
@@ -95,7 +91,7 @@ def read_pairs(runs: Path) -> dict[int, dict[str, Training]]:
     pairs = {seed: {method: read_training(runs / f"{method}-{seed}") for method in methods} for seed in seeds}
     for seed, by_method in pairs.items():
         if by_method["rapo"].start is None:
-            cold = _lines(runs / f"sft-{seed}" / "evaluations.jsonl")[-1]
+            cold = read_records(runs / f"sft-{seed}" / "evaluations.jsonl")[-1]
             by_method["rapo"] = replace(by_method["rapo"], start=cold)
     return pairs
 

@@ -17,7 +17,6 @@ render, by view:
 Packs are in ``records/packs``, and are verified before anything is read from them.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from outrider.evaluation.packs import EXACT, read_exact
 from outrider.evaluation.verify import verified_tables
 from outrider.printing import score
 from outrider.rollout.evaluate import interval
+from outrider.viewer.run_reader import read_records
 
 PACKS: Final = "packs"
 
@@ -262,10 +262,8 @@ def _runs(record: Runs, packs: Path) -> dict[str, str]:
     )
     table = []
     for name, cells in record.rows.items():
-        lines = (
-            (packs / record.pack / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        )
-        rewards = [line["reward/mean"] for line in map(json.loads, lines) if line["kind"] == "train"]
+        lines = read_records(packs / record.pack / "runs" / name / "metrics.jsonl")
+        rewards = [line["reward/mean"] for line in lines if line["kind"] == "train"]
         around = (
             math.fsum(part) / len(part) for part in (rewards[: record.window], rewards[-record.window :])
         )

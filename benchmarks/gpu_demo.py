@@ -1,6 +1,5 @@
 """The demo on a device: steps, seconds, rewards and the held-out score of ``recipes/demo.toml``."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from statistics import median
 from benchmarks.gpu_rows import RowFile
 from benchmarks.gpu_shapes import TINY
 from outrider.printing import score
+from outrider.viewer.run_reader import read_records
 
 
 def demo(shape: str, device: str, folder: Path, rows: RowFile) -> None:
@@ -29,7 +29,8 @@ def demo(shape: str, device: str, folder: Path, rows: RowFile) -> None:
 
 def told(run: Path) -> list[tuple[str, str]]:
     """What a run directory says, also of one that was stopped."""
-    steps = _lines(run / "metrics.jsonl", "train")
+    records = read_records(run / "metrics.jsonl")
+    steps = [record for record in records if record["kind"] == "train"]
     if not steps:
         return []
     seconds = [one["time/step"] for one in steps]
@@ -38,15 +39,8 @@ def told(run: Path) -> list[tuple[str, str]]:
         ("steps, median seconds of one", f"{len(steps)}, {median(seconds):.1f}"),
         ("reward of the first and of the last step", rewards),
     ]
-    if scores := _lines(run / "metrics.jsonl", "eval"):
+    if scores := [record for record in records if record["kind"] == "eval"]:
         last = scores[-1]
         text = score(last["eval/score"], last["eval/ci_low"], last["eval/ci_high"])
         found.append((f"score on {last['eval/num_tasks']:.0f} held-out questions", text))
     return found
-
-
-def _lines(file: Path, kind: str) -> list[dict[str, float]]:
-    if not file.exists():
-        return []
-    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return [one for one in lines if one["kind"] == kind]

@@ -6,11 +6,11 @@ The first step of rollouts beside an update plays two batches: one for itself.
 """
 
 import argparse
-import json
 from pathlib import Path
 from statistics import median
 
 from benchmarks.markdown_table import markdown
+from outrider.viewer.run_reader import read_records
 
 COLUMNS = {
     "rollouts, s": "time/rollout",
@@ -24,8 +24,7 @@ COLUMNS = {
 
 def rows(run: Path) -> list[list[str]]:
     """A row per training step, and their medians."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [one for one in records if one["kind"] == "train"]
+    steps = [one for one in read_records(run / "metrics.jsonl") if one["kind"] == "train"]
     told = [[str(one["step"]), *(f"{one.get(key, 0.0):.2f}" for key in COLUMNS.values())] for one in steps]
     medians = [f"{median(one.get(key, 0.0) for one in steps):.2f}" for key in COLUMNS.values()]
     return [*told, ["median", *medians]]

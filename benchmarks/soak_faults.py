@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks.soak_measure import descendants
 from outrider.engines.base import Engine, Generation, Request
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.tool_qa.episodes import ToolEnvironment, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolEnvironmentFactory
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.types import Message, Task
 

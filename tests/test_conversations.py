@@ -13,15 +13,16 @@ from outrider.engines.local.model import resolve_model
 from outrider.errors import ModelError
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
-from outrider.tokens.renderer import append, turn_text
+from outrider.tokens.template import decode_text
 from outrider.tokens.template_check import (
     LoadCheck,
+    append,
     check_template,
     difference,
     matching_formats,
+    turn_text,
     written_call,
 )
-from outrider.tokens.tokenizer import decode_text
 from outrider.types import Message, Role, ToolSchema
 from tests.conversations import TOOLS, Generator
 from tests.templates_of_families import FAMILIES, byte_tokenizer, tokenizer_of

@@ -13,13 +13,13 @@ from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.errors import ModelError
-from outrider.rollout.context import truncate_text
+from outrider.rollout.episode import truncate_text
+from outrider.rollout.external_agent import token_bytes
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
 from outrider.tokens.call_formats import CALL_FORMATS, convert_calls
 from outrider.tokens.template import Continuation
 from outrider.tokens.template_check import check_template
-from outrider.tokens.tokenizer import token_bytes
 from outrider.types import Message, Role, ToolCall, ToolSchema
 from tests.conversations import TOOLS, Generator
 from tests.templates_of_families import FAMILIES, Family, tokenizer_of

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.tokens.tokenizer import decode_text, token_bytes, token_text
+from outrider.environments.conversations import token_text
+from outrider.rollout.external_agent import token_bytes
+from outrider.tokens import decode_text
 from tests.tiny import tiny_tokenizer
 
 CORPUS = [

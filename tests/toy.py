@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.tool_qa.tag_protocol import render_result
+from outrider.environments.tool_qa.rewards import render_result
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.types import Message, Step, Task
 

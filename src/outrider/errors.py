@@ -1,4 +1,4 @@
-"""Errors that a user can act on; every one of them prints as a single line on the command line."""
+"""Errors for users; the command line prints each as a single line."""
 
 from typing import Final
 
@@ -32,8 +32,8 @@ class CheckpointError(OutriderError):
 
 
 class ToolFault(OutriderError):
-    """The infrastructure of a tool broke (not: the model used it wrongly). Retried, then masked; never a
-    reward.
+    """The infrastructure of a tool failed (not: the model misused it). Retried, then masked; never
+    a reward.
     """
 
 
@@ -42,8 +42,8 @@ class EnvironmentFault(OutriderError):
 
 
 class InvalidResult(OutriderError):
-    """An environment or a reward function returned a value of a type that is no result (text as a reward, a
-    list as a success flag). Its code is wrong, so no retry helps and the run stops.
+    """An environment or a reward function returned a value of a wrong type (for example text as a reward). No
+    retry helps, so the run stops.
     """
 
 
@@ -54,8 +54,8 @@ class NonFiniteResult(EnvironmentFault):
 
 
 class UnusableReward(EnvironmentFault):
-    """An agent program came back with a value that is no reward. The rollout is masked, and the run stops
-    after the step: see :class:`InvalidResult`.
+    """An agent program returned an invalid reward. The rollout is masked, and the run stops after
+    the step.
     """
 
     PREFIX: Final = "the agent program gave no usable reward: "
@@ -68,37 +68,35 @@ class UnusableReward(EnvironmentFault):
 
 
 class EngineFault(OutriderError):
-    """An inference engine failed to answer. Retried, then masked; never a reward."""
+    """An inference engine failed. Retried, then masked; never a reward."""
 
 
 class ClusterFault(OutriderError):
-    """A process of a run on several ones that died, is silent, or cannot be placed; the run goes on with
-    ``--resume``.
-    """
+    """A process of a distributed run died, is silent, or cannot be placed; continue with ``--resume``."""
 
 
 class ProcessLost(ClusterFault):
-    """The process ``process`` (``engine 1``, ``rollout worker 0``) is dead, or silent (``is_silent``):
-    another one may take its place.
+    """The process ``process`` (for example ``engine 1``) died or is silent (``is_silent``), and may
+    be replaced.
     """
 
     def __init__(self, message: str, process: str, is_silent: bool = False) -> None:
-        super().__init__(message, process, is_silent)  # what pickle makes it of again
+        super().__init__(message, process, is_silent)  # the arguments for unpickling
         self.process = process
         self.is_silent = is_silent
-        self.is_charged = True  # whether its repair counts in cluster.max_restarts
+        self.is_charged = True  # whether its replacement counts for cluster.max_restarts
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class NoRepair(ClusterFault):
-    """A process is gone, and to begin anew is not allowed, or would not help: there is no place for it."""
+    """A process is lost, and a restart is not allowed or would not help."""
 
 
 class HubError(OutriderError):
-    """The Hugging Face hub, or the way to it, failed; the same call goes on."""
+    """The Hugging Face hub or the connection failed; repeat the same command to continue."""
 
 
 class PackError(OutriderError):
-    """A pack that is malformed, or whose files or tables are not what its manifest and its results say."""
+    """A pack that is malformed or does not match its manifest."""

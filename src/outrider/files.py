@@ -1,6 +1,4 @@
-"""The one way in which this library writes files: as a whole, forced to disk, and never through a link that
-others put there.
-"""
+"""Files: locks, writing as a whole (forced to disk, never through a link), and files of JSON lines."""
 
 import contextlib
 import fcntl
@@ -13,21 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-# The one way in which this library locks files: advisory locks of open files, which the kernel frees when
-# their process dies, however it dies.
+TEMPORARY = "*.tmp"
+"""Pattern of the files that a killed process can leave behind."""
 
-
-_MADE: Final = os.O_RDWR | os.O_CREAT
+_PARTIAL: Final = ".partial"
+_REMOVED: Final = ".removed"
+_CREATE: Final = os.O_RDWR | os.O_CREAT
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 class FileLock:
-    """The lock of a file, held from here on; ``descriptor`` is the open file.
+    """An advisory lock of a file, acquired at construction; ``descriptor`` is the open file.
 
-    Without ``waits`` BlockingIOError is raised where another open file holds the lock. A link is not
-    followed: OSError.
+    The kernel frees it when the process dies. Without ``waits``, BlockingIOError is raised if another open
+    file has the lock. A link is not followed (OSError).
     """
 
-    def __init__(self, path: Path, *, flags: int = _MADE, mode: int = 0o644, waits: bool = False) -> None:
+    def __init__(self, path: Path, *, flags: int = _CREATE, mode: int = 0o644, waits: bool = False) -> None:
         self.descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         try:
             if waits:
@@ -45,27 +45,26 @@ class FileLock:
         self.release()
 
     def release(self) -> None:
-        """Close the file, which frees the lock; may be called twice."""
+        """Close the file and free the lock; may be called twice."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def wait_for_lock(descriptor: int) -> None:
-    """Lock a file that is open already. Raises OSError where the file system has no locks."""
+    """Lock an open file. Raises OSError if the file system has no locks."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether any process holds the lock of this file now; a file that is not there is not locked."""
+    """Whether any process has the lock of this file; a missing file is not locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(
-            descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # two who ask do not take each other for a holder
+        # shared, so that two concurrent checks do not see each other's lock
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
@@ -73,39 +72,30 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-TEMPORARY = "*.tmp"
-"""Pattern of the files that a kill can leave behind."""
-
-_PARTIAL: Final = ".partial"
-_REMOVED: Final = ".removed"
-_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-
-
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace the file so that a kill leaves either the old content or the new. Raises OSError."""
+    """Replace the file atomically: a kill leaves the old or the new content. Raises OSError."""
     with replacing(path) as stream:
         stream.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A stream whose content takes the place of the file at the end of the block, on disk; after an exception
-    nothing has changed.
+    """Yield a stream whose content replaces the file at the end of the block; an exception changes nothing.
 
-    A link at ``path`` is replaced and not followed.
+    A link at ``path`` is replaced, not followed.
     """
     try:
         temporary, descriptor = _new_temporary(path)
     except OSError as error:
-        error.filename = str(path)  # the name that a person knows
+        error.filename = str(path)  # the name that the user knows
         raise
     try:
         with os.fdopen(descriptor, "wb") as stream:
             yield stream
             stream.flush()
-            # Before the rename: else a power failure may leave the new name with nothing in it.
+            # before the rename, or a power failure may leave an empty file under the new name
             os.fsync(stream.fileno())
-            os.replace(temporary, path)  # before the lock goes
+            os.replace(temporary, path)  # while the lock is held
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -115,9 +105,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replacing_by_name(path: Path) -> Iterator[Path]:
-    """As :func:`replacing`, for writers that take a path and no stream: a name beside ``path`` that nobody
-    can know before.
-    """
+    """Like :func:`replacing`, for writers that need a path: yields an unpredictable name beside ``path``."""
     temporary = _temporary_name(path)
     try:
         yield temporary
@@ -131,10 +119,9 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder that is renamed to ``folder`` at the end of the block, where none or an empty one may be;
-    after an exception nothing is left.
+    """Yield a new folder that is renamed to ``folder``, missing or empty, at the end of the block.
 
-    One writer at a time: what a kill has left of an earlier one is removed.
+    An exception leaves nothing. Only one writer at a time: remains of a killed one are removed.
     """
     partial = folder.with_name(f".{folder.name}{_PARTIAL}")
     remove(partial)
@@ -151,9 +138,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def first_folder(folder: Path) -> Iterator[Path]:
-    """As :func:`replacing_folder` for what is the same whoever makes it: any number of processes may, and the
-    first one's stays.
-    """
+    """Like :func:`replacing_folder` for any number of processes with the same content; the first one wins."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
@@ -166,8 +151,8 @@ def first_folder(folder: Path) -> Iterator[Path]:
 
 
 def follow_umask(path: Path) -> None:
-    """A file, or a folder with all that is in it, gets the permissions of newly made ones: writers such as
-    safetensors and ``mkdtemp`` leave out everybody else, whatever the umask is.
+    """Give a file, or a folder with its content, the permissions of new ones under the umask; writers such as
+    safetensors and ``mkdtemp`` exclude all other users.
     """
     mask = os.umask(0o077)  # the only way to read it
     os.umask(mask)
@@ -182,13 +167,13 @@ def follow_umask(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove the file, link or folder at ``path``, if there is one. Raises OSError.
 
-    A folder is renamed first, so that a kill leaves no half of it under its name;
-    :func:`remove_leftovers` removes what is left under the other one.
+    A folder is renamed first, so that a kill leaves no part under its name; :func:`remove_leftovers` removes
+    the rest.
     """
     if path.is_dir() and not path.is_symlink():
         if not path.name.endswith(_REMOVED):
             path = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(8)}{_REMOVED}"))
-            sync(path.parent)  # after a power failure too
+            sync(path.parent)  # survives a power failure
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -199,9 +184,7 @@ def _temporary_name(path: Path) -> Path:
 
 
 def _new_temporary(path: Path) -> tuple[Path, int]:
-    """A new file beside ``path``, locked for as long as it is written; the kernel frees the lock of a process
-    that dies.
-    """
+    """Create a file beside ``path`` that is locked while it is written."""
     while True:
         temporary = _temporary_name(path)
         descriptor = os.open(temporary, _NEW | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -209,19 +192,20 @@ def _new_temporary(path: Path) -> tuple[Path, int]:
             wait_for_lock(descriptor)
         if os.fstat(descriptor).st_nlink:
             return temporary, descriptor
-        os.close(descriptor)  # taken for a leftover before it was locked
+        os.close(descriptor)  # removed as a leftover before it was locked
 
 
 def remove_leftovers(directory: Path, *, is_only_writer: bool = False) -> None:
-    """Remove what kills have left in a folder; what is being written stays. Folders that were being written
-    go only if this process is the only writer: nobody can tell whether others are still at work.
+    """Remove the remains of killed writers in a folder, except files that are being written.
+
+    Partial folders are only removed by the only writer, because their state is unknown otherwise.
     """
     for left in directory.glob(TEMPORARY):
-        if left.is_symlink():  # no writer of ours makes one
+        if left.is_symlink():  # never created by Outrider
             left.unlink(missing_ok=True)
             continue
         with (
-            contextlib.suppress(OSError),  # somebody writes it, or it is gone
+            contextlib.suppress(OSError),  # it is being written, or was removed
             FileLock(left, flags=os.O_RDONLY | os.O_NONBLOCK),
         ):
             left.unlink(missing_ok=True)
@@ -233,9 +217,7 @@ def remove_leftovers(directory: Path, *, is_only_writer: bool = False) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Add to the end of the file, which is made if it is missing, and force it to disk. Raises OSError, also
-    for a link.
-    """
+    """Append to a file, created if missing, and force it to disk. Raises OSError, also for a link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         append_bytes(descriptor, content)
@@ -244,7 +226,7 @@ def append(path: Path, content: bytes) -> None:
 
 
 def append_bytes(descriptor: int, content: bytes) -> None:
-    """Add to the end of an open file, and force it to disk: all of it, or an OSError and nothing."""
+    """Append to an open file and force it to disk; after an OSError nothing was appended."""
     size = os.fstat(descriptor).st_size
     rest = memoryview(content)
     try:
@@ -252,7 +234,7 @@ def append_bytes(descriptor: int, content: bytes) -> None:
             rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
     except OSError:
-        os.ftruncate(descriptor, size)  # a full disk must not leave half a line for the next one to join
+        os.ftruncate(descriptor, size)  # a full disk must not leave half a line
         raise
 
 
@@ -265,28 +247,27 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Files of one JSON object per line that grow while a run lives: a kill may have torn the last line, and
-# damage may be anywhere.
+# --- Files with one JSON object per line, which grow during a run; a kill may truncate the last line ---
 
 
 def read_lines(path: Path) -> tuple[list[bytes], bytes]:
-    """The whole lines, and what a kill has left of one more (mostly nothing). Raises OSError."""
+    """Return the complete lines, and the truncated last one (usually empty). Raises OSError."""
     *lines, torn = path.read_bytes().split(b"\n")
     return lines, torn
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """The whole lines; none of a file that is not there. Raises OSError."""
+    """Return the complete lines; none for a missing file. Raises OSError."""
     return read_lines(path)[0] if path.is_file() else []
 
 
 def replace_lines(path: Path, lines: list[bytes]) -> None:
-    """Replace the file by these lines, as a whole. Raises OSError."""
+    """Replace the content of the file by these lines. Raises OSError."""
     replace_file(path, b"".join(line + b"\n" for line in lines))
 
 
 def parsed(line: bytes | str) -> dict[str, Any]:
-    """The object of a line. Raises ValueError for anything else."""
+    """Parse a line as a JSON object. Raises ValueError for anything else."""
     try:
         value = json.loads(line)
     except RecursionError as error:
@@ -297,10 +278,9 @@ def parsed(line: bytes | str) -> dict[str, Any]:
 
 
 def readable(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """For those who show what there is: the number of every line that is not blank, and its object, None
-    where it is damaged.
+    """Yield the number and the object of every line that is not blank; None for a damaged line.
 
-    A last line without an end counts where it can be read. Raises OSError.
+    A last line without a line end counts if it can be parsed. Raises OSError.
     """
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         if not line.strip():

@@ -1,5 +1,5 @@
-"""Named random streams. Every draw belongs to a stream keyed by what it is for, so order of arrival never
-matters.
+"""Named random streams. Each draw belongs to a stream keyed by its purpose, so that the order of execution
+never matters.
 """
 
 import hashlib
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def stream_seed(run_seed: int, *key: str | int) -> int:
-    """A 63-bit seed for the stream named by ``key``; the same on every machine and Python version.
+    """Return a 63-bit seed for the stream ``key``, the same on every machine and Python version.
 
     Keys are length-prefixed before hashing, so ``("ab", "c")`` and ``("a", "bc")`` differ.
     """
@@ -20,12 +20,10 @@ def stream_seed(run_seed: int, *key: str | int) -> int:
 
 
 def reset_seed(run_seed: int, training_step: int, task_key: str) -> int:
-    """The seed with which every rollout of a task is reset in a training step: a group shares its initial
-    state.
-    """
+    """Return the seed for resetting a task in a training step; a group shares its initial state."""
     return stream_seed(run_seed, "reset", training_step, task_key)
 
 
 def stream(run_seed: int, *key: str | int) -> np.random.Generator:
-    """A fresh numpy generator at the start of the named stream."""
+    """Return a numpy generator at the start of the stream ``key``."""
     return np.random.Generator(np.random.PCG64(stream_seed(run_seed, *key)))

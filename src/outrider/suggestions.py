@@ -1,13 +1,12 @@
-"""Near matches of a mistyped name."""
+"""Suggestions for mistyped names."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def closest_match(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that is most like ``word``, whatever its case.
-
-    None where none is: difflib's ratio is below ``cutoff``.
+    """Return the known name closest to ``word``, ignoring case; None if difflib's ratio is below
+    ``cutoff``.
     """
     names_by_lowercase = {name.lower(): name for name in known}
     matches = get_close_matches(word.lower(), names_by_lowercase, n=1, cutoff=cutoff)
@@ -15,6 +14,6 @@ def closest_match(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> st
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown ``word``: ``, did you mean NAME?`` or nothing."""
+    """Return the end of a message about an unknown ``word``: ``, did you mean NAME?`` or ""."""
     suggestion = closest_match(word, known)
     return "" if suggestion is None else f", did you mean {suggestion}?"

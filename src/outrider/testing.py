@@ -29,16 +29,14 @@ from outrider.environments.base import (
     CopyableEnvironment,
     Env,
     EnvironmentSettings,
+    Episode,
     EpisodeResult,
     StepResult,
     TaskSet,
-    episode_result,
-    start_episode,
-    take_step,
-    turn_message,
+    make_task_set,
+    open_episode,
 )
 from outrider.environments.environment import Environment
-from outrider.environments.task_sets import make_task_set
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.plugins.registry import read_settings
@@ -208,25 +206,24 @@ def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[
 
 def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
     try:
+        episode = open_episode(environment)
         try:
-            prompt = start_episode(environment, seed)
+            episode.start(seed)
         except InvalidResult as error:
             raise AssertionError(str(error)) from error
-        _require_record(environment, "before the first step")
-        results: list[StepResult] = []
+        _require_record(episode, "before the first step")
         for text in script:
-            results.append(_step(environment, text))
-            if results[-1].done:
+            if _step(episode, text).done:
                 break
-        return _EpisodeRecord(prompt, results, episode_result(environment))
+        return _EpisodeRecord(episode.prompt, episode.results, episode.result())
     finally:
         environment.close()
         environment.close()
 
 
-def _step(environment: Env, text: str) -> StepResult:
+def _step(episode: Episode, text: str) -> StepResult:
     try:
-        result = take_step(environment, turn_message(environment, text))
+        result = episode.act(text)
     except (InvalidResult, NonFiniteResult) as error:
         raise AssertionError(f"step after {text[:40]!r}: {error}") from error
     except Exception as error:
@@ -236,18 +233,18 @@ def _step(environment: Env, text: str) -> StepResult:
         f"no message after {text[:40]!r}, and the episode goes on",
     )
     require(result.done or not result.truncated, "truncated without done")
-    _require_record(environment, f"after {text[:40]!r}")
+    _require_record(episode, f"after {text[:40]!r}")
     return result
 
 
-def _require_record(environment: Env, when: str) -> None:
+def _require_record(episode: Episode, when: str) -> None:
     try:
-        record = episode_result(environment)
+        record = episode.result()
     except (InvalidResult, NonFiniteResult) as error:
         raise AssertionError(f"result {when}: {error}") from error
     except Exception as error:
         raise AssertionError(f"result raises {when}: {type(error).__name__}: {error}") from error
-    require(record == episode_result(environment), f"result {when} is another one when it is asked for again")
+    require(record == episode.result(), f"result {when} is another one when it is asked for again")
 
 
 def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
@@ -255,27 +252,26 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
     try:
         if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
             return
-        environment.reset(3)
+        episode = open_episode(environment)
+        episode.start(3)
         middle = len(whole.results) // 2
         for text in script[:middle]:
-            _step(environment, text)
-        record, twin = episode_result(environment), environment.copy()
-        require(episode_result(twin) == record, f"{task.key}: a copy has another record")
+            _step(episode, text)
+        record, twin = episode.result(), open_episode(environment.copy())
+        require(twin.result() == record, f"{task.key}: a copy has another record")
         _step(twin, "something else")
         require(
-            episode_result(environment) == record,
+            episode.result() == record,
             f"{task.key}: what a copy does changes the record of the original",
         )
-        twin.close()
-        twin.close()
-        results = [_step(environment, text) for text in script[middle : len(whole.results)]]
+        twin.environment.close()
+        twin.environment.close()
+        results = [_step(episode, text) for text in script[middle : len(whole.results)]]
         require(
             results == whole.results[middle:],
             f"{task.key}: the original goes another way after it was copied",
         )
-        require(
-            episode_result(environment) == whole.record, f"{task.key}: another record after a copy was made"
-        )
+        require(episode.result() == whole.record, f"{task.key}: another record after a copy was made")
     finally:
         environment.close()
 

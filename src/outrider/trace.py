@@ -1,7 +1,6 @@
-"""The one data structure: a tree of nodes for one task, of which every root-to-leaf path is a rollout.
+"""The trace: a tree of nodes for one task, in which every root-to-leaf path is a rollout.
 
-A node stores only the tokens that it adds. Ids are appended and never made from text a second time (DESIGN
-section 2).
+A node stores only the tokens that it adds. Token ids are only appended; text is never tokenized twice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ class Share:
     ratio_scale: float = 1.0
 
     def scaled(self, factors: Sequence[float]) -> "Share":
-        """The credit times a factor per token."""
+        """Multiply the advantages by a factor per token."""
         return Share(
             tuple(value * factor for value, factor in zip(self.credit, factors, strict=True)),
             self.ratio_scale,
@@ -28,23 +27,22 @@ class Share:
 
 
 DESCRIBED_TOOLS: Final = "described_tools"
-"""Key of a prompt node's metadata: names of the tools that its ids describe and its message does not."""
+"""Key of a prompt node's metadata: names of tools that are described in its ids, but not in its message."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """One turn's piece of the conversation.
+    """One piece of the conversation.
 
-    ``logprobs`` and ``entropies`` hold one value per token on policy nodes (natural log; nats over the whole
-    vocabulary, or lower bounds where ``entropies_are_bounds``) and are empty elsewhere. ``credit`` is None
-    until an algorithm assigns it: unassigned is not zero. ``shares`` holds credit for each leaf on a node
-    that several rollouts train on (soft attribution); ``owner`` is the rollout that counts a shared node
-    whose one ``credit`` stands for all of its leaves (hard attribution). ``kl`` holds log policy - log
-    reference a token on policy nodes, where the algorithm takes a KL from the reward. ``ratio_scale``
-    multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain. ``restarts``: the
-    context begins anew here, with all that the policy sees next (a conversation rendered again); what stands
-    in front is the rollout's history and in no later context. ``metadata`` is plain data for metrics and for
-    the viewer (similarity of a retrieved step, tools that ran).
+    ``logprobs`` and ``entropies`` have one value per token on policy nodes (natural log; nats over the whole
+    vocabulary, or lower bounds if ``entropies_are_bounds``) and are empty on others. ``credit`` are the
+    advantages per token, None until an algorithm assigns them: unassigned is not zero. On a node shared by
+    several rollouts, ``shares`` has the advantages of each leaf (soft attribution), or ``owner`` is the
+    rollout that counts the node, whose ``credit`` applies to all of its leaves (hard attribution). ``kl`` is
+    log policy - log reference per token on policy nodes, if the algorithm subtracts a KL from the reward.
+    ``ratio_scale`` multiplies the importance ratio of the node's tokens (RAPO Eq. 8). ``restarts``: a new
+    context starts here (the conversation was rendered again); earlier nodes are in no later context.
+    ``metadata`` is plain data for metrics and the viewer, for example the similarity of a retrieved step.
     """
 
     node_id: int
@@ -72,14 +70,15 @@ class Node:
 
     @property
     def receives_advantages(self) -> bool:
-        """Whether an update may train on these tokens: the policy's own, and a demonstrator's."""
+        """Whether an update may train on these tokens: those of the policy or of a demonstrator."""
         return self.origin is Origin.POLICY or self.origin is Origin.DEMONSTRATION
 
     @property
     def is_observation(self) -> bool:
-        """Whether these words tell what is there: the environment's, and a retrieved step's that was done.
+        """Whether the text describes the environment's state: observations, and retrieved steps that were
+        executed.
 
-        Tips do not, nor a retrieved step that was only shown: what it tells was seen somewhere else.
+        Tips and retrieved steps that were only shown describe another state.
         """
         if self.trainable or self.origin is Origin.MEMORY or not self.message.content:
             return False
@@ -87,7 +86,7 @@ class Node:
 
     @property
     def mean_entropy(self) -> float:
-        """Step entropy: mean over the tokens that the policy generated, in nats (RAPO Eq. 2)."""
+        """Step entropy: mean over the generated tokens, in nats (RAPO Eq. 2)."""
         return sum(self.entropies) / len(self.entropies)
 
 
@@ -95,11 +94,11 @@ class Node:
 class Leaf:
     """The end of one rollout.
 
-    ``episode_return`` is the environment's record; it and ``node_id`` are None after an infrastructure fault,
-    whose partial nodes stay in the tree but belong to no rollout, except to those that had left it.
-    ``advantage`` is the algorithm's. ``reflection`` is what the policy wrote when a hook asked it about the
-    episode; it is in no node, so it is never trained on. ``intrinsic`` is a reward of the algorithm's own,
-    kept apart from the return. ``is_demonstration``: a demonstrator played it.
+    ``episode_return`` and ``node_id`` are None after an infrastructure fault; partial nodes stay in the tree,
+    but belong only to rollouts that had branched off. ``advantage`` is assigned by the algorithm.
+    ``reflection`` is the policy's answer to a hook about the episode; it is in no node and never trained on.
+    ``intrinsic`` is a reward of the algorithm, separate from the return. ``is_demonstration``: a demonstrator
+    acted.
     """
 
     node_id: int | None
@@ -119,10 +118,9 @@ class Leaf:
 class Trace:
     """All rollouts of one task in one training step (one group).
 
-    ``modes`` holds the mode of every rollout. ``without_memory``: the update renders the rollouts without
-    their memory nodes (EMPO²'s off-policy update), as :func:`without_memory` does. ``is_replayed``: an
-    earlier policy played the group (RolloutReplay). ``pruned`` rollouts were played and are left out of
-    credit and update (Tree-GRPO).
+    ``modes`` has the mode of every rollout. ``without_memory``: the update renders the rollouts without their
+    memory nodes (EMPO²'s off-policy update). ``is_replayed``: an earlier policy generated the group
+    (RolloutReplay). ``pruned`` rollouts get no advantages and are not trained on (Tree-GRPO).
     """
 
     def __init__(self, *, task: Task, modes: Sequence[str] = ()) -> None:
@@ -145,8 +143,7 @@ class Trace:
     ) -> Node:
         """Add a node under ``parent`` (None: a root).
 
-        Raises ValueError when policy log-probs or entropies do not pair with the tokens, or sit on another
-        origin.
+        Raises ValueError if log-probs or entropies do not match the tokens, or are not on a policy node.
         """
         node = Node(
             node_id=len(self.nodes),
@@ -169,7 +166,7 @@ class Trace:
         return node
 
     def finish(self, leaf: Leaf) -> None:
-        """Record the one terminal outcome of a rollout; a second one is an error."""
+        """Record the outcome of a rollout; a second one is an error."""
         if leaf.rollout in self.leaves:
             raise ValueError(f"rollout {leaf.rollout} already ended as {self.leaves[leaf.rollout].outcome}")
         if leaf.outcome.is_fault != (leaf.episode_return is None):
@@ -180,7 +177,7 @@ class Trace:
         self.leaves[leaf.rollout] = leaf
 
     def path(self, node_id: int) -> list[Node]:
-        """Nodes from the root to ``node_id``."""
+        """Return the nodes from the root to ``node_id``."""
         nodes: list[Node] = []
         cursor: int | None = node_id
         while cursor is not None:
@@ -189,16 +186,14 @@ class Trace:
         return nodes[::-1]
 
     def token_ids(self, node_id: int) -> tuple[int, ...]:
-        """All ids to the end of ``node_id`` from the root, or from where the context last began anew: the
-        context that an engine sees.
-        """
+        """Return the context of an engine after ``node_id``: all ids from the root or the last restart."""
         return tuple(token for node in split_contexts(self.path(node_id))[-1] for token in node.token_ids)
 
     def number_by_rollout(self) -> None:
-        """Give the nodes the order in which their rollouts would have been played one after the other.
+        """Renumber the nodes as if rollouts had run one after the other.
 
-        While rollouts run at the same time, nodes are numbered as they arrive, which depends on how fast
-        tools answer. Nodes that a fault left behind come last, by the rollout in their metadata.
+        While rollouts run concurrently, nodes are numbered in order of arrival, which depends on the speed of
+        tools. Nodes left behind by a fault come last, ordered by the rollout in their metadata.
         """
         owned = {node.node_id: None for _, path in self.rollouts() for node in path}
         lost = [node for node in self.nodes if node.node_id not in owned]
@@ -214,28 +209,28 @@ class Trace:
         self.nodes = order
 
     def rollouts(self) -> Iterator[tuple[Leaf, list[Node]]]:
-        """Finished rollouts with their paths, in order of rollout number and not of arrival."""
+        """Yield finished rollouts with their paths, by rollout number."""
         for rollout in sorted(self.leaves):
             leaf = self.leaves[rollout]
             yield leaf, [] if leaf.node_id is None else self.path(leaf.node_id)
 
     def scored_rollouts(self) -> Iterator[tuple[Leaf, list[Node]]]:
-        """:meth:`rollouts` without those that a fault ended: the ones with a return."""
+        """Yield the rollouts with a return, i.e. without faults."""
         return ((leaf, path) for leaf, path in self.rollouts() if leaf.episode_return is not None)
 
     def own_rollouts(self) -> Iterator[tuple[Leaf, list[Node]]]:
-        """:meth:`rollouts` without those that a demonstrator played."""
+        """Yield the rollouts without demonstrations."""
         return ((leaf, path) for leaf, path in self.rollouts() if not leaf.is_demonstration)
 
 
 def without_memory(path: Sequence[Node]) -> list[Node]:
-    """The path as a rollout without tips would have it, token by token."""
+    """Return the path without tips."""
     return [node for node in path if node.origin is not Origin.MEMORY]
 
 
 def split_contexts(path: Sequence[Node]) -> list[Sequence[Node]]:
-    """The contexts that a rollout was played in, in order: one, and another one wherever it began anew. They
-    are the samples that an update computes; statistics count the rollout.
+    """Split a path at restarts into its contexts, which are the samples of an update; statistics count the
+    rollout once.
     """
     starts = [0, *(number for number, node in enumerate(path) if node.restarts), len(path)]
     return [path[begin:end] for begin, end in pairwise(starts)] if len(starts) > 2 else [path]
@@ -243,14 +238,14 @@ def split_contexts(path: Sequence[Node]) -> list[Sequence[Node]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTurn:
-    """One policy turn of a path: the text that it acted on, and its node."""
+    """One policy turn of a path: the observation before it, and its node."""
 
     observation: str
     node: Node
 
 
 def policy_turns(path: Sequence[Node]) -> list[PolicyTurn]:
-    """The policy's turns with the newest observation in front of each: the state it acted on."""
+    """Return the policy's turns, each with the newest observation before it."""
     turns: list[PolicyTurn] = []
     observation = ""
     for node in path:

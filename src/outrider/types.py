@@ -1,4 +1,4 @@
-"""Carriers that every layer shares: messages, tasks, outcomes. No torch, no numpy."""
+"""Types shared by all layers: messages, tasks, outcomes. No torch, no numpy."""
 
 import json
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from outrider.errors import InvalidResult
 Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
 
 Role = Literal["system", "user", "assistant", "tool", "inline"]
-"""``inline`` continues the open assistant message with text that the policy did not write (the papers' tag
-protocol).
+"""``inline`` continues the open assistant message with text that the policy did not write (the tag protocol
+of the papers).
 """
 
 
@@ -28,7 +28,7 @@ class Origin(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a rollout ended; every owed rollout ends in exactly one."""
+    """How a rollout ended; every rollout has exactly one outcome."""
 
     FINISHED = "finished"
     TRUNCATED_TOKENS = "truncated_tokens"
@@ -37,7 +37,7 @@ class Outcome(StrEnum):
     TOOL_FAULT = "tool_fault"
     ENVIRONMENT_FAULT = "environment_fault"
     ENGINE_FAULT = "engine_fault"
-    CANCELLED = "cancelled"  # its group took longer than train.group_timeout_s
+    CANCELLED = "cancelled"  # its group exceeded train.group_timeout_s
 
     @property
     def is_fault(self) -> bool:
@@ -49,19 +49,21 @@ _FAULTS = frozenset({Outcome.TOOL_FAULT, Outcome.ENVIRONMENT_FAULT, Outcome.ENGI
 
 
 ToolSchema: TypeAlias = Mapping[str, Any]
-"""What a model is told of a tool: ``name``, ``description``, ``parameters`` (a JSON schema of an object)."""
+"""Description of a tool for a model: ``name``, ``description``, ``parameters`` (a JSON schema of an
+object).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A tool that the policy asks for by a native call: a name and JSON. ``call_id`` is unique within its
-    turn. ``raw`` is the text of arguments that are no JSON object; ``arguments`` is empty then, and
-    ``problem`` says in words what is wrong with them. A call that was read although its closing tag is
-    missing has a ``problem`` too.
+    """A native tool call. ``call_id`` is unique within its turn.
+
+    If the arguments are no JSON object, ``raw`` is their text, ``arguments`` is empty and ``problem``
+    describes the error. A call without its closing tag has a ``problem`` too.
     """
 
     name: str
-    # not Json: what reads the nodes of a checkpoint cannot follow an alias that holds itself
+    # not Json, because the reader of checkpoints does not support recursive aliases
     arguments: Mapping[str, Any] = field(default_factory=dict)
     call_id: str = ""
     raw: str = ""
@@ -69,12 +71,12 @@ class ToolCall:
 
     @property
     def arguments_text(self) -> str:
-        """The arguments as text, as OpenAI's format has them."""
+        """The arguments as text, as in OpenAI's format."""
         return self.raw or json.dumps(dict(self.arguments), ensure_ascii=False)
 
 
 def is_text(text: str) -> bool:
-    """Whether all of it are characters: JSON may spell half of a surrogate pair."""
+    """Whether the text has no single surrogates, which JSON can contain."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -84,12 +86,12 @@ def is_text(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message. The text is for people and for rendering once; ids are never made from it twice.
+    """One chat message, for people and for rendering; it is never tokenized twice.
 
-    Of an assistant's message ``reasoning`` is the thinking apart from the answer, ``tool_calls`` are its
-    native calls, and ``problems`` say what of it could not be read as one. A tool's message has the id of
-    the call that it answers, and the tool's name. Half of a surrogate pair is no text to a tokenizer: a
-    question mark stands for it in ``content``.
+    For an assistant, ``reasoning`` is the thinking separate from the answer, ``tool_calls`` are native calls,
+    and ``problems`` describe text that could not be parsed as one. A tool's message has the id of its call
+    and the tool's name. Single surrogates in ``content``, which no tokenizer accepts, are replaced by
+    question marks.
     """
 
     role: Role
@@ -104,7 +106,7 @@ class Message:
         if not isinstance(self.content, str):
             kind = type(self.content).__name__
             raise InvalidResult(f"the content of a message is a value of type {kind}, no text")
-        if type(self.content) is not str:  # a text of NumPy's, a member of an enumeration
+        if type(self.content) is not str:  # for example a NumPy string or an enum member
             object.__setattr__(self, "content", str(self.content))
         if not is_text(self.content):
             object.__setattr__(self, "content", self.content.encode("utf-8", "replace").decode("utf-8"))
@@ -112,9 +114,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem that rollouts try to solve. Frozen data; behaviour lives in the environment.
+    """One problem that rollouts try to solve; the behaviour is in the environment.
 
-    ``key`` is unique within a task set and stable across machines; it keys random streams and resume.
+    ``key`` is unique within a task set and the same on all machines; random streams and resume depend on it.
     """
 
     key: str
@@ -125,10 +127,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of a trajectory in plain text: what the agent thought and did, and what came back.
+    """One step of a trajectory as text.
 
-    ``text`` is the agent's output verbatim (thought and action), ``observation`` what the environment
-    answered, ``is_terminal`` whether the step holds the final answer or ended the episode.
+    ``text`` is the agent's output verbatim (thought and action), ``observation`` the environment's response.
+    ``is_terminal``: the step has the final answer or ended the episode.
     """
 
     text: str
@@ -138,10 +140,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A finished episode of any agent: where off-policy steps come from (RAPO section 3.1).
+    """A finished episode of any agent, the source of off-policy steps (RAPO section 3.1).
 
-    ``prompt`` are the messages before step 0; ``reward`` is the outcome on the environment's own scale;
-    ``num_tokens`` counts the agent's tokens where known (ties in reward are broken by fewer tokens).
+    ``prompt`` are the messages before step 0. ``reward`` is on the environment's own scale. ``num_tokens``
+    counts the agent's tokens if known (ties in reward are broken by fewer tokens).
     """
 
     trajectory_id: str

@@ -24,7 +24,7 @@ from outrider.algorithms.exploration import ARPO_PRESETS as PRESETS
 from outrider.algorithms.exploration import Arpo, ArpoSettings, RapoSettings
 from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.config import validate
-from outrider.environments.base import StepResult
+from outrider.environments.base import Episode, StepResult
 from outrider.errors import ConfigError
 from outrider.rollout.hooks import EpisodeState
 from outrider.seeding import stream
@@ -162,7 +162,7 @@ def state_with(entropies: list[list[float]], *, rollout: int = 0, num_tool_calls
             logprobs=(-1.0,) * size, entropies=tuple(values),
         )  # fmt: skip
     return EpisodeState(
-        task=trace.task, trace=trace, environment=Fake(on_step=lambda n, t: StepResult(message=None)),
+        task=trace.task, trace=trace, episode=Episode(Fake(on_step=lambda n, t: StepResult(message=None))),
         run_seed=0, training_step=0, rollout=rollout, mode="m", last_node=tip, turn=len(entropies) - 1,
         last_result=StepResult(message=TEXT, num_tool_calls=num_tool_calls),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.algorithms.entropy_branching import BranchHook, BranchSettings, branches
 from outrider.engines.base import Request
-from outrider.environments.tool_qa.episodes import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
 from outrider.errors import ToolFault
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings
-from outrider.environments.base import play_steps
+from outrider.environments.base import Episode
 from outrider.environments.webshop import environment as webshop_text
 from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
 from outrider.memory.embedders import load_embedder
@@ -98,7 +98,7 @@ def test_what_a_rollout_did_can_be_done_again_from_its_stored_trajectory(buffer:
             assert kept is not None and leaf.episode_return is not None
             environment = factory(trace.task)
             environment.reset(0)
-            assert play_steps(environment, [step.text for step in kept.steps]) == kept.steps
+            assert Episode(environment).play([step.text for step in kept.steps]) == kept.steps
             assert environment.result().episode_return == leaf.episode_return
             done = [node.metadata["action"] for node in path if node.origin is Origin.BUFFER]
             own = sum(len(node.token_ids) for node in path if node.origin is Origin.POLICY)

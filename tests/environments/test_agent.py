@@ -25,21 +25,9 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
-from outrider.environments.agent.environment import (  # noqa: E402
-    AgentConfig,  # noqa: E402
-    AgentFactory,
-    AgentTaskSet,
-)
-from outrider.environments.agent.programs import (
-    Programs,  # noqa: E402
-    Report,  # noqa: E402
-)
-from outrider.environments.agent.server import (  # noqa: E402
-    Gateway,  # noqa: E402
-    PendingRequest,
-    ProgramExit,
-    Session,
-)
+from outrider.environments.agent.environment import AgentConfig, AgentFactory, AgentTaskSet
+from outrider.environments.agent.programs import Programs, Report
+from outrider.environments.agent.server import Gateway, PendingRequest, ProgramExit, Session
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
 from outrider.rollout.base import Limits  # noqa: E402

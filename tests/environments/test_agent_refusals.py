@@ -12,8 +12,12 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.requests import read_chat  # noqa: E402
-from outrider.environments.base import StepResult, take_refusal  # noqa: E402
-from outrider.environments.conversations import OwnConversations, Refusal  # noqa: E402
+from outrider.environments.base import (  # noqa: E402
+    ExternalEpisode,
+    StepResult,  # noqa: E402
+    open_episode,
+)
+from outrider.environments.conversations import ExternalAgent, Refusal  # noqa: E402
 from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult  # noqa: E402
 from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.external_agent import Unanswerable, opening_ids  # noqa: E402
@@ -80,7 +84,7 @@ def test_what_a_template_refuses_is_answered_with_its_reason(
     assert not report.faults
 
 
-class Asking:
+class Asking(ExternalAgent):
     """A program's environment, as far as its question is rendered."""
 
     call_format = None
@@ -110,8 +114,7 @@ class Ended(Asking):
 
 
 def test_the_kind_of_an_environment_is_known_after_its_program_has_ended() -> None:
-    assert isinstance(Ended(), OwnConversations) and isinstance(Asking(["user"]), OwnConversations)
-    assert not isinstance(object(), OwnConversations)
+    assert open_episode(Ended()).is_external and open_episode(Asking(["user"])).is_external
 
 
 class Returning(Asking):
@@ -127,13 +130,17 @@ class Returning(Asking):
 
 def test_what_a_refused_program_answers_is_checked_and_converted() -> None:
     refusal = Refusal(reason="too long", is_too_long=True)
-    found = take_refusal(Returning(StepResult(reward=np.float32(0.5), done=np.bool_(True))), refusal)  # type: ignore[arg-type]
+
+    def refused(returned: Any) -> Any:
+        return ExternalEpisode(Returning(returned)).refuse(refusal)
+
+    found = refused(StepResult(reward=np.float32(0.5), done=np.bool_(True)))  # type: ignore[arg-type]
     assert found is not None and (type(found.reward), found.reward, found.done) == (float, 0.5, True)
-    assert take_refusal(Returning(None), refusal) is None
+    assert refused(None) is None
     with pytest.raises(NonFiniteResult, match="reward"):
-        take_refusal(Returning(StepResult(reward=math.nan)), refusal)
+        refused(StepResult(reward=math.nan))
     with pytest.raises(InvalidResult, match="what refuse returned"):
-        take_refusal(Returning("end"), refusal)
+        refused("end")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,19 +152,19 @@ def test_roles_in_any_order_are_rendered_or_refused(family: str) -> None:
     for first in product(("system", "developer", "user", "assistant", "tool"), repeat=2):
         environment = Asking([*first, "user"])
         try:
-            assert opening_ids(environment, environment.request.messages, renderer)
+            assert opening_ids(environment.request, renderer)
         except Unanswerable as error:
             assert error.refusal.reason.startswith("the policy's chat template cannot render these messages")
     for roles in (["user", "user"], ["developer", "user"], ["user"]):
         environment = Asking(roles)
-        assert opening_ids(environment, environment.request.messages, renderer)
+        assert opening_ids(environment.request, renderer)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma"])
 def test_templates_that_want_a_user_first_give_their_reason(family: str) -> None:
     renderer, environment = renderer_of(FAMILIES[family]), Asking(["assistant", "user"])
     with pytest.raises(Unanswerable, match=r"it refuses assistant, user: .*alternate"):
-        opening_ids(environment, environment.request.messages, renderer)
+        opening_ids(environment.request, renderer)
 
 
 def test_a_program_that_asks_nothing_that_can_be_answered_is_a_fault_with_the_reason() -> None:

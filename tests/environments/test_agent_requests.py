@@ -11,16 +11,11 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.environments.agent.environment import AgentEnvironment  # noqa: E402
-from outrider.environments.agent.requests import (  # noqa: E402
-    Answer,
-    BadRequest,  # noqa: E402
-    PolicyRequest,
-    read_chat,
-)
+from outrider.environments.agent.requests import Answer, BadRequest, PolicyRequest, read_chat
 from outrider.environments.agent.responses import read_response, response_events  # noqa: E402
 from outrider.environments.agent.responses import response as written  # noqa: E402
 from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
-from outrider.environments.base import turn_message  # noqa: E402
+from outrider.environments.base import Episode  # noqa: E402
 from outrider.errors import EnvironmentFault  # noqa: E402
 from outrider.rollout.base import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
@@ -292,4 +287,4 @@ def test_or_whose_tools_break_the_reading(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("outrider.environments.base.read_turn", broken)
     with pytest.raises(EnvironmentFault, match="BadTools cannot read a turn: SystemExit: 3"):
-        turn_message(BadTools(), "x")  # type: ignore[arg-type]
+        Episode(BadTools()).read("x")

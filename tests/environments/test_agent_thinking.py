@@ -8,11 +8,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
-from outrider.environments.agent.requests import (  # noqa: E402
-    Answer,
-    BadRequest,  # noqa: E402
-    read_chat,
-)
+from outrider.environments.agent.requests import Answer, BadRequest, read_chat
 from outrider.environments.agent.responses import read_response, response  # noqa: E402
 from outrider.rollout.base import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402

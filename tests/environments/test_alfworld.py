@@ -32,8 +32,7 @@ from outrider.environments.alfworld.made_games import (
     tables,
 )
 from outrider.environments.alfworld.play import OfflineGame
-from outrider.environments.base import CopyableEnvironment, StepResult
-from outrider.environments.task_sets import SPLITS, make_task_set
+from outrider.environments.base import SPLITS, CopyableEnvironment, StepResult, make_task_set
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError
 from outrider.types import Message, Task

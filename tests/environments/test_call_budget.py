@@ -9,17 +9,13 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.engines.base import Request
-from outrider.environments.tool_qa.episodes import (
-    OVER_LIMIT,
-    CallBudget,
-    EpisodeConfig,
-    ToolEnvironmentFactory,
-)
+from outrider.environments.tool_qa.environment import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
+from outrider.tools.concurrency import CallBudget
 from outrider.trace import Trace
 from outrider.training.step_metrics import rollout_metrics
 from tests.rollout.fakes import scripted, tasks

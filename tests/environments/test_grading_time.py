@@ -14,7 +14,7 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.grading import math_answers, math_worker
 from outrider.environments.grading.answers import normalize_answer
 from outrider.environments.grading.math_answers import MathPool, compare_math
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import EnvironmentFault
 from outrider.rollout.base import Limits

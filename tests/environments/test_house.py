@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, StepResult
+from outrider.environments.base import CopyableEnvironment, StepResult, make_task_set
 from outrider.environments.house import (
     FURNITURE,
     HALL,
@@ -26,7 +26,6 @@ from outrider.environments.house import (
     make_house,
     solution,
 )
-from outrider.environments.task_sets import make_task_set
 from outrider.errors import ConfigError
 from outrider.types import Message, Task
 

@@ -14,8 +14,7 @@ import pytest
 
 from outrider.environments.grading import math_answers, math_worker
 from outrider.environments.grading.math_answers import MathPool, Verdict, compare_all, compare_math, math_pool
-from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
-from outrider.environments.tool_qa.tag_protocol import Turn
+from outrider.environments.tool_qa.rewards import RewardConfig, Turn, score_turns
 from outrider.errors import EnvironmentFault
 
 BOMBS = (

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.base import NativeTools, StepResult, prompt_tools, turn_message
-from outrider.environments.task_sets import is_inline, observation_roles
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt
-from outrider.environments.tool_qa.episodes import (
+from outrider.environments.base import Episode, StepResult, is_inline, observation_roles
+from outrider.environments.tool_qa.environment import (
     OVER_LIMIT,
     REPEATED,
     NativeToolEnvironment,
     ToolEnvironmentFactory,
+    ToolsConfig,
+    ToolsTaskSet,
+    system_prompt,
 )
 from outrider.errors import ConfigError, ToolFault
 from outrider.tools.base import ToolOutput
@@ -46,7 +47,7 @@ def start(**settings: Any) -> tuple[NativeToolEnvironment, dict[str, Echo]]:
     config = ToolsConfig.model_validate({"tools": ["python"], "protocol": "hermes", **settings})
     factory = ToolEnvironmentFactory(tools=list(tools.values()), config=config, system_prompt="Be brief.")
     environment = factory(TASK)
-    assert isinstance(environment, NativeToolEnvironment) and isinstance(environment, NativeTools)
+    assert isinstance(environment, NativeToolEnvironment)
     environment.reset(0)
     return environment, tools
 
@@ -63,7 +64,7 @@ def call(name: str, text: object = "tower") -> str:
 
 
 def say(environment: NativeToolEnvironment, text: str) -> StepResult:
-    return environment.step(turn_message(environment, text))
+    return Episode(environment).act(text)
 
 
 def test_an_episode_with_several_calls_in_a_turn() -> None:
@@ -87,8 +88,8 @@ def test_an_episode_with_several_calls_in_a_turn() -> None:
 
 def test_the_prompt_tells_of_the_tools() -> None:
     environment, _ = start()
-    assert [tool["name"] for tool in prompt_tools(environment)] == ["find", "run"]
-    assert prompt_tools(environment)[0]["parameters"]["required"] == ["input"]
+    assert [tool["name"] for tool in Episode(environment).tools] == ["find", "run"]
+    assert Episode(environment).tools[0]["parameters"]["required"] == ["input"]
     assert [message.role for message in environment.reset(1)] == ["system", "user"]
 
 
@@ -199,7 +200,7 @@ def test_the_setting_chooses_the_protocol() -> None:
 
 def test_a_step_is_answered_by_one_message_or_by_several() -> None:
     message = Message(role="user", content="a")
-    with pytest.raises(ValueError, match="message or by messages"):
+    with pytest.raises(ValueError, match="message or messages"):
         StepResult(message=message, messages=(message,))
 
 
@@ -215,8 +216,8 @@ def test_a_family_made_of_a_recipe_plays_functions(tmp_path: Path, monkeypatch: 
     assert config.tool_names() == ("add",)
     environment = ToolsTaskSet(config).make()(TASK)
     environment.reset(0)
-    answered = environment.step(turn_message(environment, "[add(a=2, b=40)]"))
+    answered = Episode(environment).act("[add(a=2, b=40)]")
     assert answered.text == "42"
     tags = ToolsTaskSet(ToolsConfig.model_validate(given | {"protocol": "tags"})).make()(TASK)
     tags.reset(0)
-    assert "\n42\n" in tags.step(turn_message(tags, '<add>{"a": 2, "b": 40}</add>')).text
+    assert "\n42\n" in Episode(tags).act('<add>{"a": 2, "b": 40}</add>').text

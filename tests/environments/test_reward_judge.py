@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironment, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironment, ToolEnvironmentFactory
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import ToolFault, ToolUnavailable
 from outrider.types import Message, Task

@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
-from outrider.environments.tool_qa.tag_protocol import (
+from outrider.environments.tool_qa.rewards import (
     Answer,
     Call,
     Malformed,
     NoAction,
+    RewardConfig,
     Turn,
     format_fault,
     neutralise,
     parse_action,
     render_result,
+    score_turns,
     stop_strings,
 )
 

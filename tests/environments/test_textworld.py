@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskSet
-from outrider.environments.task_sets import Split
+from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, Split, StepResult, TaskSet
 from outrider.environments.text_games import Reply
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.environment import (
@@ -365,8 +364,8 @@ def test_a_game_that_many_want_at_once_is_made_once(monkeypatch: pytest.MonkeyPa
     shelf = TextWorldConfig(cache=tmp_path, num_makers=2).shelf()
 
     def make(order: textworld_games._Order, limit_s: float) -> "subprocess.CompletedProcess[str]":
-        orders.append(order.wanted)
-        for key in order.wanted:
+        orders.append(order.keys)
+        for key in order.keys:
             shelf.story(*key).parent.mkdir()
             shelf.story(*key).touch()
         return subprocess.CompletedProcess([], 0, stdout="", stderr="")
@@ -385,7 +384,7 @@ def run_maker(monkeypatch: pytest.MonkeyPatch, shelf: GameShelf, make_one: Calla
     (shelf.root / shelf.name).mkdir(exist_ok=True)
     wanted = (("train", 0), ("test", 1))
     order = textworld_games._Order(
-        root=shelf.root, game=shelf.game, game_seed=shelf.game_seed, wanted=wanted, work=work
+        root=shelf.root, game=shelf.game, game_seed=shelf.game_seed, keys=wanted, work=work
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO(order.model_dump_json()))
     monkeypatch.setattr(textworld_games, "_make_game", make_one)

@@ -5,11 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.environments.grading.answers import extract_answer, last_boxed
-from outrider.environments.tool_qa.episodes import NativeTurn, native_fault
-from outrider.environments.tool_qa.rewards import RewardConfig, final_answer, score_answer, score_turns
-from outrider.environments.tool_qa.tag_protocol import Turn
+from outrider.environments.tool_qa.environment import NativeTurn, native_fault
+from outrider.environments.tool_qa.rewards import RewardConfig, Turn, final_answer, score_answer, score_turns
 from outrider.evaluation.grading import find_variant
-from outrider.tokens.thoughts import without_thoughts
+from outrider.tokens.tool_calls import without_thoughts
 
 MARKERS = [
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<Thought>", "</Thought>"),

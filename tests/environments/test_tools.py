@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.base import StepResult
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt
-from outrider.environments.tool_qa.episodes import (
+from outrider.environments.tool_qa.environment import (
     OVER_LIMIT,
     REPEATED,
     EpisodeConfig,
     ToolEnvironment,
     ToolEnvironmentFactory,
     ToolEpisode,
+    ToolsConfig,
+    ToolsTaskSet,
+    system_prompt,
 )
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import DataError, ToolFault, ToolUnavailable

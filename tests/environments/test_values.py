@@ -20,17 +20,14 @@ from hypothesis import strategies as st
 
 from outrider.environments.agent.server import read_reward
 from outrider.environments.base import (
-    Env,
     EnvironmentSettings,
+    Episode,
     EpisodeResult,
     StepResult,
     as_bool,
     as_count,
     as_float,
     as_metrics,
-    episode_result,
-    start_episode,
-    take_step,
 )
 from outrider.errors import InvalidResult, NonFiniteResult
 from outrider.testing import check_environment
@@ -82,7 +79,7 @@ class Returned:
     num_tool_calls: Any = 0
 
 
-class Episode:
+class Answering:
     def __init__(self, returned: Returned) -> None:
         self.returned = returned
 
@@ -107,8 +104,8 @@ class Factory:
     def __init__(self, returned: Returned) -> None:
         self.returned = returned
 
-    def __call__(self, task: Task) -> Episode:
-        return Episode(self.returned)
+    def __call__(self, task: Task) -> Answering:
+        return Answering(self.returned)
 
     def close(self) -> None:
         pass
@@ -137,9 +134,9 @@ class World:
 
 
 def played(returned: Returned) -> tuple[StepResult, EpisodeResult]:
-    environment: Env = Episode(returned)
-    start_episode(environment, 0)
-    return take_step(environment, Message(role="assistant", content="x")), episode_result(environment)
+    episode = Episode(Answering(returned))
+    episode.start(0)
+    return episode.act("x"), episode.result()
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
@@ -216,17 +213,17 @@ def test_a_number_keeps_its_value(value: float) -> None:
 
 @pytest.mark.parametrize("found", ["hello", Message(role="user", content="x"), None, 5, ["hello"], ()])
 def test_a_prompt_is_a_sequence_of_messages(found: Any) -> None:
-    class Odd(Episode):
+    class Odd(Answering):
         def reset(self, seed: int) -> Any:
             return found
 
     with pytest.raises(InvalidResult, match="reset"):
-        start_episode(Odd(Returned()), 0)
+        Episode(Odd(Returned())).start(0)
 
 
 @pytest.mark.parametrize("found", ["left", None, (1, 2, 3), {"reward": 1.0}])
 def test_an_answer_of_another_class_is_refused(found: Any) -> None:
-    class Odd(Episode):
+    class Odd(Answering):
         def step(self, message: Message) -> Any:
             return found
 
@@ -234,9 +231,9 @@ def test_an_answer_of_another_class_is_refused(found: Any) -> None:
             return found
 
     with pytest.raises(InvalidResult, match="no StepResult"):
-        take_step(Odd(Returned()), Message(role="assistant", content=""))
+        Episode(Odd(Returned())).act("")
     with pytest.raises(InvalidResult, match="no EpisodeResult"):
-        episode_result(Odd(Returned()))
+        Episode(Odd(Returned())).result()
 
 
 @pytest.mark.parametrize("content", [None, 5, b"x", ["x"], np.float32(1)])

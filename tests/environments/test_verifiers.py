@@ -20,11 +20,7 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.programs import Report  # noqa: E402
-from outrider.environments.verifiers.environment import (
-    Episodes,  # noqa: E402
-    VerifiersConfig,  # noqa: E402
-    VerifiersTaskSet,  # noqa: E402
-)
+from outrider.environments.verifiers.environment import Episodes, VerifiersConfig, VerifiersTaskSet
 from outrider.errors import DataError, EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.plugins.imports import add_search_folder  # noqa: E402
 from outrider.rollout.base import Limits  # noqa: E402

@@ -285,9 +285,7 @@ def score_of(
         price=shop.prices[bought.product_id],
         chosen=chosen,
         target=shop.products[goal.product_id],
-        attributes=goal.attributes,
-        options=goal.options,
-        price_limit=goal.price_limit,
+        goal=goal,
         option_scoring=scoring,
     ).value
 

@@ -290,8 +290,7 @@ def test_rollback_replays_exactly(tmp_path: Path) -> None:
             assert everything(old) == at_checkpoint and old.revision == checkpoint
             with pickle.loads(pickle.dumps(old)) as copy:
                 assert everything(copy) == at_checkpoint
-        undone = buffer.rollback(checkpoint)
-        assert (undone.num_restored, undone.num_dropped) == (6, 6 + 8)
+        assert buffer.rollback(checkpoint) == (6 + 8, 6)  # dropped and restored
         assert (everything(buffer), buffer.revision) == (at_checkpoint, checkpoint)
         buffer.add_trajectories(second, keep_best=2, batch_steps=1)
         assert everything(buffer) == straight
@@ -462,7 +461,7 @@ def test_steps_by_number_come_in_the_order_that_was_asked_for_and_never_from_ano
     tmp_path: Path,
 ) -> None:
     with open_writer(tmp_path) as buffer:
-        assert buffer.report.lost_batch is False
+        assert buffer.lost_batch is False
         buffer.add_trajectories([make_trajectory("a", num_steps=3)])
         revision = buffer.revision
         buffer.add_trajectories([make_trajectory("b", num_steps=2)])
@@ -472,8 +471,7 @@ def test_steps_by_number_come_in_the_order_that_was_asked_for_and_never_from_ano
         with pytest.raises(DataError, match="is not in the buffer"):
             buffer.steps([99])
         with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as reader:
-            undone = buffer.rollback(revision)
-            assert (undone.revision, undone.num_dropped, undone.num_restored) == (revision, 1, 0)
+            assert buffer.rollback(revision) == (1, 0) and buffer.revision == revision
             with pytest.raises(DataError, match="open it again"):
                 reader.steps([1])
         with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as reader:

@@ -64,10 +64,10 @@ def test_kill_while_writing_loses_at_most_the_open_batch(tmp_path: Path) -> None
         last = max(int(line) for line in acknowledged if line.endswith("\n"))
         with open_reader(path) as buffer:
             assert buffer.revision in (last, last + 1)
-            assert buffer.report.num_trajectories == buffer.revision
-            assert buffer.report.num_steps == 20 * buffer.revision == len(buffer)
+            assert buffer.stats().num_trajectories == buffer.revision
+            assert buffer.stats().num_steps == 20 * buffer.revision == len(buffer)
             assert [r.step_index for r in buffer.trajectory(f"t{buffer.revision - 1}")] == list(range(20))
-            num_lost += buffer.report.lost_batch
+            num_lost += buffer.lost_batch
     assert num_lost > 0, "no kill fell into a batch; the test shows nothing"
 
 
@@ -86,13 +86,13 @@ def test_lost_batch_is_reported_once_and_can_be_offered_again(tmp_path: Path) ->
     with StepTraceBuffer(path, DyingEmbedder(), mode="write") as buffer, pytest.raises(MemoryError):
         buffer.add_trajectories(trajectories, batch_steps=8)
     with open_reader(path) as reader:
-        assert reader.report.lost_batch and reader.report.num_trajectories == 4
+        assert reader.lost_batch and reader.stats().num_trajectories == 4
     with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
-        assert buffer.report.lost_batch
+        assert buffer.lost_batch
         report = buffer.add_trajectories(trajectories, batch_steps=8)
         assert (report.num_present, report.num_inserted) == (4, 4)
     with open_reader(path) as reader:
-        assert not reader.report.lost_batch and reader.report.num_trajectories == 8
+        assert not reader.lost_batch and reader.stats().num_trajectories == 8
 
 
 class AskingEmbedder(HashEmbedder):
@@ -105,7 +105,7 @@ class AskingEmbedder(HashEmbedder):
 
     def embed(self, texts: list[str]) -> object:
         with open_reader(self.path) as reader:
-            self.answers.append(reader.report.lost_batch)
+            self.answers.append(reader.lost_batch)
         return super().embed(texts)
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.environments.base import turn_message
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import Episode, make_task_set
 from outrider.training.settings import RunSettings
 from tests.plugins.packages import install
 from tests.tiny import save_tiny_model
@@ -115,8 +114,7 @@ def test_new_functions_are_tools_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     family = make_task_set(settings.environment)
     environment = family.make()(family.tasks("train")[0])
     environment.reset(0)
-    said = turn_message(environment, "<count_words>the quick brown fox</count_words>")
-    assert "\n4\n" in environment.step(said).text
+    assert "\n4\n" in Episode(environment).act("<count_words>the quick brown fox</count_words>").text
     sys.modules.pop("word_tools", None)
 
 

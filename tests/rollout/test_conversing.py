@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversations import Conversation, SampledTurn, ServedTurn
+from outrider.environments.conversations import Conversation, ExternalAgent, SampledTurn, ServedTurn
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, StatelessHook
@@ -39,7 +39,7 @@ def renderer_of(name: str, history: HistoryThinking = "keep") -> ChatRenderer:
 
 
 @dataclass
-class Program:
+class Program(ExternalAgent):
     """Asks by a list of operations over the conversations that it has had."""
 
     operations: Sequence[str]

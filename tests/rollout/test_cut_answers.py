@@ -9,8 +9,7 @@ import pytest
 
 from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
 from outrider.rollout.base import Limits
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling, play_texts
@@ -126,5 +125,5 @@ def test_an_endpoint_s_answer_that_was_cut_is_truncated(finish: str, outcome: st
 
 def test_a_replay_knows_that_the_last_turn_was_an_answer() -> None:
     for turns, answers in (([LONG], True), ([CALL], False)):
-        episode = play_texts(factory_of("hermes"), TASK, turns, seed=0, timeout_s=60)
+        episode, _ = play_texts(factory_of("hermes"), TASK, turns, seed=0, timeout_s=60)
         assert episode.ends_with_answer is answers, json.dumps(turns)

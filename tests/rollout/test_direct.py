@@ -27,10 +27,11 @@ def test_it_plays_until_the_texts_or_the_episode_end() -> None:
     factory, environment = fake(
         lambda number, text: StepResult(message=None, done=True) if text == "end" else say(text.upper())
     )
-    episode = play_texts(factory, TASK, ["a", "b", "end", "never"], seed=7, timeout_s=5)
-    assert [step.observation for step in episode.steps(["a", "b", "end", "never"])] == ["A", "B", ""]
+    episode, _ = play_texts(factory, TASK, ["a", "b", "end", "never"], seed=7, timeout_s=5)
+    assert [step.observation for step in episode.steps] == ["A", "B", ""]
     assert (environment.seeds, environment.texts, environment.num_closed) == ([7], ["a", "b", "end"], 1)
-    assert len(play_texts(*_again(), ["a"], seed=0, timeout_s=5).results) == 1
+    episode, _ = play_texts(*_again(), ["a"], seed=0, timeout_s=5)
+    assert len(episode.results) == 1
 
 
 def _again() -> tuple[Factory, Task]:

@@ -15,11 +15,10 @@ from outrider.engines.chat import (
     served_calls,
     wire_messages,
 )
-from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.environments.tool_qa.episodes import ToolEnvironmentFactory
+from outrider.environments.base import Episode
+from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
 from outrider.rollout.base import Limits
-from outrider.rollout.endpoint import Collected, Collector
-from outrider.rollout.external_agent import endpoint_turn
+from outrider.rollout.endpoint import Collected, Collector, endpoint_turn
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, read_turn
 from outrider.types import Outcome
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
@@ -125,7 +124,7 @@ def test_a_turn_that_breaks_its_reader_is_a_fault_of_its_rollout(monkeypatch: py
     def broken(*_: Any) -> Any:
         raise TypeError("'int' object is not iterable")
 
-    monkeypatch.setattr("outrider.rollout.external_agent.read_turn", broken)
+    monkeypatch.setattr("outrider.rollout.endpoint.read_turn", broken)
     played, _, _ = play(ANSWER)
     assert played.outcome == Outcome.ENVIRONMENT_FAULT and "not iterable" in played.detail
 
@@ -160,7 +159,7 @@ TOOLS = factory_of()(TASK).tool_schemas  # type: ignore[attr-defined]
 def test_a_trajectory_has_calls_in_the_environments_form(form: CallFormatName) -> None:
     message = {"tool_calls": [{"id": "x", "function": {"name": "search", "arguments": '{"input": "a b"}'}}]}
     reply = ChatReply(text="", served=served_calls(message, TOOLS))
-    turn = endpoint_turn(reply, factory_of(form)(TASK))
+    turn = endpoint_turn(reply, Episode(factory_of(form)(TASK)))
     read = read_turn(turn.text, CALL_FORMATS[form], TOOLS)
     assert [(one.name, one.arguments) for one in read.tool_calls] == [("search", {"input": "a b"})]
 
@@ -195,7 +194,9 @@ def test_every_result_answers_a_call_and_every_call_is_answered(
         return
     environment = factory_of()(TASK)
     prompt = list(environment.reset(0))
-    turn = endpoint_turn(ChatReply(text=thinking + text, served=read, reasoning=thinking), environment)
+    turn = endpoint_turn(
+        ChatReply(text=thinking + text, served=read, reasoning=thinking), Episode(environment)
+    )
     turn.text.encode()
     answers = environment.step(turn.response).observations
     wire, _ = wire_messages([*prompt, turn.history_message, *answers], continues=False)

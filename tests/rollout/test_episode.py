@@ -13,7 +13,7 @@ from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.base import Limits
-from outrider.rollout.context import CUT_MARK
+from outrider.rollout.episode import CUT_MARK
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step

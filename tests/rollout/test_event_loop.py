@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from outrider.rollout.batching import run_to_end
+from outrider.rollout.scheduler import run_to_end
 
 
 async def _thread() -> int:

@@ -13,7 +13,7 @@ from outrider.engines.base import Request
 from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.rollout.context import CUT_MARK, truncate_text
+from outrider.rollout.episode import CUT_MARK, truncate_text
 from outrider.rollout.hooks import EpisodeState, Hook
 from outrider.tokens import ChatRenderer, decode_text
 from outrider.training.step_records import trace_rows

@@ -166,7 +166,7 @@ def test_an_object_with_the_methods_of_a_hook_still_works_and_warns() -> None:
     old, new = Old(), Counts()
     with pytest.warns(FutureWarning, match=r"Old must be a subclass of outrider\.Hook or"):
         [adapter, same] = as_hooks([old, new])
-    assert isinstance(adapter, Hook) and same is new
+    assert isinstance(adapter, Hook) and same is new and type(adapter).__name__ == "Old"
     assert adapter.before_turn("state") == ["state"] and adapter.first_wave == 2  # type: ignore[arg-type,comparison-overlap]
     adapter.after_group(build_group([1.0], key="task", modes=("plain",)))
     assert len(old.seen) == 1 and not adapter.is_portable

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.environments.tool_qa.episodes import ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
 from outrider.memory.chat_files import import_trajectories
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import play_texts
@@ -64,8 +63,8 @@ TASK = Task(key="t", question="Weather in Oslo?", answers=("rain",))
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 def test_a_chat_is_played_in_every_form_of_calls(form: str, steps: Sequence[Step]) -> None:
-    played = play_texts(factory(form), TASK, [one.text for one in steps], seed=0, timeout_s=60)
-    assert played.record.success
+    played, record = play_texts(factory(form), TASK, [one.text for one in steps], seed=0, timeout_s=60)
+    assert record.success
     assert [one.text for one in played.results] == ["rain in Oslo", "rain in Oslo", ""]
 
 

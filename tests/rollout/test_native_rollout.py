@@ -8,8 +8,7 @@ import pytest
 
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling, play_texts
 from outrider.rollout.scheduler import Scheduler
@@ -95,9 +94,9 @@ def test_an_episode_of_native_calls_is_what_the_template_writes_at_once() -> Non
         "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nx: Paris\n</tool_response>\n"
         "<tool_response>\ny: Paris\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>" in shown
     )
-    again = play_texts(factory, TASK, [node.message.content for node in path if node.trainable], seed=0,
-                       timeout_s=60)  # fmt: skip
-    assert again.record.episode_return == 1.0 and again.results[0].text == path[2].message.content
+    texts = [node.message.content for node in path if node.trainable]
+    again, record = play_texts(factory, TASK, texts, seed=0, timeout_s=60)
+    assert record.episode_return == 1.0 and again.results[0].text == path[2].message.content
 
 
 @pytest.mark.parametrize("name", ["qwen3, always thinking", "deepseek-r1"])

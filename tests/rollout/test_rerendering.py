@@ -19,8 +19,7 @@ from outrider.environments.base import StepResult
 from outrider.errors import ConfigError, ModelError
 from outrider.evaluation.tasks import EvalTasksSettings
 from outrider.rollout.base import Limits
-from outrider.rollout.context import require_no_rerendering
-from outrider.rollout.episode import Sampling
+from outrider.rollout.episode import Sampling, require_no_rerendering
 from outrider.rollout.experts import join_demonstration
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer

@@ -12,8 +12,7 @@ import pytest
 
 from outrider.engines.base import Generation, Request
 from outrider.errors import EngineFault
-from outrider.rollout.batching import LoopLag, largest
-from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.scheduler import LoopLag, RolloutReport, largest
 from outrider.types import Outcome
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
 from tests.rollout.test_branch import Forking

@@ -17,12 +17,11 @@ from outrider.config import load_settings
 from outrider.distributed.ray_session import Recipe
 from outrider.distributed.rollouts import WorkerRollouts
 from outrider.distributed.worker import Heartbeat, Job, JobResult
-from outrider.environments.base import CallCapped
-from outrider.environments.tool_qa.episodes import CallBudget
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import StatelessHook
+from outrider.rollout.hooks import Hook, StatelessHook
 from outrider.rollout.scheduler import RolloutReport
+from outrider.tools.concurrency import CallBudget
 from outrider.trace import Trace
 from outrider.training.settings import RunSettings
 from outrider.types import Outcome, Task
@@ -145,7 +144,6 @@ def test_groups_go_round_and_come_back_in_order(size: int, num: int, cap: int, a
     shares = []
     for job in jobs:
         budget = CallBudget(cap)
-        assert isinstance(budget, CallCapped)
         budget.set_share(0, 1, 7)  # of an earlier batch: it does not count
         budget.set_share(*job.calls)
         shares.append(budget.limit)
@@ -236,8 +234,8 @@ def test_a_batch_that_cannot_be_is_refused_before_anybody_plays() -> None:
 
 
 def test_a_hook_that_has_no_copies_is_named() -> None:
-    class Own:
-        """Neither remembers nor counts, and does not say so."""
+    class Own(Hook):
+        """A hook that says nothing about copies."""
 
     with pytest.raises(ConfigError, match="Own has no copies in other processes"):
         rollouts_of([Worker(0)], [Own()])

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.config import load_settings
 from outrider.environments.base import StepResult
-from outrider.environments.tool_qa.episodes import ToolEnvironment
+from outrider.environments.tool_qa.environment import ToolEnvironment
 from outrider.errors import ToolFault
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings

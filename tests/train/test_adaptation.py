@@ -9,7 +9,7 @@ from outrider.algorithms.reflexion import NUM_SHOWN, ReflexionHook
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.tool_qa.episodes import ToolEnvironment
+from outrider.environments.tool_qa.environment import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.rollout.base import Limits
 from outrider.runs import Run

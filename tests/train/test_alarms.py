@@ -13,7 +13,7 @@ import pytest
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult
 from outrider.environments.reasoning_gym.environment import ReasoningGymConfig
-from outrider.environments.tool_qa.episodes import ToolEnvironment
+from outrider.environments.tool_qa.environment import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.metrics import declared_metric
 from outrider.rollout.faults import fault_line

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import validate
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.errors import ConfigError, DataError, EngineFault
 from outrider.memory.embedders import HashEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer

@@ -7,7 +7,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import DataError
 from outrider.training.data import read_eval_tasks

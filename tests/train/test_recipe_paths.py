@@ -12,7 +12,7 @@ import pytest
 from outrider import api
 from outrider.cli import main
 from outrider.config import require_paths
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.errors import DataError
 from outrider.plugins.imports import search_folders
 from outrider.training.settings import RunSettings

@@ -15,7 +15,7 @@ from outrider import api
 from outrider.algorithms.base import Algorithm, TaskChoice
 from outrider.algorithms.exploration import Empo2Settings
 from outrider.config import load_settings, validate
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run

@@ -128,7 +128,7 @@ def test_a_step_that_hangs_is_named_while_it_hangs_and_the_result_is_the_same() 
         watchdog.stage("evaluate", 2)
         held = play(Slow, whereabouts)
     assert "in evaluate 0/2; rollouts: 1 in an environment's step (longest: task 1/0, " in display.notes[0]
-    assert "the main thread is in outrider.rollout.batching.run_to_end, line " in display.notes[0]
+    assert "the main thread is in outrider.rollout.scheduler.run_to_end, line " in display.notes[0]
     assert held == play(Fake, None) and whereabouts.snapshot() == []
 
 

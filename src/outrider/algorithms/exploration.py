@@ -53,7 +53,7 @@ from outrider.algorithms.tips import (
     tip_metrics,
     tip_mode,
 )
-from outrider.environments.task_sets import is_inline, is_stateful
+from outrider.environments.base import is_inline, is_stateful
 from outrider.memory.embedders import Embedder
 from outrider.memory.novelty import NoveltyStore, RandomDistillation
 from outrider.memory.step_buffer import StepTraceBuffer

@@ -19,7 +19,6 @@ from outrider.engines.plugins import Local
 from outrider.errors import DataError
 from outrider.memory.embedders import Embedder, Vectors, load_embedder
 from outrider.plugins.registry import EmbedderName
-from outrider.rollout.branching import prompt_text
 from outrider.seeding import stream_seed
 from outrider.tokens import ChatRenderer, Tokenizer, decode_text
 from outrider.types import Message, Trajectory
@@ -156,7 +155,7 @@ class Transition:
 
 def to_transitions(trajectory: Trajectory) -> list[Transition]:
     """The turns of a trajectory; its reward is paid with the last one, as records keep nothing finer."""
-    situation = Situation(prompt=prompt_text(trajectory.prompt))
+    situation = Situation(prompt="\n".join(message.content for message in trajectory.prompt))
     transitions = []
     for number, step in enumerate(trajectory.steps, start=1):
         action, is_last = action_text(step.text), number == len(trajectory.steps)

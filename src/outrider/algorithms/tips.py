@@ -23,7 +23,7 @@ from outrider.plugins.registry import EmbedderName
 from outrider.rollout.base import has_part
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.seeding import stream
-from outrider.tokens.thoughts import without_thoughts
+from outrider.tokens.tool_calls import without_thoughts
 from outrider.trace import Leaf, Node, Trace, policy_turns
 from outrider.types import Message, Origin, Task
 
@@ -38,7 +38,7 @@ _WINDOW: Final = 24  # groups whose modes are shuffled together
 
 
 def tip_mode(mode: str) -> TipMode:
-    """What a rollout's mode says about tips; plain where it says nothing."""
+    """The part of a rollout's mode that concerns tips; plain without one."""
     return next((candidate for candidate in MODES if has_part(mode, candidate)), PLAIN)
 
 
@@ -117,14 +117,13 @@ _TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
 class MemorySettings(Settings):
     """Which tips are stored, and which are shown.
 
-    ``writer``: the policy is asked for a tip after every episode (the paper), or what the environment
-    answered to each action is the tip, in its own words and without a model; such a tip is found by what it
-    says itself. ``scope``: a buffer per task, one per ``world`` (which a task's metadata may name; a task
-    without one has its own), or one for all. ``state_key``: the policy's tip is found by the observation at
-    which it acted, by the whole chat (released), or by the task's question; for the environment's it says
-    what is looked up. Up to ``num_shown`` tips above ``min_similarity``, ranked by ``rank``;
-    ``max_shown_tokens`` bounds those of a turn, ``max_prompt_tokens`` those of an episode's context.
-    ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
+    ``writer``: after every episode the ``policy`` writes a tip (the paper), or each answer of the
+    ``environment`` to an action is a tip, stored under its own words. ``scope``: a buffer per task, per
+    ``world`` (named by the task's metadata; a task without one has its own), or one for all. ``state_key``:
+    the policy's tips are stored and looked up by the observation at which it acted, by the whole chat
+    (released code) or by the task's question. A turn shows up to ``num_shown`` tips above ``min_similarity``,
+    ranked by ``rank``, in at most ``max_shown_tokens`` tokens; an episode shows at most
+    ``max_prompt_tokens``. A tip has at most ``max_tip_tokens`` tokens, and a buffer ``capacity`` tips.
     """
 
     embedder: EmbedderName = "minilm"
@@ -142,8 +141,9 @@ class MemorySettings(Settings):
 
 
 class TipHook(Hook):
-    """The memory's hook. ``num_tokens`` counts the tokens of a text; ``counts`` what happened, for
-    metrics.
+    """Shows tips before turns, requests them after episodes and stores them after groups (section 4.1).
+
+    ``num_tokens`` counts the tokens of a text; ``counts`` is for metrics.
     """
 
     retries_failures = False  # another trial plays all tasks again
@@ -194,7 +194,7 @@ class TipHook(Hook):
         return [Splice(origin=Origin.MEMORY, text=text, metadata=metadata)]
 
     def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
-        """Fits tips into ``budget`` tokens: first those go that alone do not fit, then the oldest."""
+        """The tips that fit into ``budget`` tokens, and their text; the oldest are dropped first."""
         fitting = [hit for hit in hits if self._num_tokens(render_tips([hit.tip])) <= budget]
         while fitting:
             text = render_tips([hit.tip for hit in fitting])
@@ -210,7 +210,7 @@ class TipHook(Hook):
         return task.key if self.settings.scope == "task" else "all"
 
     def _state_text(self, path: Sequence[Node], task: Task) -> str:
-        """The policy's context without tips: the newest observation, all that was said, or the question."""
+        """The key of the present state: the newest observation, the chat without tips, or the question."""
         if self.settings.state_key == "question":
             return task.question
         if self.settings.state_key == "chat":
@@ -218,17 +218,15 @@ class TipHook(Hook):
         return next((node.message.content for node in reversed(path) if node.is_observation), "")
 
     def after_turn(self, state: EpisodeState) -> None:
-        """Keep what the environment said as it ended the episode, where its words are tips."""
+        """Keep the message with which the environment ended the episode, if its answers are tips."""
         if self.settings.writer == "environment":
             self._training_step = state.training_step
             last = state.last_result
             self._endings[state.task.key, state.rollout] = last.text if last is not None and last.done else ""
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Every training episode is asked for a tip, in all modes, behind what the environment said last: tip
-        ~ pi(. | s_T, u).
-
-        Nobody is asked where the environment's own words are the tips.
+        """Request a tip after every training episode, in all modes: tip ~ pi(. | s_T, u). None if the
+        environment's answers are the tips.
         """
         if self.settings.writer == "environment":
             return None
@@ -240,9 +238,7 @@ class TipHook(Hook):
         )
 
     def after_group(self, trace: Trace) -> None:
-        """Store what the episodes wrote: a record for every different action, in the order of rollouts and
-        turns.
-        """
+        """Store a record for every different action of the episodes, in the order of rollouts and turns."""
         for leaf, path in trace.rollouts():
             # Also for a rollout that is skipped below: endings must not pile up over a run.
             ending = self._endings.pop((trace.task.key, leaf.rollout), "")
@@ -257,7 +253,7 @@ class TipHook(Hook):
                 self._store(trace, leaf, path, tip)
 
     def _store(self, trace: Trace, leaf: Leaf, path: Sequence[Node], tip: str) -> None:
-        """Stores the policy's tip at every state of its episode."""
+        """Store the policy's tip at every state of its episode."""
         turns = policy_turns(path)
         uses_observations = self.settings.state_key == "observation"
         whole = trace.task.question if self.settings.state_key == "question" else chat_text(path)
@@ -272,9 +268,7 @@ class TipHook(Hook):
             )
 
     def _store_answers(self, trace: Trace, leaf: Leaf, path: Sequence[Node], ending: str) -> None:
-        """Stores the environment's answers under their own words: what was seen helps wherever it is asked
-        for.
-        """
+        """Store the environment's answers under their own words."""
         tips = [
             environment_tip(
                 action_text(text),
@@ -306,27 +300,26 @@ class TipHook(Hook):
         return self.memory.snapshot()
 
     def restore(self, snapshot: tuple[Mapping[str, Any], Mapping[str, NDArray[np.float32]]]) -> None:
-        """Remember that and nothing else, and count from 0."""
+        """Replace the memory, and reset the counts."""
         self.memory.restore(*snapshot)
         self.counts = Counter()
         self._endings = {}
 
     def gathered(self) -> dict[str, Any]:
-        """The counts, and of the batch what :meth:`after_group` needs and no trace holds."""
+        """The counts, and what :meth:`after_group` needs and no trace contains."""
         return {"counts": dict(self.counts), "endings": dict(self._endings), "step": self._training_step}
 
     def absorb(self, gathered: Mapping[str, Any]) -> None:
-        """Count what a copy has counted, and know what it has seen."""
+        """Add the counts and the endings of a copy."""
         self.counts.update(gathered["counts"])
         self._endings |= gathered["endings"]
         self._training_step = max(self._training_step, gathered["step"])
 
 
 def last_words(state: EpisodeState) -> str:
-    """The environment's last message and an empty line; nothing where it did not end the episode or said
-    nothing.
+    """The environment's last message and an empty line; empty if it did not end the episode or sent no text.
 
-    Everything that it said before is in the chat already.
+    Its earlier messages are in the chat.
     """
     last = state.last_result
     return f"{last.text}\n\n" if last and last.done and last.text else ""
@@ -345,26 +338,26 @@ def record_text(tip: str, *, action: str, score: float) -> str:
 
 
 def action_text(text: str) -> str:
-    """Of a turn with thoughts only its newest tagged part is the action: ``<action>``, ``<search>``,
-    ``<answer>`` and their like.
+    """The action in a turn: its last tagged part (such as ``<action>``, ``<search>`` or ``<answer>``), or the
+    whole text without one.
     """
     tagged = _TAGGED.findall(text)
     return " ".join((tagged[-1][1] if tagged else text).split())
 
 
 def clean_reflection(reflection: str) -> str:
-    """The first line with text behind a reasoning model's thoughts; empty where those were cut."""
+    """The first line with text after a reasoning model's thoughts; empty if those were cut."""
     lines = without_thoughts(reflection).splitlines()
     return next((line.strip() for line in lines if line.strip()), "")
 
 
 def chat_text(path: Sequence[Node]) -> str:
-    """Everything that was said and done, without tips and without steps that were only shown."""
+    """All turns and observations, without tips and without retrieved steps that were only shown."""
     return "\n".join(node.message.content for node in path if node.trainable or node.is_observation)
 
 
 def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
-    """Modes, what was shown, written and stored. Takes the hook's counts, which start again at 0."""
+    """Metrics of a step's tips (docs/metrics.md). Resets the hook's counts."""
     counts, hook.counts = hook.counts, type(hook.counts)()
     nodes = {id(node): node for trace in traces for _, path in trace.rollouts() for node in path}.values()
     shown = [node for node in nodes if node.origin is Origin.MEMORY]
@@ -416,11 +409,11 @@ class TipSettings(Settings):
     without them.
 
     ``intrinsic_coefficient`` c: a state visited n times adds c / n to the return before the advantage (0:
-    off); a state is new when its cosine with all of its task's is below ``novelty_threshold``. ``novelty`` =
-    ``rnd`` adds c times the scaled error of a predictor that has learned the states of all tasks, by the
-    section ``rnd`` (random network distillation: appendix F).
-    ``intrinsic_where_tied``: also where the returns of a group tie, so that novelty alone makes the advantage
-    (the paper); False leaves such a group without a signal, and its states counted.
+    off); a state is new if its cosine with all states of its task is below ``novelty_threshold``. ``novelty
+    = rnd`` adds c times the scaled error of a predictor that learns the states of all tasks, by the section
+    ``rnd`` (random network distillation: appendix F). ``intrinsic_where_tied``: also if the returns of a
+    group tie, so that novelty alone makes the advantage (the paper); False leaves such a group without a
+    signal and counts its states.
     """
 
     memory_probability: float = Field(0.25, ge=0, le=1)
@@ -466,20 +459,17 @@ def reward_novelty(
 
 
 def never_shows_a_tip(settings: TipSettings, *, num_groups: int, num_tasks: int) -> bool:
-    """Whether a run of ``num_groups`` groups on ``num_tasks`` training tasks, from an empty memory, wants
-    tips and can show none.
+    """Whether a run of ``num_groups`` groups on ``num_tasks`` tasks acts with tips and can show none.
 
-    An epoch plays every task once at most, and a buffer per task holds what earlier groups of that task
-    wrote.
+    An epoch plays every task at most once, and a buffer per task has the tips of earlier groups of that task.
     """
     return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
 
 
 def visited_states(path: Sequence[Node]) -> list[str]:
-    """The states of an episode: what each turn acted on, one per turn (section 4.2: the reward of a step is
-    that of its state).
+    """The observation that each turn of an episode acted on (section 4.2: a step's reward is its state's).
 
-    What is said after the last turn is no state: nothing acts on it, it is in the path only where the loop
-    cut the episode, and counted there it would pay an episode for being cut.
+    An observation after the last turn is no state: it is in the path only if the loop cut the episode, and
+    would pay the episode for being cut.
     """
     return [turn.observation for turn in policy_turns(path)]

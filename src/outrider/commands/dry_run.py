@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from outrider.config import require_paths
 from outrider.engines.names import find_model
-from outrider.environments.base import EnvironmentFactory, TaskSet, prompt_tools
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, open_episode
 from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders
 from outrider.seeding import reset_seed
@@ -51,12 +50,11 @@ def first_prompt(factory: EnvironmentFactory, task: Task, *, run_seed: int, step
     try:
         environment = factory(task)
         try:
-            messages = tuple(environment.reset(reset_seed(run_seed, step, task.key)))
-            tools = tuple(prompt_tools(environment))
+            episode = open_episode(environment)
+            messages = episode.start(reset_seed(run_seed, step, task.key))
+            tools = tuple(episode.tools)
         finally:
             environment.close()
-        if wrong := [message for message in messages if not isinstance(message, Message)]:
-            raise TypeError(f"reset returned a {type(wrong[0]).__name__} among the messages")
     except OutriderError:
         raise
     except Exception as error:  # somebody else's code

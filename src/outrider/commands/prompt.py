@@ -11,7 +11,6 @@ from outrider.printing import print_lines
 from outrider.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from outrider.training.settings import RunSettings
     from outrider.types import Task
 
 
@@ -48,13 +47,16 @@ def _prompt(parsed: argparse.Namespace) -> int:
 
 
 def _print_prompt(parsed: argparse.Namespace) -> int:
+    from outrider import api
     from outrider.commands.dry_run import first_prompt, load_renderer, rendered_ids, rendered_text
     from outrider.config import require_paths
     from outrider.engines.names import require_known_model
-    from outrider.environments.task_sets import make_task_set, split_tasks
+    from outrider.environments.base import make_task_set, split_tasks
     from outrider.plugins.imports import search_folders
+    from outrider.training.run_dir import RECORD
 
-    settings = _settings(parsed.recipe, recipe_changes(parsed))
+    recipe = parsed.recipe / RECORD if parsed.recipe.is_dir() else parsed.recipe
+    settings = api.run_settings(recipe, overrides=recipe_changes(parsed))
     for name in ("environment", "engine"):
         require_paths(getattr(settings, name), search_folders(), prefix=f"{name}.")
     require_known_model(settings.model.name)
@@ -81,13 +83,6 @@ def _print_prompt(parsed: argparse.Namespace) -> int:
     if parsed.ids:
         print_lines("", " ".join(map(str, ids)))
     return 0
-
-
-def _settings(recipe: Path, recipe_overrides: Sequence[str]) -> "RunSettings":
-    from outrider import api
-    from outrider.training.run_dir import RECORD
-
-    return api.run_settings(recipe / RECORD if recipe.is_dir() else recipe, overrides=recipe_overrides)
 
 
 def _find_task(tasks: "Sequence[Task]", task_id: str, split: str) -> "Task":

@@ -17,14 +17,14 @@ from outrider.distributed.engines import RemoteEngine
 from outrider.distributed.ray_session import Recipe, SharedRolloutStatus
 from outrider.engines.base import Generation, Request
 from outrider.engines.local.model import resolve_model
-from outrider.environments.base import CallCapped
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.errors import ClusterFault, ConfigError
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.listing import server_digests
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.tools.concurrency import CallBudget
 from outrider.training.components import Components
 from outrider.training.policy import set_threads
 from outrider.training.setup import make_algorithm, make_renderer
@@ -270,11 +270,11 @@ class RolloutWorker:
         copies = [hook for hook in hooks if hook.is_portable]
         for hook, snapshot in zip(copies, job.snapshots, strict=True):
             hook.restore(snapshot)
-        capped = self._factory if isinstance(self._factory, CallCapped) else None
-        if capped is not None:
-            capped.set_share(*job.calls)
+        budget: CallBudget | None = getattr(self._factory, "call_budget", None)
+        if budget is not None:
+            budget.set_share(*job.calls)
             if job.continued:
-                capped.resume_batch(job.num_spent)
+                budget.resume_batch(job.num_spent)
         modes = [tuple(group_modes) for group_modes in job.modes]
         settings = self._settings
         temperature = 1.0 if job.is_training else settings.evaluation.temperature
@@ -302,7 +302,7 @@ class RolloutWorker:
         return JobResult(
             report=report,
             gathered=[hook.gathered() for hook in copies],
-            num_spent=0 if capped is None else capped.num_spent(),
+            num_spent=0 if budget is None else budget.num_executed,
         )
 
     def _on_finished(self, num_finished: int, num_pending: int) -> None:

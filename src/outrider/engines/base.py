@@ -15,14 +15,12 @@ from outrider.tokens import Tokenizer
 class EngineSettings(Settings):
     """Base of the settings of every engine.
 
-    ``is_exact``: the trainer's own weights generate, so that its log-probs are compared with the engine's
-    once and not in every step.
-    ``takes_adapters``: ``model.lora`` is possible, because it generates with the model that it is given, or
-    with what ``export`` writes, where adapters are merged.
-    ``has_own_processes``: under ``[cluster]`` it is processes of its own, which take requests one by one, can
-    have several GPUs, and weights from a GPU to another.
-    ``reads_contexts``: it takes the messages out of the ids of its requests, so these must only grow and hold
-    plain messages as the chat template writes them by itself.
+    ``is_exact``: it generates with the trainer's own weights, so its log-probs are compared once instead of
+    in every step. ``takes_adapters``: it supports ``model.lora``, because it generates with the given model
+    or with what ``export`` writes (merged adapters). ``has_own_processes``: under ``[cluster]`` it has its
+    own processes, which accept single requests, can use several GPUs, and load weights from another GPU.
+    ``reads_contexts``: it parses messages from the ids of its requests, so these must only grow and contain
+    plain messages as the chat template writes them.
     """
 
     is_exact: ClassVar[bool] = False
@@ -30,21 +28,21 @@ class EngineSettings(Settings):
     has_own_processes: ClassVar[bool] = False
     reads_contexts: ClassVar[bool] = False
     if TYPE_CHECKING:
-        type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
+        type: str = ""  # the plug-in's name, set on use if the class does not declare it
 
     def no_training(self) -> str:
-        """Why a run may not train on what this engine gives, in one line; empty where it may."""
+        """Return in one line why a run cannot train with this engine; "" if it can."""
         return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """Facts of a run for its engine: ``build(settings, context)`` of the class takes what it needs.
+    """Facts of a run for ``build(settings, context)`` of an engine.
 
     ``language_model`` is the policy's :class:`outrider.engines.local.model.LanguageModel`, whose weights
-    move; ``export(folder)`` writes them as a Hugging Face folder. ``folder`` is the engine's own.
-    ``context_length`` (None: the model's) and ``precision`` are resolved settings. ``on_tokens`` is told how
-    many tokens came with each decoding step.
+    change; ``export(folder)`` writes them as a Hugging Face folder. ``folder`` belongs to the engine.
+    ``context_length`` (None: the model's) and ``precision`` are resolved settings. Call ``on_tokens`` with
+    the number of tokens of each decoding step.
     """
 
     language_model: Any
@@ -58,8 +56,8 @@ class EngineContext:
 
 
 class LocalSettings(EngineSettings):
-    """The model that is trained generates itself, in process. ``max_rows`` bounds the batch: more requests
-    wait their turn (a model that runs unpacked takes them one by one).
+    """The trained model generates, in process. ``max_rows`` limits the batch; further requests wait (a model
+    that runs unpacked takes them one by one).
     """
 
     is_exact: ClassVar[bool] = True
@@ -70,9 +68,9 @@ class LocalSettings(EngineSettings):
 
 
 class VllmSettings(EngineSettings):
-    """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the
-    trainer (None: 0.3; 0.9 under ``[cluster]`` where the GPU is the engine's alone). ``eager`` skips vLLM's
-    compiler.
+    """vLLM. ``memory``: on a CPU the GiB of keys and values (None: 2), on a GPU the share that vLLM may use
+    beside the trainer (None: 0.3; 0.9 under ``[cluster]`` if the engine has the GPU alone). ``eager`` skips
+    vLLM's compiler.
     """
 
     takes_adapters: ClassVar[bool] = True
@@ -88,7 +86,7 @@ class FinishReason(StrEnum):
     """Why a generation ended."""
 
     STOP = "stop"  # a stop string was completed; it is part of the ids
-    # the turn was closed, by an EOS id or as the chat template closes one; the closing is part of the ids
+    # the turn was closed by an EOS id or as the chat template does, which is part of the ids
     EOS = "eos"
     LENGTH = "length"
 
@@ -97,10 +95,9 @@ class FinishReason(StrEnum):
 class Request:
     """One continuation to sample.
 
-    ``token_ids`` is the whole context. ``seed`` starts this request's own random stream, so that a result
-    does not depend on which requests share its batch (up to the engine's documented numerical level).
-    ``temperature`` 0 is greedy. ``cache_key`` names the rollout, so that its keys and values can be kept
-    between turns.
+    ``token_ids`` is the whole context. ``seed`` starts the request's random stream, so that its result does
+    not depend on the other requests of the batch (up to the engine's numerical accuracy). ``temperature`` 0
+    is greedy. ``cache_key`` names the rollout, whose keys and values can be reused between turns.
     """
 
     request_id: str
@@ -132,10 +129,10 @@ class Generation:
 
 
 class Engine(Protocol):
-    """A batch in, a batch out, in the order asked. Raises EngineFault when the batch could not be served.
+    """An inference engine.
 
-    As a plug-in, a class with ``Settings`` (a subclass of :class:`EngineSettings`), made by ``build(settings,
-    context)`` with :class:`EngineContext`, or of its settings alone.
+    As a plug-in, a class with ``Settings`` (a subclass of :class:`EngineSettings`), built by
+    ``build(settings, context)`` with an :class:`EngineContext`, or from its settings alone.
     """
 
     tokenizer: Tokenizer
@@ -143,20 +140,24 @@ class Engine(Protocol):
     weight_version: int
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample all requests. Every context must leave room for at least one token."""
+        """Sample all requests; results are in their order. Every context must leave room for at least one
+        token.
+
+        Raises EngineFault if the batch fails.
+        """
         ...
 
     def release(self, cache_keys: Sequence[str]) -> None:
-        """Forget what is kept for these rollouts."""
+        """Drop the caches of these rollouts."""
         ...
 
     def free_cache(self) -> None:
-        """Give back what memory the engine can spare until its next batch."""
+        """Free the memory that the engine does not need until its next batch."""
         ...
 
     def load(self, version: int) -> None:
-        """The policy's weights moved, and are of this ``version`` now: drop every cached key and value.
+        """Use the policy's new weights and drop all cached keys and values.
 
-        The caller counts versions; ``weight_version`` is the one that :meth:`generate` answers with.
+        The caller counts versions; generations have ``version`` as their ``weight_version``.
         """
         ...

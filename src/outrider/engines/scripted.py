@@ -1,4 +1,4 @@
-"""An engine that replays text: unit tests, and `outrider replay` of recorded rollouts."""
+"""An engine that replays text, for unit tests and `outrider replay`."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,11 +8,10 @@ from outrider.tokens import ChatRenderer, Tokenizer, decode_text
 
 
 class ScriptedEngine:
-    """Answers every request with the text that ``script(request, context text)`` returns.
+    """Returns the text of ``script(request, context text)`` for every request.
 
-    Turns are written as ``renderer`` (None: the tokenizer's plain one) has them in a conversation. Stop
-    strings and the token limit act as in a real engine. Log-probs are 0 and entropies 0 unless
-    ``entropy`` gives a value for the turn: a replayed policy is certain of its script.
+    Turns are tokenized by ``renderer`` (None: the tokenizer's plain one). Stop strings and the token limit
+    act as in a real engine. Log-probs are 0, and entropies are 0 unless ``entropy(request, index)`` is given.
     """
 
     def __init__(
@@ -32,7 +31,6 @@ class ScriptedEngine:
         self._entropy = entropy
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Replay the script for each request."""
         return [self._replay(request) for request in requests]
 
     def _replay(self, request: Request) -> Generation:
@@ -49,9 +47,6 @@ class ScriptedEngine:
             raise EngineFault(str(error)) from error
         if len(ids) > request.max_tokens:
             ids, reason = ids[: request.max_tokens], FinishReason.LENGTH
-        return self._generation(request, ids, reason)
-
-    def _generation(self, request: Request, ids: Sequence[int], reason: FinishReason) -> Generation:
         entropies = tuple(self._entropy(request, i) if self._entropy else 0.0 for i in range(len(ids)))
         return Generation(
             request_id=request.request_id,
@@ -63,11 +58,10 @@ class ScriptedEngine:
         )
 
     def release(self, cache_keys: Sequence[str]) -> None:
-        """Nothing is kept between turns."""
+        """Do nothing: there is no cache."""
 
     def free_cache(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     def load(self, version: int) -> None:
-        """A script has no weights; only the version moves."""
         self.weight_version = version

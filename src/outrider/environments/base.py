@@ -1,24 +1,49 @@
-"""Conversion of what the code of others returns (rewards, success flags, metrics) to Python's own types.
-
-The one place where such values are checked: :func:`~outrider.environments.base.take_step` and
-:func:`~outrider.environments.base.episode_result` use these functions, as do the adapters and the agent
-programs. Scalars of NumPy, PyTorch and other array libraries are read by their ``item()``, so none of them is
-imported.
-"""
+"""The contract of environments, the driver of their episodes, and the conversion of what they return."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+    runtime_checkable,
+)
 
 from outrider import deprecated
 from outrider.config import Settings
-from outrider.environments.conversations import OwnConversations, Refusal, Refusing
-from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult, ToolFault
+from outrider.environments.conversations import Conversation, ExternalAgent, Refusal, SampledTurn, ServedTurn
+from outrider.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFault,
+    InvalidResult,
+    NonFiniteResult,
+    ToolFault,
+)
+from outrider.plugins.registry import Section, build, resolve
 from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
-from outrider.types import Message, Step, Task, ToolSchema
+from outrider.types import Message, Role, Step, Task, ToolSchema
+
+# Conversion of what the code of others returns (rewards, success flags, metrics) to Python's own types.
+#
+# The one place where such values are checked: :class:`~outrider.environments.base.Episode` uses these
+# functions, as do the adapters and the agent programs. Scalars of NumPy, PyTorch and other array libraries
+# are read by their ``item()``, so none of them is imported.
+
 
 _MAX_CHARS: Final = 60
 _TEXT: Final = (str, bytes, bytearray, complex)  # what float() would read, or what silently loses a part
@@ -132,9 +157,6 @@ def _is_date(value: Any) -> bool:
 # The environment contract: one task in, messages out, and the environment keeps the record of the return.
 
 
-_T = TypeVar("_T")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Outcome of one policy message.
@@ -213,7 +235,8 @@ def as_messages(value: object, name: str) -> tuple[Message, ...]:
     return messages
 
 
-def _as_names(value: object) -> tuple[str, ...]:
+def as_names(value: object) -> tuple[str, ...]:
+    """The names of the tools that ran, as a tuple. Raises InvalidResult for anything else."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise InvalidResult(f"tools is {describe(value)}, no sequence of names")
     names = tuple(value)
@@ -278,7 +301,7 @@ class EnvironmentSettings(Settings):
 
     @property
     def keeps_conversations(self) -> bool:
-        """Whether episodes are :class:`~outrider.environments.conversations.OwnConversations`."""
+        """Whether episodes are of the kind :class:`~outrider.environments.conversations.ExternalAgent`."""
         return False
 
 
@@ -315,152 +338,6 @@ class CopyableEnvironment(Env, Protocol):
     def copy(self) -> "CopyableEnvironment":
         """An environment in the same state, independent from then on; no action is done again."""
         ...
-
-
-@runtime_checkable
-class NativeTools(Env, Protocol):
-    """An environment whose policy calls tools natively. Its ``step`` gets the turn read: words, thinking,
-    calls that fit their schemas, and what was wrong with the others (``Message.problems``). It answers with
-    messages of the role ``tool``.
-    """
-
-    @property
-    def tool_schemas(self) -> Sequence[ToolSchema]:
-        """The tools that the prompt tells of and that calls are checked against; fixed from ``reset`` on."""
-        ...
-
-    @property
-    def call_format(self) -> str:
-        """The form of the calls."""
-        ...
-
-
-def prompt_tools(environment: Env) -> Sequence[ToolSchema]:
-    """The tools that a prompt tells of."""
-    if isinstance(environment, OwnConversations):
-        return environment.request.tools
-    return environment.tool_schemas if isinstance(environment, NativeTools) else ()
-
-
-def is_answer(environment: Env, turn: Message) -> bool:
-    """Whether a turn is an answer as a whole, as native turns without calls are: if the token limit cuts it,
-    it is not the answer that the policy was writing. A program of a user's own decides itself what a turn is.
-    Valid until the environment has acted on the turn.
-    """
-    if isinstance(environment, OwnConversations) or not isinstance(environment, NativeTools):
-        return False
-    return not (turn.tool_calls or turn.problems)
-
-
-def turn_message(environment: Env, text: str) -> Message:
-    """A turn of the policy as an environment is given it, from its text. Raises EnvironmentFault for
-    whatever breaks in an environment that reads turns itself or names tools.
-    """
-    if isinstance(environment, OwnConversations):
-        return _guarded(environment, lambda: environment.read(text))
-    if not isinstance(environment, NativeTools):
-        return Message(role="assistant", content=text)
-    return _guarded(environment, lambda: _read_calls(environment, text))
-
-
-def recorded_turn(environment: Env, text: str) -> str:
-    """A recorded turn as the environment reads it: imported chats have their calls in the Hermes form.
-
-    Raises EnvironmentFault as :func:`turn_message` does.
-    """
-    if not isinstance(environment, OwnConversations | NativeTools):
-        return text
-
-    def rewrite() -> str:
-        form = environment.call_format
-        return text if form is None else convert_calls(text, get_call_format(form), prompt_tools(environment))
-
-    return _guarded(environment, rewrite)
-
-
-def _guarded(environment: Env, read: Callable[[], _T]) -> _T:
-    """Of one rollout, what would end the run."""
-    try:
-        return read()
-    except (ToolFault, EnvironmentFault, InvalidResult):
-        raise
-    except (Exception, SystemExit) as error:  # a plug-in's code
-        kind = type(environment).__name__
-        raise EnvironmentFault(f"{kind} cannot read a turn: {type(error).__name__}: {error}") from error
-
-
-def _read_calls(environment: NativeTools, text: str) -> Message:
-    turn = read_turn(text, get_call_format(environment.call_format), environment.tool_schemas)
-    return Message(
-        role="assistant",
-        content=turn.content,
-        reasoning=turn.reasoning,
-        tool_calls=turn.tool_calls,
-        problems=turn.problems,
-    )
-
-
-def start_episode(environment: Env, seed: int) -> tuple[Message, ...]:
-    """Reset the environment; its prompt. Raises InvalidResult for what is no prompt."""
-    messages = as_messages(environment.reset(seed), "what reset returned")
-    if not messages:
-        raise InvalidResult("reset gives no message: the policy would have no prompt")
-    return messages
-
-
-def take_step(environment: Env, message: Message) -> StepResult:
-    """Act with one policy message; the answer with its numbers and flags in Python's own types.
-
-    Raises InvalidResult for other values and for what is no :class:`StepResult`, NonFiniteResult for a reward
-    that is NaN or infinite.
-    """
-    return _converted(environment.step(message), "step")
-
-
-def take_refusal(environment: Refusing, refusal: Refusal) -> StepResult | None:
-    """Refuse the request of a program; the answer with its numbers and flags in Python's own types, or None
-    if the program ended because its conversation is too long.
-
-    Raises InvalidResult and NonFiniteResult as :func:`take_step` does.
-    """
-    found: object = environment.refuse(refusal)
-    return None if found is None else _converted(found, "refuse")
-
-
-def _converted(found: object, method: str) -> StepResult:
-    """The result that ``method`` of an environment returned, with its fields checked and converted."""
-    if not isinstance(found, StepResult):
-        raise InvalidResult(f"what {method} returned is {describe(found)}, no StepResult")
-    if found.message is not None and not isinstance(found.message, Message):
-        raise InvalidResult(f"message is {describe(found.message)}, no Message")
-    return replace(
-        found,
-        messages=as_messages(found.messages, "messages"),
-        reward=as_float(found.reward, "reward"),
-        done=as_bool(found.done, "done"),
-        invalid=as_bool(found.invalid, "invalid"),
-        refused=as_bool(found.refused, "refused"),
-        truncated=as_bool(found.truncated, "truncated"),
-        num_tool_calls=as_count(found.num_tool_calls, "num_tool_calls"),
-        tools=_as_names(found.tools),
-    )
-
-
-def episode_result(environment: Env) -> EpisodeResult:
-    """The record of the episode with its numbers and flags in Python's own types.
-
-    Raises InvalidResult for other values and for what is no :class:`EpisodeResult`, NonFiniteResult for NaN
-    and infinity.
-    """
-    result = environment.result()
-    if not isinstance(result, EpisodeResult):
-        raise InvalidResult(f"what result returned is {describe(result)}, no EpisodeResult")
-    return replace(
-        result,
-        episode_return=as_float(result.episode_return, "episode_return"),
-        success=as_bool(result.success, "success"),
-        metrics=as_metrics(result.metrics),
-    )
 
 
 class TaskSet(Protocol):
@@ -506,53 +383,360 @@ class EnvironmentFactory(Protocol):
         ...
 
 
-def play_steps(environment: Env, texts: Sequence[str]) -> tuple[Step, ...]:
-    """Act with texts that are known beforehand until they or the episode end (a gold path may be longer than
-    needed).
-    """
-    steps: list[Step] = []
-    for text in texts:
-        outcome = take_step(environment, turn_message(environment, text))
-        steps.append(Step(text=text, observation=outcome.text, is_terminal=outcome.done))
-        if outcome.done:
-            break
-    return tuple(steps)
-
-
-@runtime_checkable
-class CallCapped(Protocol):
-    """A factory with a cap on what a batch may spend, a part of which it can have where several processes
-    play one batch.
-    """
-
-    def set_share(self, begin: int, end: int, num_groups: int) -> None:
-        """From the next batch on, have the part of the cap that is due to the groups ``begin`` to ``end`` of
-        ``num_groups``; the parts of all groups add up to the cap.
-        """
-        ...
-
-    def num_spent(self) -> int:
-        """What has been spent of this batch's part."""
-        ...
-
-    def resume_batch(self, num_spent: int) -> None:
-        """Be within a bounded batch, so much of whose part is spent: another process spent it, or this one in
-        rounds before one that broke.
-        """
-        ...
-
-
-@runtime_checkable
-class RoundAware(Protocol):
-    """A factory whose environments share something that is decided between rounds, when none of them acts."""
-
-    def begin_batch(self, *, limited: bool) -> None:
-        """A batch of rollouts begins; ``limited``: what a batch may spend is bounded."""
-        ...
-
-    def begin_round(self) -> None:
-        """All running episodes wait for the policy's next turns."""
-        ...
-
-
 deprecated.keep_old_names(__name__)
+
+
+# The driver of one episode: whatever steps an environment does it through :class:`Episode`.
+
+
+_T = TypeVar("_T")
+
+
+class Episode:
+    """One episode of an environment and its history.
+
+    Checks every value that the environment returns and converts numbers and flags to Python's own types.
+    Methods that call the environment raise InvalidResult for values of a wrong type and NonFiniteResult for
+    NaN and infinity. ``actions`` and ``results`` are the texts that the environment was given and its
+    answers; ``prompt`` is what ``reset`` returned.
+    """
+
+    is_external = False
+    """Whether an external program keeps the conversation (:class:`ExternalEpisode`)."""
+
+    def __init__(self, environment: Env) -> None:
+        self.environment = environment
+        self.prompt: tuple[Message, ...] = ()
+        self.actions: list[str] = []
+        self.results: list[StepResult] = []
+        self.ends_with_answer = False
+
+    @property
+    def tools(self) -> Sequence[ToolSchema]:
+        """Tools that the prompt describes and that calls are checked against; empty if turns are text."""
+        schemas: Sequence[ToolSchema] = getattr(self.environment, "tool_schemas", ())
+        return schemas
+
+    @property
+    def call_format(self) -> str | None:
+        """The form of native tool calls; None if turns are text."""
+        form: str | None = getattr(self.environment, "call_format", None)
+        return form
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The history as the steps of a trajectory."""
+        return tuple(
+            Step(text=text, observation=result.text, is_terminal=result.done)
+            for text, result in zip(self.actions, self.results, strict=True)
+        )
+
+    def start(self, seed: int) -> tuple[Message, ...]:
+        """Reset the environment and return the prompt."""
+        self.prompt = as_messages(self.environment.reset(seed), "what reset returned")
+        if not self.prompt:
+            raise InvalidResult("reset gives no message: the policy would have no prompt")
+        return self.prompt
+
+    def read(self, text: str) -> Message:
+        """Parse a turn of the policy into the message that the environment gets: its tool calls are parsed if
+        the environment calls tools natively. Raises EnvironmentFault for whatever breaks in the environment's
+        code.
+        """
+        if self.call_format is None:
+            return Message(role="assistant", content=text)
+        return self._guarded(lambda: self._read_calls(text))
+
+    def _read_calls(self, text: str) -> Message:
+        assert self.call_format is not None
+        turn = read_turn(text, get_call_format(self.call_format), self.tools)
+        return Message(
+            role="assistant",
+            content=turn.content,
+            reasoning=turn.reasoning,
+            tool_calls=turn.tool_calls,
+            problems=turn.problems,
+        )
+
+    def convert(self, text: str) -> str:
+        """A recorded turn with its tool calls in this environment's form: imported chats have them in the
+        Hermes form. Raises EnvironmentFault as :meth:`read` does.
+        """
+        form = self.call_format
+        if form is None:
+            return text
+        return self._guarded(lambda: convert_calls(text, get_call_format(form), self.tools))
+
+    def _guarded(self, read: Callable[[], _T]) -> _T:
+        try:
+            return read()
+        except (ToolFault, EnvironmentFault, InvalidResult):
+            raise
+        except (Exception, SystemExit) as error:  # a plug-in's code must not end the run
+            kind = type(self.environment).__name__
+            raise EnvironmentFault(f"{kind} cannot read a turn: {type(error).__name__}: {error}") from error
+
+    def act(self, text: str, turn: Message | None = None) -> StepResult:
+        """Step the environment with one policy turn. ``turn`` is the parsed text (None: parse it here)."""
+        turn = self.read(text) if turn is None else turn
+        # A native turn without calls is an answer as a whole. If the token limit cuts it, it is not the
+        # answer that the policy was writing. An external program decides itself what a turn is.
+        has_calls = bool(turn.tool_calls or turn.problems)
+        self.ends_with_answer = self.call_format is not None and not self.is_external and not has_calls
+        result = _converted(self.environment.step(turn), "step")
+        self.actions.append(text)
+        self.results.append(result)
+        return result
+
+    def play(self, texts: Sequence[str]) -> tuple[Step, ...]:
+        """Act with texts until they or the episode end; texts after the end are left out."""
+        num_before = len(self.actions)
+        for text in texts:
+            if self.act(text).done:
+                break
+        return self.steps[num_before:]
+
+    def result(self) -> EpisodeResult:
+        """The environment's record of the episode."""
+        record: object = self.environment.result()
+        if not isinstance(record, EpisodeResult):
+            raise InvalidResult(f"what result returned is {describe(record)}, no EpisodeResult")
+        return replace(
+            record,
+            episode_return=as_float(record.episode_return, "episode_return"),
+            success=as_bool(record.success, "success"),
+            metrics=as_metrics(record.metrics),
+        )
+
+    # Forks
+
+    def history(self) -> Self:
+        """The episode so far, for :meth:`replay` and :meth:`resume`; it does not change when this one goes
+        on.
+        """
+        twin = copy(self)
+        twin.actions, twin.results = list(self.actions), list(self.results)
+        return twin
+
+    def resume(self, history: Self) -> None:
+        """Continue in a copied environment whose episode so far is ``history``."""
+        self.prompt, self.actions, self.results = history.prompt, list(history.actions), list(history.results)
+
+    def replay(self, history: Self, seed: int) -> Iterator[Callable[[], object]]:
+        """The calls that bring a fresh environment to where ``history`` ends, to be made one after the other.
+
+        Raises EnvironmentFault, as the calls do, if the environment answers differently.
+        """
+        yield partial(self.start, seed)
+        self._require_prompt(history)
+        for number in range(len(history.actions)):
+            yield partial(self._repeat, history, number)
+
+    def _require_prompt(self, history: Self) -> None:
+        if self.prompt != history.prompt:
+            raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
+
+    def _repeat(self, history: Self, number: int) -> None:
+        answer, expected = asdict(self.act(history.actions[number])), asdict(history.results[number])
+        if differences := [name for name, value in expected.items() if answer[name] != value]:
+            raise EnvironmentFault(
+                f"a replayed prefix was answered differently ({', '.join(differences)}): "
+                "this environment cannot fork by replay"
+            )
+
+    # Conversations of external programs: an ordinary environment has no requests.
+
+    @property
+    def request(self) -> Conversation | None:
+        """The pending request of an external program; None if the rollout keeps the conversation itself."""
+        return None
+
+
+class ExternalEpisode(Episode):
+    """An episode whose conversation an external program keeps. Records the requests and refusals for replays.
+
+    ``turns`` are the sampled turns by number of the step; ``refusals`` are the refused requests with the
+    number of the step before which they were refused.
+    """
+
+    is_external = True
+
+    def __init__(self, environment: ExternalAgent) -> None:
+        super().__init__(environment)
+        self.environment: ExternalAgent
+        self.requests: list[Conversation] = []
+        self.turns: dict[int, SampledTurn] = {}
+        self.refusals: list[tuple[int, Refusal]] = []
+        self.pending: Conversation | None = None  # the last request of a history
+
+    @property
+    def tools(self) -> Sequence[ToolSchema]:
+        return self.request.tools
+
+    @property
+    def request(self) -> Conversation:
+        return self.environment.request
+
+    def read(self, text: str) -> Message:
+        return self._guarded(lambda: self.environment.read(text))
+
+    def set_sampled(self, turn: SampledTurn | ServedTurn) -> None:
+        """Report how the next turn was sampled; called before :meth:`read`."""
+        if isinstance(turn, SampledTurn):
+            self.turns[len(self.actions)] = turn
+        self.environment.sampled(turn)
+
+    def act(self, text: str, turn: Message | None = None) -> StepResult:
+        self.requests.append(self.request)
+        return super().act(text, turn)
+
+    def refuse(self, refusal: Refusal) -> StepResult | None:
+        """Refuse the pending request. Returns the program's next request or its end, or None if the program
+        ended because its conversation is too long.
+        """
+        self.refusals.append((len(self.actions), refusal))
+        result: object = self.environment.refuse(refusal)
+        converted = None if result is None else _converted(result, "refuse")
+        if converted is not None and not converted.done and not self.actions:
+            self.prompt = self.request.messages
+        return converted
+
+    def history(self) -> Self:
+        twin = super().history()
+        twin.requests, twin.turns, twin.refusals = list(self.requests), dict(self.turns), list(self.refusals)
+        # The environment of a history that is copied again has gone on.
+        twin.pending = self.request if self.pending is None else self.pending
+        return twin
+
+    def resume(self, history: Self) -> None:
+        super().resume(history)
+        self.requests, self.turns = list(history.requests), dict(history.turns)
+        self.refusals = list(history.refusals)
+
+    def replay(self, history: Self, seed: int) -> Iterator[Callable[[], object]]:
+        yield partial(self.start, seed)
+        yield from self._refuse_again(history, 0)
+        self._require_prompt(history)
+        for number in range(len(history.actions)):
+            self._require_request(history.requests[number])
+            if number in history.turns:
+                self.set_sampled(history.turns[number])
+            yield partial(self._repeat, history, number)
+            yield from self._refuse_again(history, number + 1)
+        self._require_request(history.pending)
+
+    def _refuse_again(self, history: Self, num_actions: int) -> Iterator[Callable[[], object]]:
+        for number, refusal in history.refusals:
+            if number == num_actions:
+                yield partial(self._require_next, refusal)
+
+    def _require_next(self, refusal: Refusal) -> None:
+        result = self.refuse(refusal)
+        if result is None or result.done:
+            raise EnvironmentFault("a program ended where it went on: it cannot fork by replay")
+
+    def _require_request(self, expected: Conversation | None) -> None:
+        if self.request != expected:
+            raise EnvironmentFault("a program asked something else the second time: it cannot fork by replay")
+
+
+def open_episode(environment: Env) -> Episode:
+    """The driver of an environment."""
+    return ExternalEpisode(environment) if isinstance(environment, ExternalAgent) else Episode(environment)
+
+
+def _converted(result: object, method: str) -> StepResult:
+    """The result that ``method`` of an environment returned, with its fields checked and converted."""
+    if not isinstance(result, StepResult):
+        raise InvalidResult(f"what {method} returned is {describe(result)}, no StepResult")
+    if result.message is not None and not isinstance(result.message, Message):
+        raise InvalidResult(f"message is {describe(result.message)}, no Message")
+    return replace(
+        result,
+        messages=as_messages(result.messages, "messages"),
+        reward=as_float(result.reward, "reward"),
+        done=as_bool(result.done, "done"),
+        invalid=as_bool(result.invalid, "invalid"),
+        refused=as_bool(result.refused, "refused"),
+        truncated=as_bool(result.truncated, "truncated"),
+        num_tool_calls=as_count(result.num_tool_calls, "num_tool_calls"),
+        tools=as_names(result.tools),
+    )
+
+
+# Task sets from their settings, and the splits of tasks. Nothing here needs a model.
+
+
+EnvironmentConfig: TypeAlias = Annotated[EnvironmentSettings, Section("environments")]
+"""The section ``environment``: settings of the environment that ``type`` names."""
+Split: TypeAlias = Literal["train", "valid", "test"]
+SPLITS: Final[tuple[Split, ...]] = get_args(Split)
+
+
+def known_split(split: str, environment: str) -> Split:
+    """``split`` if it is one of :data:`SPLITS`. Raises ConfigError otherwise."""
+    for known in SPLITS:
+        if known == split:
+            return known
+    raise ConfigError(f"unknown split {split!r}; {environment} has {', '.join(SPLITS)}")
+
+
+def split_size(config: Any, split: Split) -> int | None:
+    """``config.num_train``, ``num_valid`` or ``num_test``."""
+    size: int | None = getattr(config, f"num_{split}")
+    return size
+
+
+def require_tasks(config: Any) -> None:
+    """Raises ValueError if no split of the settings has a task."""
+    if not any(split_size(config, split) != 0 for split in SPLITS):
+        raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
+
+
+def make_task_set(config: EnvironmentSettings) -> TaskSet:
+    """Build the task set that ``config.type`` names."""
+    return cast(TaskSet, build("environments", config, None))
+
+
+def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
+    """The tasks of a split.
+
+    Raises DataError for a value that is no task and for two tasks with the same key: their groups would draw
+    the same random numbers, and only one of them would be played.
+    """
+    tasks = list(task_set.tasks(split))
+    source = f"the split {split!r} of the environment {task_set.name}"
+    first_numbers: dict[str, int] = {}
+    for number, task in enumerate(tasks, start=1):
+        if not isinstance(task, Task):
+            raise DataError(f"{source}: task {number} is a value of type {type(task).__name__}, no Task")
+        for name in ("key", "question"):
+            if not isinstance(value := getattr(task, name), str):
+                kind = type(value).__name__
+                raise DataError(f"{source}: {name} of task {number} is {value!r} ({kind}), no text"[:300])
+        if not task.key:
+            raise DataError(f"{source}: task {number} has an empty key")
+        if (first := first_numbers.setdefault(task.key, number)) != number:
+            raise DataError(
+                f"{source}: tasks {first} and {number} have the same key {task.key!r}; keys are unique"
+            )
+    return tasks
+
+
+def is_stateful(config: EnvironmentSettings) -> bool:
+    """Whether an action changes hidden state."""
+    return bool(getattr(resolve("environments", config.type), "stateful", True))
+
+
+def is_inline(config: EnvironmentSettings) -> bool:
+    """Whether an observation continues the open assistant message instead of being a message of its own."""
+    if config.call_format is not None:
+        return False
+    return getattr(resolve("environments", config.type), "protocol", "chat") == "inline"
+
+
+def observation_roles(config: EnvironmentSettings) -> tuple[Role, ...]:
+    """The roles of the messages that answer a turn."""
+    if config.call_format is not None:
+        return ("tool",)
+    return ("inline",) if is_inline(config) else ("user",)

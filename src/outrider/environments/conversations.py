@@ -1,18 +1,17 @@
-"""Environments whose conversation somebody else keeps: a program that asks the policy as it would ask a
-server, with a whole conversation each time.
+"""Environments whose conversation an external program keeps. It calls the policy as it would call a server,
+with a whole conversation in each request.
 """
 
-from abc import ABCMeta
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import getattr_static
-from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal
 
-from outrider.tokens.tokenizer import token_text
+from outrider import deprecated
+from outrider.errors import EnvironmentFault
 from outrider.types import Message, ToolSchema
 
 if TYPE_CHECKING:
-    from outrider.environments.base import StepResult
+    from outrider.environments.base import EpisodeResult, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +63,11 @@ class SampledTurn:
         return tuple(map(token_text, self.token_bytes))
 
 
+def token_text(piece: bytes) -> str:
+    r"""A token's text as OpenAI's server writes it: parts of characters as ``\xf0\x9f``."""
+    return piece.decode("utf-8", "backslashreplace")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTurn:
     """What a server says of a turn that it gave, each None where it does not say so: ``finish`` in OpenAI's
@@ -84,64 +88,51 @@ def before_stop(text: str, stop: Sequence[str], *, opened: int = 0) -> str:
     return text[: min(ends)] if ends else text
 
 
-_MISSING: Final = object()
+class ExternalAgent:
+    """Base class of environments whose conversation an external program keeps: each request to the policy is
+    a whole conversation, as a server gets it.
 
-if TYPE_CHECKING:
-    _ProtocolType = ABCMeta
-else:
-    _ProtocolType = type(Protocol)
-
-
-class _StaticCheck(_ProtocolType):
-    """Metaclass of a protocol whose ``isinstance`` looks attributes up without evaluating properties, as
-    Python does from 3.12 on. In 3.11 the check would evaluate ``asked``, which raises after a program's end.
+    The rollout determines which part of each conversation the policy has seen before and reuses its token
+    ids.
     """
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        if not vars(cls).get("_is_protocol"):  # a class that inherits from the protocol
-            return super().__instancecheck__(instance)
-        names = (name for name in vars(cls) if not name.startswith("_"))
-        return all(getattr_static(instance, name, _MISSING) is not _MISSING for name in names)
+    if TYPE_CHECKING:  # attributes or properties of subclasses
 
+        @property
+        def request(self) -> Conversation:
+            """The pending request; valid after ``reset``, and after a step until the episode is done."""
+            ...
 
-@runtime_checkable
-class OwnConversations(Protocol, metaclass=_StaticCheck):
-    """An environment of this kind; beside the contract of
-    :class:`~outrider.environments.base.Env`. The rollout finds out what of each conversation the
-    policy has seen before, and takes the ids of that.
-    """
+        @property
+        def call_format(self) -> str | None:
+            """The form of the policy's native tool calls; None without tool calls."""
+            ...
 
-    @property
-    def request(self) -> Conversation:
-        """What the policy is asked now; valid after ``reset``, and after a step until the episode is done."""
-        ...
-
-    @property
-    def call_format(self) -> str | None:
-        """The form of the policy's native tool calls; None where it has none."""
-        ...
+        def reset(self, seed: int) -> Sequence[Message]: ...
+        def step(self, message: Message) -> StepResult: ...
+        def result(self) -> EpisodeResult: ...
+        def close(self) -> None: ...
 
     def read(self, text: str) -> Message:
-        """A turn as the program will be given it, and will keep it in its history."""
-        ...
+        """Parse a turn into the message that the program receives and keeps in its history."""
+        return Message(role="assistant", content=text)
 
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:
-        """Called in front of ``read`` and ``step`` with what is known of the turn: how the policy has drawn
-        it, also when it is played again, or what the endpoint said that plays the policy. Not called for an
-        expert's.
+        """Called before ``read`` and ``step`` with data about the turn: how the policy sampled it, also when
+        it is replayed, or what the endpoint reported. Not called for an expert's turn.
         """
-        ...
-
-
-@runtime_checkable
-class Refusing(Protocol):
-    """Such an environment whose program can be told that its question cannot be answered. Of others such a
-    question is a fault, or cuts the rollout if it is too long.
-    """
 
     def refuse(self, refusal: Refusal) -> "StepResult | None":
-        """Tell the program that what it asks cannot be answered, as a server does with status 400, and wait
-        for what it asks next or for its end, as ``step`` does. None if it ends without a result because its
-        conversation is too long: the rollout is cut then. Raises EnvironmentFault for other such ends.
+        """Respond that the pending request cannot be answered, as a server does with status 400, and wait for
+        the next request or the program's end, as ``step`` does.
+
+        Returns None if the program ends without a result because its conversation is too long: the rollout is
+        truncated then. Raises EnvironmentFault for other such ends. A program that cannot be refused ends
+        here.
         """
-        ...
+        if refusal.is_too_long:
+            return None
+        raise EnvironmentFault(f"the program asks what cannot be answered: {refusal.reason}")
+
+
+deprecated.keep_old_names(__name__)

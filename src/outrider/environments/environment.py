@@ -13,15 +13,13 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from outrider.environments.base import (
     EnvironmentSettings,
+    Episode,
     EpisodeResult,
     StepResult,
     TaskSet,
     as_float,
     as_messages,
     describe,
-    episode_result,
-    play_steps,
-    start_episode,
 )
 from outrider.errors import InvalidResult
 from outrider.tokens.tool_calls import call_id
@@ -193,25 +191,26 @@ class EnvironmentTaskSet:
             return None
         if self._expert_factory is None:
             self._expert_factory = self.make()
-        episode = self._expert_factory(task)
+        env = self._expert_factory(task)
         try:
-            start_episode(episode, seed)
-            turns = episode.environment.expert()
+            Episode(env).start(seed)
+            turns = env.environment.expert()
         finally:
-            episode.close()
+            env.close()
         if turns is None:
             return None
         texts = [turn for turn in turns if isinstance(turn, str)]
         if len(texts) < len(turns):
             return [Step(text=turn, observation="") if isinstance(turn, str) else turn for turn in turns]
         # A fresh episode: the expert may have tried its turns in its own.
-        episode = self._expert_factory(task)
+        env = self._expert_factory(task)
         try:
-            start_episode(episode, seed)
-            steps = play_steps(episode, texts)
-            return steps if episode_result(episode).success else None
+            episode = Episode(env)
+            episode.start(seed)
+            episode.play(texts)
+            return episode.steps if episode.result().success else None
         finally:
-            episode.close()
+            env.close()
 
     def close(self) -> None:
         factory, self._expert_factory = self._expert_factory, None

@@ -14,8 +14,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.base import EnvironmentSettings
-from outrider.environments.task_sets import known_split, require_tasks, split_size
+from outrider.environments.base import EnvironmentSettings, known_split, require_tasks, split_size
 from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
 from outrider.errors import ConfigError
 from outrider.seeding import stream
@@ -244,7 +243,7 @@ class HouseGame:
 class HouseEnvironment(GameEnvironment):
     """One search. The observation ends with what the player sees."""
 
-    family = "house"
+    name = "house"
     metrics = ("num_moves", "num_turns", "num_invalid", "num_refused")
 
     def __init__(self, *, plan: HousePlan, goal: str, max_moves: int) -> None:

@@ -9,14 +9,17 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from outrider.environments.base import (
+    SPLITS,
     EnvironmentFactory,
     EnvironmentSettings,
     EpisodeResult,
     StepResult,
     as_bool,
     as_float,
+    known_split,
+    require_tasks,
+    split_size,
 )
-from outrider.environments.task_sets import SPLITS, known_split, require_tasks, split_size
 from outrider.errors import ConfigError
 from outrider.plugins.imports import import_target
 from outrider.plugins.registry import is_import_path

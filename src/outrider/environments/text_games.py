@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal, Protocol, Self
 
-from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult, play_steps
+from outrider.environments.base import Env, EnvironmentFactory, Episode, EpisodeResult, StepResult
 from outrider.errors import EnvironmentFault
 from outrider.types import Message, Step, Task
 
@@ -122,7 +122,7 @@ class GameEnvironment:
     closes the game when its call returns, because closing a simulator in use may crash the process.
     """
 
-    family: ClassVar[str]
+    name: ClassVar[str]
     """Name in error messages."""
     metrics: ClassVar[tuple[str, ...]]
     """Fields of the record that are reported as metrics."""
@@ -150,9 +150,9 @@ class GameEnvironment:
         with self._exclusive():
             record, game = self._record, self._game
             if record.done:
-                raise RuntimeError(f"the {self.family} episode has ended")
+                raise RuntimeError(f"the {self.name} episode has ended")
             if game is None:
-                raise EnvironmentFault(f"the {self.family} environment has no game; call reset first")
+                raise EnvironmentFault(f"the {self.name} environment has no game; call reset first")
             record.num_turns += 1
             command, problem = parse_action(message.content)
             problem = problem or self._find_problem(command)
@@ -231,7 +231,7 @@ class GameEnvironment:
         try:
             with self._inside:
                 if self._closed:
-                    raise EnvironmentFault(f"the {self.family} environment is closed")
+                    raise EnvironmentFault(f"the {self.name} environment is closed")
                 yield
         finally:
             if self._closed:  # closed by another thread, which could not end the game
@@ -286,7 +286,7 @@ def play_commands(environment: Env, commands: Sequence[str], seed: int) -> Seque
     """Play commands in a new episode and close it. Returns None if the episode is no success."""
     try:
         environment.reset(seed)
-        steps = play_steps(environment, [render_action(command) for command in commands])
+        steps = Episode(environment).play([render_action(command) for command in commands])
     finally:
         environment.close()
     return steps if environment.result().success else None

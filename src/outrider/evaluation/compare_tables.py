@@ -17,7 +17,6 @@ from outrider.evaluation.compare import (
     Comparison,
     Curves,
     Incomparable,
-    Pair,
     is_trained,
     load_run,
     method_name,
@@ -57,8 +56,18 @@ class TextTable:
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """One sentence a pair of groups."""
-    return [_sentence(pair) for pair in comparison.pairs] or ["No two groups have scores to compare."]
+    """One sentence per pair of groups."""
+    sentences: list[str] = []
+    for pair in comparison.pairs:
+        winner = pair.verdict.winner
+        if winner is None:
+            reasons = "; ".join(pair.verdict.reasons)
+            sentences.append(f"No winner between {pair.first} and {pair.second}: {reasons}.")
+        else:
+            loser = pair.second if winner == pair.first else pair.first
+            gain = f"{_gain(pair.difference)} ({pair.first} - {pair.second})"
+            sentences.append(f"{winner} scores higher than {loser}: {gain}.")
+    return sentences or ["No two groups have scores to compare."]
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -70,7 +79,19 @@ def notes(comparison: Comparison) -> list[str]:
     ]
     if len(comparison.groups) == 1:
         messages.append("all runs have one configuration: there is nothing to compare but their seeds")
-    messages += _task_notes(comparison, [run for run in runs if run.evaluations])
+    scored = [run for run in runs if run.evaluations]
+    messages += [
+        f"{run.name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score"
+        for run in scored
+        if (num := run.evaluations[-1].num_faults)
+    ]
+    if scored and comparison.num_tasks is None:
+        missing = ", ".join(run.name for run in scored if not run.evaluations[-1].task_scores)
+        messages.append(f"no scores of single tasks: {missing or 'the runs have no scored task in common'}")
+    elif comparison.num_left_out:
+        messages.append(
+            f"{comparison.num_left_out} task(s) are left out: a fault kept them from being scored in some run"
+        )
     if few := sorted({len(group.runs) for group in comparison.groups if group.score} & COVERAGE.keys()):
         shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
         messages.append(
@@ -92,25 +113,6 @@ def notes(comparison: Comparison) -> list[str]:
     messages += [line for axis in AXES for line in _cost_notes(comparison, axis)]
     if len(comparison.groups) > MAX_SERIES:
         messages.append(f"the figures show the first {MAX_SERIES} of {len(comparison.groups)} groups")
-    return messages
-
-
-def _task_notes(comparison: Comparison, scored: Sequence[ComparedRun]) -> list[str]:
-    faults = [(run.name, run.evaluations[-1].num_faults) for run in scored]
-    messages = [
-        f"{name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score"
-        for name, num in faults
-        if num
-    ]
-    if scored and comparison.num_tasks is None:
-        missing = [run.name for run in scored if not run.evaluations[-1].task_scores]
-        messages.append(
-            f"no scores of single tasks: {', '.join(missing) or 'the runs have no scored task in common'}"
-        )
-    elif comparison.num_left_out:
-        messages.append(
-            f"{comparison.num_left_out} task(s) are left out: a fault kept them from being scored in some run"
-        )
     return messages
 
 
@@ -180,7 +182,8 @@ def _pair_table(comparison: Comparison) -> TextTable:
     rows = tuple(
         (f"{pair.first} - {pair.second}", _gain(pair.difference), _range(pair.improvement, "{:.2f}"),
          "none" if pair.test is None else f"{pair.test.p:.3g} ({pair.test.name})",
-         _p_value(pair.p_corrected), _p_value(pair.p_seeds), pair.verdict.winner or "none")
+         *("none" if p is None else f"{p:.3g}" for p in (pair.p_corrected, pair.p_seeds)),
+         pair.verdict.winner or "none")
         for pair in comparison.pairs
     )  # fmt: skip
     return TextTable(
@@ -252,20 +255,6 @@ def _mean_return(runs: Sequence[ComparedRun]) -> str:
     last = [run.evaluations[-1].task_returns for run in runs if run.evaluations]
     means = [fmean(returns.values()) for returns in last if returns]
     return number(fmean(means)) if means else "not measured"
-
-
-def _p_value(p: float | None) -> str:
-    return "none" if p is None else f"{p:.3g}"
-
-
-def _sentence(pair: Pair) -> str:
-    if pair.verdict.winner is None:
-        return f"No winner between {pair.first} and {pair.second}: {'; '.join(pair.verdict.reasons)}."
-    loser = pair.second if pair.verdict.winner == pair.first else pair.first
-    return (
-        f"{pair.verdict.winner} scores higher than {loser}: {_gain(pair.difference)} "
-        f"({pair.first} - {pair.second})."
-    )
 
 
 def _percent(estimate: Estimate) -> str:

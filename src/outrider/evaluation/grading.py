@@ -32,7 +32,7 @@ from outrider.environments.tool_qa.rewards import Judge
 from outrider.errors import ConfigError, EngineFault, ModelError
 from outrider.evaluation.results import SampleResult
 from outrider.rollout.endpoint import Collected
-from outrider.tokens.thoughts import without_thoughts
+from outrider.tokens.tool_calls import without_thoughts
 from outrider.trace import Trace
 from outrider.types import Outcome, Task
 

@@ -9,11 +9,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from keyword import iskeyword
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from huggingface_hub import DatasetCardData, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of whichever client it has
@@ -434,13 +434,8 @@ def dataset_card(repo: str, kind: str, counts: Mapping[str, int], agents: Mappin
 _SHORTEST: Final = 8  # characters of a secret: a shorter one would be found in any text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """Files in a folder, what they are, how many of what, and the agents by their trajectories."""
-
-    kind: str
-    counts: dict[str, int]
-    agents: Counter[str] = field(default_factory=Counter)
+Prepared: TypeAlias = tuple[str, dict[str, int], Counter[str]]
+"""The kind of a data set, how many of what it has, and its agents by their number of trajectories."""
 
 
 def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool = False) -> Pushed:
@@ -460,10 +455,11 @@ def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool 
             prepared = _trajectories(path, folder)
         else:
             prepared = _buffer(path, folder)
-        card = dataset_card(repo, prepared.kind, prepared.counts, prepared.agents)
+        kind, counts, agents = prepared
+        card = dataset_card(repo, kind, counts, agents)
         return upload(
             hub(), folder, repo, kind="dataset", card=card, private=private, dry_run=dry_run,
-            message=f"Outrider {__version__}: {prepared.kind}",
+            message=f"Outrider {__version__}: {kind}",
         )  # fmt: skip
 
 
@@ -489,7 +485,7 @@ def _buffer(path: Path, folder: Path) -> Prepared:
         database.close()
     copy.rename(folder / "buffer.sqlite")
     counts = {"tasks": len({row[1] for row in rows}), "trajectories": len(rows), "steps": num_steps}
-    return Prepared(kind="step-trace buffer", counts=counts, agents=Counter(row[0] for row in rows))
+    return "step-trace buffer", counts, Counter(row[0] for row in rows)
 
 
 def _trajectories(path: Path, folder: Path) -> Prepared:
@@ -504,9 +500,7 @@ def _trajectories(path: Path, folder: Path) -> Prepared:
         "trajectories": len(trajectories),
         "steps": sum(len(trajectory.steps) for trajectory in trajectories),
     }
-    return Prepared(
-        kind="trajectories", counts=counts, agents=Counter(trajectory.agent for trajectory in trajectories)
-    )
+    return "trajectories", counts, Counter(trajectory.agent for trajectory in trajectories)
 
 
 def _record(trajectory: Trajectory, imported: Imported) -> str:
@@ -541,24 +535,21 @@ def _traces(path: Path, folder: Path) -> Prepared:
         counts["nodes"] += len(rows)
         counts["rollouts"] += sum(row.outcome is not None for row in rows)
         copies.write_table(name, node_table(rows))
-    return Prepared(kind="traces", counts=dict(counts))
+    return "traces", dict(counts), Counter()
 
 
 def _require_no_secret(path: Path, texts: Iterable[str]) -> None:
-    secrets = dict(_secrets())
+    secrets = {
+        f"the value of ${name}": value
+        for name, value in os.environ.items()
+        if may_be_secret(name) and len(value) >= _SHORTEST
+    }
+    if token := get_token():
+        secrets["the token of the hub"] = token
     for text in texts:
         for name, value in secrets.items():
             if value in text or json.dumps(value)[1:-1] in text:
                 raise ConfigError(f"{path} holds {name}; nothing was sent: take it out first")
-
-
-def _secrets() -> Iterator[tuple[str, str]]:
-    """Names and values of what this environment keeps from others."""
-    if token := get_token():
-        yield "the token of the hub", token
-    for name, value in os.environ.items():
-        if may_be_secret(name) and len(value) >= _SHORTEST:
-            yield f"the value of ${name}", value
 
 
 # ``outrider push``: a run's weights with a model card as a repository of the Hugging Face hub.

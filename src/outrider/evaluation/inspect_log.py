@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from outrider import __version__
 from outrider.config import load_settings
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.errors import ConfigError, OutriderError, ToolUnavailable
 from outrider.evaluation.grading import RETURN
 from outrider.evaluation.report import requested_samples

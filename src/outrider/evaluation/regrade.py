@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider import __version__
 from outrider.config import load_settings
-from outrider.environments.task_sets import make_task_set
+from outrider.environments.base import make_task_set
 from outrider.environments.tool_qa.rewards import Judge, discover_judge
 from outrider.errors import ConfigError, DataError
 from outrider.evaluation.grading import JUDGE_METRICS, FinishedRollout, Grader, find_variant

@@ -17,8 +17,15 @@ from pydantic import Field, model_validator
 
 from outrider.config import NONE, Settings, to_toml
 from outrider.engines.chat import EndpointSettings
-from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskSet
-from outrider.environments.task_sets import EnvironmentConfig, is_inline, make_task_set, split_tasks
+from outrider.environments.base import (
+    EnvironmentConfig,
+    EnvironmentFactory,
+    EnvironmentSettings,
+    TaskSet,
+    is_inline,
+    make_task_set,
+    split_tasks,
+)
 from outrider.environments.tool_qa.datasets import QuestionFactory, answer_column, hash_tasks, hub_rows
 from outrider.environments.tool_qa.rewards import JudgeSettings
 from outrider.errors import ConfigError, DataError

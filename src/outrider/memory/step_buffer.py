@@ -23,8 +23,6 @@ from outrider.memory.step_store import (
     BuildReport,
     Hit,
     NewTrajectory,
-    OpenReport,
-    RollbackReport,
     StepFilter,
     StepRecord,
     StepStore,
@@ -207,12 +205,6 @@ class StepTraceBuffer:
         except BaseException:
             self._store.close()
             raise
-        self.report = OpenReport(
-            num_trajectories=len(np.unique(self._view.rows["trajectory"][self._view.live])),
-            num_steps=len(self),
-            revision=self.revision,
-            lost_batch=self._store.lost_batch,
-        )
 
     def __reduce__(self) -> tuple[object, tuple[Path, Embedder, int | None]]:
         return _reopen, (self.path, self.embedder, self._pinned)
@@ -228,6 +220,11 @@ class StepTraceBuffer:
     def __len__(self) -> int:
         """Number of steps that queries can see (terminal ones included)."""
         return int(np.count_nonzero(self._view.live))
+
+    @property
+    def lost_batch(self) -> bool:
+        """Whether the last writer died inside a batch, which is not in the buffer; add it again."""
+        return self._store.lost_batch
 
     @property
     def revision(self) -> int:
@@ -383,15 +380,15 @@ class StepTraceBuffer:
         self._pinned = revision
         self._view = self._load()
 
-    def rollback(self, revision: int) -> RollbackReport:
+    def rollback(self, revision: int) -> tuple[int, int]:
         """Return the buffer for good to the revision of a checkpoint; later additions get the same step ids
-        again.
+        again. Returns the numbers of trajectories that were dropped and restored.
         """
         self._require_writer()
         with self._add_lock:
-            num_dropped, num_restored = self._store.rollback(revision)
+            counts = self._store.rollback(revision)
             self._view = self._load()
-        return RollbackReport(revision=revision, num_dropped=num_dropped, num_restored=num_restored)
+        return counts
 
     def stats(self) -> BufferStats:
         """Counts and quantiles of what queries see."""

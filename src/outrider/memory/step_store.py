@@ -109,27 +109,6 @@ class BuildReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenReport:
-    """Findings of an opening. ``lost_batch``: the last writer died inside a batch, which is not in the
-    buffer; offer it again.
-    """
-
-    num_trajectories: int
-    num_steps: int
-    revision: int
-    lost_batch: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RollbackReport:
-    """Trajectories in a rollback: additions after the revision dropped, removals after it restored."""
-
-    revision: int
-    num_dropped: int
-    num_restored: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStats:
     """Contents of a buffer. Quantiles are (minimum, 25 %, 50 %, 75 %, maximum) over trajectories; NaN when it
     is empty.

@@ -2,12 +2,11 @@
 
 from outrider.metrics.metric import Metric
 from outrider.metrics.registry import DECLARED, WRITTEN_TOKENS, UndeclaredMetric, declare, declared_metric
-from outrider.metrics.writer import CutReport, Kind, MetricsWriter
+from outrider.metrics.writer import Kind, MetricsWriter
 
 __all__ = [
     "DECLARED",
     "WRITTEN_TOKENS",
-    "CutReport",
     "Kind",
     "Metric",
     "MetricsWriter",

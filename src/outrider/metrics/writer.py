@@ -5,7 +5,6 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Final, Literal, SupportsFloat, TypeAlias
@@ -18,14 +17,6 @@ Kind: TypeAlias = Literal["sft", "train", "eval"]
 
 _STAGES: Final = ("sft", "train")  # evaluations lie before, between and within them
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutReport:
-    """Result of a cut: lines kept, and lines cut because they lie after the checkpoint."""
-
-    num_retained: int
-    num_cut: int
 
 
 class MetricsWriter:
@@ -74,8 +65,8 @@ class MetricsWriter:
         """Step and kind of every whole line."""
         return list(self._records)
 
-    def cut(self, num_records: int) -> CutReport:
-        """Keep the first ``num_records`` lines, in one atomic replacement.
+    def cut(self, num_records: int) -> int:
+        """Keep the first ``num_records`` lines, in one atomic replacement; return the number of cut lines.
 
         Raises :class:`~outrider.errors.CheckpointError` when the file has fewer: then it is not this
         checkpoint's file.
@@ -90,7 +81,7 @@ class MetricsWriter:
             self.close()  # that is the old file; not before, because a full disk leaves it in its place
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
             del self._records[num_records:]
-        return CutReport(num_retained=num_records, num_cut=num_cut)
+        return num_cut
 
     def close(self) -> None:
         """Release the file; may be called twice."""

@@ -9,7 +9,7 @@ Shape letters are those of :class:`outrider.planning.shape.ModelShape`; T is a m
 bytes of a number of the working precision (bfloat16 2, float32 4), N the trainer ranks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -337,8 +337,12 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
     engine = shared_gpu_bytes if shares_gpu else with_margin(weights)
     token = token_bytes(shape, tensor_parallel=tp, value_bytes=value_bytes)
     room = max(0.0, gpu_memory - engine) / MARGIN
-    share = _engine_share(work, layout)
-    if share is not None:
+    share = None
+    if work.has_vllm:
+        default = _SHARE_ALONE if layout.placement == "disaggregate" else _SHARE_COLOCATED
+        share = default if work.engine_memory is None else work.engine_memory
+        if share > 1:
+            raise ConfigError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
         room = min(room, max(0.0, share * gpu_memory - MARGIN * weights))
     return Fit(
         layout=layout,
@@ -376,16 +380,6 @@ def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float)
     )  # fmt: skip
 
 
-def _engine_share(work: Workload, layout: Layout) -> float | None:
-    if not work.has_vllm:
-        return None
-    default = _SHARE_ALONE if layout.placement == "disaggregate" else _SHARE_COLOCATED
-    share = default if work.engine_memory is None else work.engine_memory
-    if share > 1:
-        raise ConfigError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
-    return share
-
-
 # What to change where a run does not fit: fewer tokens in a pass, or more GPUs.
 
 
@@ -400,8 +394,12 @@ def smallest_fit(
 
     Trainers are a power of two within a node, else whole nodes; an engine is within a node.
     """
-    for trainers in _gpu_counts(gpus_per_node):
-        for tp in _tensor_parallel_sizes(shape, gpus_per_node):
+    powers = [2**power for power in range(gpus_per_node.bit_length())]
+    # vLLM cuts heads evenly.
+    sizes = [tp for tp in powers if tp <= gpus_per_node and shape.num_heads % tp == 0]
+    whole_nodes = [gpus_per_node * nodes for nodes in range(1, _MAX_NODES + 1)]
+    for trainers in [*(power for power in powers if power < gpus_per_node), *whole_nodes]:
+        for tp in sizes:
             if placement == "colocate" and trainers % tp:
                 continue
             engines = trainers // tp if placement == "colocate" else 1
@@ -437,17 +435,3 @@ def smallest_share(shape: ModelShape, work: Workload, layout: Layout, *, gpu_mem
         if fit(shape, candidate, layout, gpu_memory=gpu_memory).fits:
             return twentieths / 20
     return None
-
-
-def _gpu_counts(gpus_per_node: int) -> Iterator[int]:
-    number = 1
-    while number < gpus_per_node:
-        yield number
-        number *= 2
-    yield from (gpus_per_node * nodes for nodes in range(1, _MAX_NODES + 1))
-
-
-def _tensor_parallel_sizes(shape: ModelShape, gpus_per_node: int) -> list[int]:
-    """GPUs per engine: vLLM cuts heads evenly."""
-    powers = [2**power for power in range(gpus_per_node.bit_length())]
-    return [tp for tp in powers if tp <= gpus_per_node and shape.num_heads % tp == 0]

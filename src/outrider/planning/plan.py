@@ -87,7 +87,14 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
             )
         )
     ]
-    advice = [] if result.fits else _advice(shape, work, layout, memory)
+    advice = []
+    if not result.fits:
+        if fits_if_checkpointed(shape, work, layout, gpu_memory=memory):
+            advice.append("update.checkpoint_activations=true")
+        if (tokens := largest_tokens(shape, work, layout, gpu_memory=memory)) is not None:
+            advice.append(f"update.max_tokens={tokens}")
+        if work.has_vllm and (share := smallest_share(shape, work, layout, gpu_memory=memory)) is not None:
+            advice.append(f"engine.memory={share:g}")
     return Plan(shape=shape, work=work, options=options, fit=result, fewest=fewest, advice=advice)
 
 
@@ -119,17 +126,6 @@ def make_layout(settings: RunSettings, options: PlanOptions, shape: ModelShape) 
     return Layout(placement=placement, trainers=trainers, engines=engines, tensor_parallel=tp)
 
 
-def _advice(shape: ModelShape, work: Workload, layout: Layout, memory: float) -> list[str]:
-    advice = []
-    if fits_if_checkpointed(shape, work, layout, gpu_memory=memory):
-        advice.append("update.checkpoint_activations=true")
-    if (tokens := largest_tokens(shape, work, layout, gpu_memory=memory)) is not None:
-        advice.append(f"update.max_tokens={tokens}")
-    if work.has_vllm and (share := smallest_share(shape, work, layout, gpu_memory=memory)) is not None:
-        advice.append(f"engine.memory={share:g}")
-    return advice
-
-
 # A plan as lines for people and as values for machines.
 
 
@@ -145,64 +141,49 @@ def lines(plan: Plan) -> Iterator[str]:
     memory_label = "GB of this CPU's memory" if device.is_cpu else "GB per GPU"
     yield _line("layout", layout_words(plan), f"{device.memory / GB:,.4g} {memory_label}")
     if (trained := work.training.trained_parameters(shape)) != shape.num_parameters:
-        yield _line("trained parameters", f"{trained:,}", _trained_words(plan))
+        training = work.training
+        words = (
+            f"the last {training.trained_layers} layers and the norm behind them"
+            if training.lora_rank is None
+            else f"adapters of rank {training.lora_rank}"
+        )
+        yield _line("trained parameters", f"{trained:,}", words)
     yield _line("trainer rank", _gb(sum(fit.rank.values())), "at its peak, of which:")
     for name, size in fit.rank.items():
         if size:
             yield _line(f"  {name}", _gb(size))
-    shared = "the model that trains" if not fit.weights else _precision(plan)
+    engine_precision = work.training.precision if device.is_cpu else "bfloat16"
+    shared = "the model that trains" if not fit.weights else engine_precision
     yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(fit.weights), shared)
     yield _line("  keys and values", f"{fit.token / 1e3:,.1f} kB", "per token")
-    yield from _gpus(plan)
+    words = "with 10 % and 2 GB more, without keys and values"
+    if device.is_cpu:
+        words = "with 10 % and 0.5 GB each more, without keys and values"
+        yield _line("all processes", _gb(fit.trainer_gpu), words)
+    elif fit.layout.placement == "disaggregate":
+        yield _line("a trainer's GPU", _gb(fit.trainer_gpu), "with 10 % and 2 GB more")
+        yield _line("an engine's GPU", _gb(fit.engine_gpu), words)
+    else:
+        yield _line("a GPU", _gb(fit.trainer_gpu), words)
     share = f", engine.memory = {fit.engine_share:g}" if fit.engine_share is not None else ""
     yield _line("episodes at a time", f"{fit.episodes:,}", f"per engine, of {work.context:,} tokens{share}")
     yield _line("tokens per step", f"{work.step_tokens:,}", f"at most: {work.episodes:,} episodes")
     yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
     if plan.options.device.peak:
         yield _line("seconds of an update", f"{plan.update_seconds:,.0f}", seconds_words(plan))
-    yield from _verdict(plan)
-
-
-def _gpus(plan: Plan) -> Iterator[str]:
-    fit, words = plan.fit, "with 10 % and 2 GB more, without keys and values"
-    if plan.options.device.is_cpu:
-        yield _line(
-            "all processes", _gb(fit.trainer_gpu), "with 10 % and 0.5 GB each more, without keys and values"
-        )
-    elif fit.layout.placement == "disaggregate":
-        yield _line("a trainer's GPU", _gb(fit.trainer_gpu), "with 10 % and 2 GB more")
-        yield _line("an engine's GPU", _gb(fit.engine_gpu), words)
-    else:
-        yield _line("a GPU", _gb(fit.trainer_gpu), words)
-
-
-def _verdict(plan: Plan) -> Iterator[str]:
-    yield _line("fits", "yes" if plan.fit.fits else "no", "" if plan.fit.fits else _shortage(plan.fit))
+    shortage = ""
+    if not fit.fits:
+        is_too_large = max(fit.trainer_gpu, fit.engine_gpu) > fit.gpu_memory
+        shortage = "more than there is" if is_too_large else "no room for the keys and values of one episode"
+    yield _line("fits", "yes" if fit.fits else "no", shortage)
     for advice in plan.advice:
         yield _line("change", advice, "would fit")
-    if plan.options.device.is_cpu:
+    if device.is_cpu:
         return
     for smallest in plan.fewest:
         yield _line("fewest GPUs", str(smallest.layout.num_gpus), _gpu_words(smallest))
     if not plan.fewest:
         yield _line("fewest GPUs", "none", "no number of them fits: the pass or the vocabulary is too large")
-
-
-def _shortage(fit: Fit) -> str:
-    if max(fit.trainer_gpu, fit.engine_gpu) > fit.gpu_memory:
-        return "more than there is"
-    return "no room for the keys and values of one episode"
-
-
-def _trained_words(plan: Plan) -> str:
-    training = plan.work.training
-    if training.lora_rank is not None:
-        return f"adapters of rank {training.lora_rank}"
-    return f"the last {training.trained_layers} layers and the norm behind them"
-
-
-def _precision(plan: Plan) -> str:
-    return plan.work.training.precision if plan.options.device.is_cpu else "bfloat16"
 
 
 def layout_words(plan: Plan) -> str:

@@ -9,155 +9,44 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from outrider import deprecated
-from outrider.environments.base import (
-    CopyableEnvironment,
-    Env,
-    EnvironmentFactory,
-    StepResult,
-    start_episode,
-    take_refusal,
-    take_step,
-    turn_message,
-)
-from outrider.environments.conversations import Conversation, OwnConversations, Refusal, Refusing
+from outrider.environments.base import CopyableEnvironment, Env, EnvironmentFactory
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.external_agent import Exchange, pending_request
 from outrider.rollout.faults import run_guarded
 from outrider.rollout.hooks import EpisodeState, Hook, StatelessHook
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
-from outrider.types import Message, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """A running rollout in front of a policy turn. ``environment`` is a copy that nobody plays; None: replay
-    ``actions``.
-
-    ``actions`` are the texts that the environment was given, with its answers in ``results``. ``request`` is
-    what a program wants to know of the fork's first turn.
+    """A snapshot of a running rollout before a policy turn. ``environment`` is a copy that nobody plays;
+    None: the steps of ``state.episode`` are replayed in a fresh one.
     """
 
-    last_node: Node
-    parent: int
-    prompt: str
-    turn: int
-    num_response_tokens: int
-    steps: tuple[Step, ...]
-    actions: tuple[str, ...]
-    results: tuple[StepResult, ...]
-    last_result: StepResult | None
-    branch_streak: int
+    state: EpisodeState
     environment: CopyableEnvironment | None
-    conversation: tuple[Message, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
-    refusals: tuple[tuple[int, Refusal], ...] = ()
-    request: Conversation | None = None
-
-    async def restore(self, environment: Env, *, reset_seed: int, timeout_s: float) -> None:
-        """Bring a fresh environment to this point by replaying; a copy is there already.
-
-        Raises EnvironmentFault when the replay is answered differently.
-        """
-        if self.environment is not None:
-            return
-        messages = await run_guarded(start_episode, environment, reset_seed, timeout_s=timeout_s)
-        messages = await self._refuse_again(environment, 0, timeout_s=timeout_s) or messages
-        if prompt_text(messages) != self.prompt:
-            raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
-        for number, (action, expected) in enumerate(zip(self.actions, self.results, strict=True)):
-            if isinstance(environment, OwnConversations):
-                _require_same_request(environment, self.exchanges[number].request)
-                environment.sampled(self.exchanges[number].sampled)
-            response = turn_message(environment, action)
-            result = await run_guarded(take_step, environment, response, timeout_s=timeout_s)
-            if differences := _differing_fields(result, expected):
-                raise EnvironmentFault(
-                    f"a replayed prefix was answered differently ({differences}): "
-                    "this environment cannot fork by replay"
-                )
-            await self._refuse_again(environment, number + 1, timeout_s=timeout_s)
-        _require_same_request(environment, self.request)
-
-    async def _refuse_again(self, environment: Env, turn: int, *, timeout_s: float) -> tuple[Message, ...]:
-        """Refuse what a program was refused in front of a turn; what it asks then, empty if there was
-        nothing.
-        """
-        refusals = [refusal for number, refusal in self.refusals if number == turn]
-        if not refusals or not isinstance(environment, Refusing):
-            return ()
-        for refusal in refusals:
-            result = await run_guarded(take_refusal, environment, refusal, timeout_s=timeout_s)
-            if result is None or result.done:
-                raise EnvironmentFault("a program ended where it went on: it cannot fork by replay")
-        request = pending_request(environment)
-        return () if request is None else request.messages
-
-    def apply_to(self, state: EpisodeState) -> None:
-        """Give a new rollout's state the history up to here."""
-        state.turn, state.num_response_tokens, state.last_result = (
-            self.turn,
-            self.num_response_tokens,
-            self.last_result,
-        )
-        state.steps, state.actions, state.results = list(self.steps), list(self.actions), list(self.results)
-        state.branch_streak, state.is_forked = self.branch_streak, True
-        state.conversation = self.conversation
-        state.exchanges, state.refusals = list(self.exchanges), list(self.refusals)
-
-
-def prompt_text(messages: Sequence[Message]) -> str:
-    """The prompt as its node's message holds it."""
-    return "\n".join(message.content for message in messages)
-
-
-def _require_same_request(environment: Env, expected: Conversation | None) -> None:
-    """Raises EnvironmentFault where a program asks something else: its new messages alone do not tell."""
-    if pending_request(environment) != expected:
-        raise EnvironmentFault("a program asked something else the second time: it cannot fork by replay")
-
-
-def _differing_fields(actual: StepResult, expected: StepResult) -> str:
-    """The names of the fields in which two answers differ: one with the same text may pay or end
-    otherwise.
-    """
-    actual_fields = asdict(actual)
-    return ", ".join(name for name, value in asdict(expected).items() if actual_fields[name] != value)
 
 
 async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -> Fork:
     """The rollout as it is in front of the turn that it has just written. A copy that fails is replaced by
     replaying.
     """
-    environment = state.environment
+    environment = state.episode.environment
     copy = None
     if isinstance(environment, CopyableEnvironment):
         with suppress(ToolFault, EnvironmentFault):
             copy = await run_guarded(environment.copy, timeout_s=timeout_s)
-    return Fork(
-        last_node=last_node,
-        parent=state.rollout,
-        prompt=state.trace.path(last_node.node_id)[0].message.content,
-        turn=state.turn,
-        # Without the turn that was just written: the fork writes one of its own.
-        num_response_tokens=state.num_response_tokens - len(state.last_node.token_ids),
-        steps=tuple(state.steps),
-        actions=tuple(state.actions),
-        results=tuple(state.results),
-        last_result=state.last_result,
-        branch_streak=state.branch_streak,
-        environment=copy,
-        conversation=state.conversation,
-        exchanges=tuple(state.exchanges),
-        refusals=tuple(state.refusals),
-        request=pending_request(environment),
-    )
+    snapshot = state.snapshot()
+    snapshot.last_node, snapshot.is_forked = last_node, True
+    # Without the turn that was just written: the fork writes one of its own.
+    snapshot.num_response_tokens -= len(state.last_node.token_ids)
+    return Fork(state=snapshot, environment=copy)
 
 
 async def fork_environment(
@@ -398,7 +287,7 @@ class BranchingGroupScheduler:
             self._copies.drop(fork)
             return
         point.turn_node.metadata["is_replayed"] = fork.environment is None
-        for number in group.begin(granted, round_number=point.position[0] + 1, turn=fork.turn):
+        for number in group.begin(granted, round_number=point.position[0] + 1, turn=fork.state.turn):
             group.active_forks[number] = fork
             self._enqueue(group.trace, number, fork)
 
@@ -426,14 +315,8 @@ def _make_point(brancher: Hook, state: EpisodeState, position: _Position) -> _Po
             if num_requested is None
             else _Point(position=position, max_forks=num_requested, turn_node=state.last_node)
         )
-    # Lists are copied: the rollout goes on while its point waits for a decision.
-    snapshot = replace(
-        state,
-        branch_streak=0,
-        steps=list(state.steps),
-        actions=list(state.actions),
-        results=list(state.results),
-    )
+    snapshot = state.snapshot()  # the rollout goes on while its point waits for a decision
+    snapshot.branch_streak = 0
     num_requested = brancher.num_forks(snapshot)
     return (
         None

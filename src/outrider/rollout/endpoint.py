@@ -5,34 +5,33 @@ training (no ids).
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Final, TypeVar
 
-from outrider.engines.chat import ChatEndpoint, Refusal
+from outrider.engines.chat import ChatEndpoint, ChatReply, Refusal
 from outrider.environments.base import (
     Env,
     EnvironmentFactory,
+    Episode,
+    ExternalEpisode,
     StepResult,
-    episode_result,
-    is_answer,
-    prompt_tools,
-    start_episode,
-    take_step,
+    open_episode,
 )
 from outrider.environments.conversations import Refusal as ProgramRefusal
-from outrider.environments.conversations import Refusing
+from outrider.environments.conversations import ServedTurn, before_stop
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.base import Limits, RolloutStatus
-from outrider.rollout.episode import close_quietly, episode_outcome, to_step
-from outrider.rollout.external_agent import endpoint_turn, pending_request
+from outrider.rollout.episode import close_quietly, episode_outcome
+from outrider.rollout.external_agent import MAX_REFUSALS
 from outrider.rollout.faults import fault_outcome, locate_invalid_result, run_timed
 from outrider.seeding import stream_seed
-from outrider.types import Message, Outcome, Step, Task, Trajectory
+from outrider.tokens.call_formats import get_call_format, read_turn, read_turn_unchecked
+from outrider.tokens.tool_calls import CallFormat, split_thinking
+from outrider.types import Message, Outcome, Task, Trajectory
 
 ResultT = TypeVar("ResultT")
 _BAD_REQUEST: Final = (400, 413, 422)
-_MAX_REFUSALS: Final = 64  # of one program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,84 +176,77 @@ class Collector:
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
             self.rollout_status.remove(name)
 
-    def _request(
-        self, environment: Env, conversation: list[Message], room: int
-    ) -> tuple[list[Message], int, tuple[str, ...]]:
-        """What to send: where a program keeps the conversation, its own, with the end that it wants."""
-        request = pending_request(environment)
-        if request is None:
-            return conversation, room, self.stop
-        return list(request.messages), min(room, request.max_tokens or room), (*self.stop, *request.stop)
-
     def _episode(self, environment: Env, task: Task, rollout: int, num_retries: int) -> Collected:
+        episode = open_episode(environment)
         # By task alone: all rollouts of a task begin in the same state.
-        seed = stream_seed(self.run_seed, "collect reset", task.key)
-        prompt = self._run_timed(start_episode, environment, seed)
+        self._run_timed(episode.start, stream_seed(self.run_seed, "collect reset", task.key))
+        prompt = episode.prompt
         conversation = list(prompt)
-        steps: list[Step] = []
         num_tokens = num_tool_calls = num_refused = 0
         outcome = None
         while outcome is None:
             room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
-            conversation, room, stop = self._request(environment, conversation, room)
-            if len(steps) >= self.limits.max_turns or room <= 0:
+            num_turns, stop = len(episode.actions), self.stop
+            if (request := episode.request) is not None:
+                conversation, stop = list(request.messages), (*stop, *request.stop)
+                room = min(room, request.max_tokens or room)
+            if num_turns >= self.limits.max_turns or room <= 0:
                 outcome = Outcome.TRUNCATED_TURNS if room > 0 else Outcome.TRUNCATED_TOKENS
                 break
             self.rollout_status.set(f"{task.key}/{rollout}", "the endpoint's answer")
             try:
                 reply = self.endpoint.complete(
                     conversation, max_tokens=room, temperature=self.temperature, stop=stop,
-                    seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, len(steps)),
-                    tools=prompt_tools(environment),
+                    seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, num_turns),
+                    tools=episode.tools,
                 )  # fmt: skip
             # an episode that outgrows the context is cut and scored, as in the rollout loop
             except EngineFault as fault:
                 cause = fault.__cause__
                 # before the first answer it may be the endpoint's settings that are wrong
-                if not steps or not isinstance(cause, Refusal) or cause.status not in _BAD_REQUEST:
+                if not num_turns or not isinstance(cause, Refusal) or cause.status not in _BAD_REQUEST:
                     raise
-                if not isinstance(environment, Refusing):
-                    if not cause.is_too_long:
-                        raise
-                    outcome = Outcome.TRUNCATED_TOKENS
-                    break
-                num_refused += 1
-                outcome = self._refuse(environment, cause, is_last=num_refused > _MAX_REFUSALS)
-                continue
+                if isinstance(episode, ExternalEpisode):
+                    num_refused += 1
+                    outcome = self._refuse(episode, cause, is_last=num_refused > MAX_REFUSALS)
+                    continue
+                if not cause.is_too_long:
+                    raise
+                outcome = Outcome.TRUNCATED_TOKENS
+                break
             num_tokens += reply.num_tokens
-            turn = self._run_timed(endpoint_turn, reply, environment)
-            answers = is_answer(environment, turn.response)  # a program that has ended asks nothing
+            turn = self._run_timed(endpoint_turn, reply, episode)
             self.rollout_status.set(f"{task.key}/{rollout}", "an environment's step")
-            result: StepResult = self._run_timed(take_step, environment, turn.response)
-            steps.append(to_step(turn.text, result))
+            result: StepResult = self._run_timed(episode.act, turn.text, turn.response)
             num_tool_calls += result.num_tool_calls
             if result.done:
+                answers = episode.ends_with_answer
                 outcome = episode_outcome(result, is_cut=reply.truncated, is_answer=answers)
             elif not result.observations:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
                 conversation += [turn.history_message, *result.observations]
-        record = self._run_timed(episode_result, environment)
+        record = self._run_timed(episode.result)
         name = self.trajectory_id(task, rollout)
         trajectory = Trajectory(
             trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt,
-            steps=tuple(steps), reward=record.episode_return, num_tokens=num_tokens,
+            steps=episode.steps, reward=record.episode_return, num_tokens=num_tokens,
         )  # fmt: skip
         return Collected(
             trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success,
             metrics=dict(record.metrics), num_tool_calls=num_tool_calls, num_retries=num_retries,
         )  # fmt: skip
 
-    def _refuse(self, environment: Refusing, cause: Refusal, *, is_last: bool) -> Outcome | None:
-        """Tell a program that the endpoint refuses its request; how the episode ends then, None where the
-        program asks something else.
+    def _refuse(self, episode: ExternalEpisode, cause: Refusal, *, is_last: bool) -> Outcome | None:
+        """Refuse the program's request, as the endpoint did; how the episode ends then, None if the program
+        requests something else.
         """
         if is_last:
             if cause.is_too_long:
                 return Outcome.TRUNCATED_TOKENS
-            raise EnvironmentFault(f"the program was refused {_MAX_REFUSALS} times and asked again: {cause}")
+            raise EnvironmentFault(f"the program was refused {MAX_REFUSALS} times and asked again: {cause}")
         refusal = ProgramRefusal(reason=str(cause), is_too_long=cause.is_too_long)
-        result: StepResult | None = self._run_timed(environment.refuse, refusal)
+        result: StepResult | None = self._run_timed(episode.refuse, refusal)
         if result is None:
             return Outcome.TRUNCATED_TOKENS
         return episode_outcome(result) if result.done else None
@@ -286,3 +278,97 @@ class _FaultStreak:
         """A rollout got all its answers."""
         with self._lock:
             self._num_failed = 0
+
+
+# A turn of an agent behind an endpoint: for its environment, for the next request, and as text.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointTurn:
+    """``response`` is for the environment, ``history_message`` stands in later requests, and ``text`` is the
+    turn in the environment's own form, as a trajectory keeps it.
+    """
+
+    response: Message
+    history_message: Message
+    text: str
+
+
+def endpoint_turn(reply: ChatReply, episode: Episode) -> EndpointTurn:
+    """The turn that a reply is.
+
+    If the server parses no calls, they are parsed here from the text. A turn with a call that cannot be
+    parsed is sent back as text, whole, so that the complaint refers to something.
+    """
+    if isinstance(episode, ExternalEpisode):
+        return _program_turn(reply, episode)
+    name = episode.call_format
+    if name is None:
+        plain = Message(role="assistant", content=reply.text)
+        return EndpointTurn(response=plain, history_message=plain, text=reply.text)
+    form, tools, served = get_call_format(name), episode.tools, reply.served
+    has_read = bool(served.calls or served.problems)
+    turn = read_turn(reply.text, None if has_read else form, tools)
+    calls = served.calls if has_read else turn.tool_calls
+    problems = (*turn.problems, *served.problems)
+    inside, written = _written_parts(reply, form)
+    response = Message(
+        role="assistant", content=turn.content, reasoning=reply.reasoning or turn.reasoning,
+        tool_calls=calls, problems=problems,
+    )  # fmt: skip
+    sent = Message(
+        role="assistant", content=inside + (written if problems else turn.content),
+        reasoning=reply.reasoning, tool_calls=() if problems else calls,
+    )  # fmt: skip
+    return EndpointTurn(response=response, history_message=sent, text=_text(reply, inside + written))
+
+
+def _program_turn(reply: ChatReply, episode: ExternalEpisode) -> EndpointTurn:
+    """A turn for a program, which gets every call that the server or this function could parse. If one cannot
+    be parsed, it gets the turn as text, without its own stop strings.
+    """
+    sampled = ServedTurn(
+        finish=reply.finish,
+        num_tokens=reply.num_tokens or None,
+        num_context_tokens=reply.num_context_tokens or None,
+    )
+    episode.set_sampled(sampled)
+    if episode.call_format is None:
+        response = episode.read(reply.text)
+        return EndpointTurn(
+            response=replace(response, reasoning=reply.reasoning or response.reasoning),
+            history_message=Message(role="assistant", content=reply.text),
+            text=reply.text,
+        )
+    form, request = get_call_format(episode.call_format), episode.request
+    reply = replace(reply, text=before_stop(reply.text, request.stop))
+    served = reply.served
+    has_read = bool(served.calls or served.problems)
+    turn = read_turn_unchecked(reply.text, None if has_read else form, request.tools)
+    calls = served.forwarded if has_read else turn.tool_calls
+    is_whole = len(served.forwarded) == len(served.calls) + len(served.problems)
+    problems = turn.problems if not has_read else () if is_whole else served.problems
+    inside, written = _written_parts(reply, form)
+    response = Message(
+        role="assistant", content=written if problems else turn.content,
+        reasoning=reply.reasoning or turn.reasoning, tool_calls=() if problems else calls, problems=problems,
+    )  # fmt: skip
+    return EndpointTurn(response=response, history_message=response, text=_text(reply, inside + written))
+
+
+def _written_parts(reply: ChatReply, form: CallFormat) -> tuple[str, str]:
+    """The thinking in a reply's text, and the rest with the calls that the server has read."""
+    served = reply.served
+    has_read = bool(served.calls or served.problems)
+    inside = reply.text.removesuffix(split_thinking(reply.text, None if has_read else form)[1])
+    written = reply.text.removeprefix(inside)
+    if has_read:
+        parts = (written, form.write(served.calls) if served.calls else "", *served.unread)
+        written = "\n".join(part for part in parts if part)
+    return inside, written
+
+
+def _text(reply: ChatReply, text: str) -> str:
+    """The whole turn, without half surrogate pairs."""
+    apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
+    return Message(role="assistant", content=apart + text).content

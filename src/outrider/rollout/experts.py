@@ -9,7 +9,7 @@ from typing import Final
 
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.base import EnvironmentFactory, StepResult, recorded_turn
+from outrider.environments.base import EnvironmentFactory, StepResult
 from outrider.memory.step_store import TokenCounter
 from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.episode import Sampling
@@ -54,7 +54,7 @@ class ExpertPlayer(Hook):
             or shown_index >= len(self._steps[key]) - 1
         ):
             return ()
-        action = recorded_turn(state.environment, self._steps[key][shown_index].text)
+        action = state.episode.convert(self._steps[key][shown_index].text)
         return [Attempt(action=action, then=partial(_to_splice, action))]
 
     def next_text(self, request: Request, context: str) -> str:
@@ -62,7 +62,7 @@ class ExpertPlayer(Hook):
         key = request.request_id.rsplit("/", 2)[0]
         state = self._states[key]
         steps, position = self._steps[key], len(state.steps)
-        return recorded_turn(state.environment, steps[position].text) if position < len(steps) else ""
+        return state.episode.convert(steps[position].text) if position < len(steps) else ""
 
 
 def _to_splice(action: str, result: StepResult) -> Splice | None:

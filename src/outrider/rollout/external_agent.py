@@ -1,44 +1,39 @@
-"""Contexts of a conversation that somebody else keeps (:mod:`outrider.environments.conversations`).
+"""Rollouts of external programs (:mod:`outrider.environments.conversations`), which keep the conversation.
 
-Each question comes as a whole conversation. What of it the policy was asked or has said before keeps the ids
-of that time, tips left out; the rest is rendered behind it. A question that goes on where the last turn ended
-is appended. Every other one (a history that was rewritten, another agent's conversation, a second answer to
-one question) begins a context anew, and the rollout becomes one sample more.
+Each request is a whole conversation. The part that the policy was asked or has said before keeps its token
+ids, without tips; the rest is rendered after it. A request that continues after the last turn is appended.
+Every other one (a rewritten history, another agent's conversation, a second answer to one request) begins a
+context anew, and the rollout becomes one sample more.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import takewhile
 from operator import eq
+from typing import Any, Final, Self
 
-from outrider.engines.base import Generation
-from outrider.engines.chat import ChatReply
-from outrider.environments.base import Env, NativeTools, prompt_tools, turn_message
-from outrider.environments.conversations import (
-    Conversation,
-    OwnConversations,
-    Refusal,
-    SampledTurn,
-    ServedTurn,
-    before_stop,
-)
-from outrider.errors import ModelError
-from outrider.tokens import ChatRenderer
-from outrider.tokens.call_formats import get_call_format, read_turn, read_turn_unchecked
-from outrider.tokens.tokenizer import token_bytes
-from outrider.tokens.tool_calls import CallFormat, split_thinking
+from outrider.engines.base import FinishReason, Generation
+from outrider.environments.base import Episode, ExternalEpisode, StepResult
+from outrider.environments.conversations import Conversation, Refusal, SampledTurn
+from outrider.errors import EnvironmentFault, ModelError
+from outrider.rollout.episode import EpisodeRunner
+from outrider.rollout.hooks import EpisodeState
+from outrider.tokens import ChatRenderer, Tokenizer, decode_text
 from outrider.trace import Node, Trace, split_contexts, without_memory
-from outrider.types import Message, ToolSchema
+from outrider.types import Message, Outcome, Task, ToolSchema
 
-_FOLLOW_UP_ROLES = ("user", "tool")  # roles that a template writes behind a turn whatever stands before it
+_FOLLOW_UP_ROLES = ("user", "tool")  # roles that a template writes after a turn whatever precedes it
+MAX_REFUSALS: Final = 64  # of one program: one that asks the same for ever would not end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A question and its answer: ``context`` is the node in front of the turn, ``turn`` the turn's own.
-    ``response`` is what the program was told; it ``is_whole`` unless a stop string of the program cut it.
-    ``sampled`` is how it was drawn.
+    """A request and its answer: ``context`` is the node before the turn, ``turn`` the turn's own.
+    ``response`` is what the program got; it ``is_whole`` unless a stop string of the program cut it.
     """
 
     request: Conversation
@@ -46,7 +41,6 @@ class Exchange:
     context: Node
     turn: Node
     is_whole: bool
-    sampled: SampledTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +73,162 @@ def _refusals() -> Iterator[None]:
         raise Unanswerable(Refusal(reason=words)) from error
 
 
+@dataclass(kw_only=True)
+class ExternalAgentState(EpisodeState):
+    """``seen`` is the pending request as the policy will see it; None if the rollout's budget ends here."""
+
+    episode: ExternalEpisode
+    exchanges: list[Exchange] = field(default_factory=list)
+    seen: Seen | None = None
+
+    def snapshot(self) -> Self:
+        twin = super().snapshot()
+        twin.exchanges = list(self.exchanges)
+        return twin
+
+
+class ExternalAgentRunner(EpisodeRunner):
+    """Plays rollouts whose conversation an external program keeps."""
+
+    async def _open(
+        self, task: Task, trace: Trace, episode: Episode, rollout: int, mode: str
+    ) -> EpisodeState:
+        """Refuse requests that the policy cannot be asked; the next one is the first then.
+
+        A request that is too long, of a program that has no other, is the context of a rollout without a
+        turn. Raises EnvironmentFault if there is no request that can be answered.
+        """
+        assert isinstance(episode, ExternalEpisode)
+        ids: tuple[int, ...] = ()
+        tools = episode.tools  # a program may be over after its first request
+        while True:
+            try:
+                ids = opening_ids(episode.request, self.renderer)
+                self._require_room(len(ids))
+            except Unanswerable as error:
+                result = await self._refuse(episode, error.refusal)
+                if result is not None and not result.done:
+                    continue
+                if not ids:
+                    raise EnvironmentFault(
+                        f"the program ended without a question that can be answered; the last one: {error}"
+                    ) from error
+            return self._new_state(ExternalAgentState, task, trace, episode, rollout, mode, ids, tools)
+
+    async def _sample(
+        self, state: EpisodeState, *, max_tokens: int, stop: tuple[str, ...]
+    ) -> tuple[Generation, str]:
+        """Sample within the limits of the request, and report to the environment how the turn was sampled."""
+        assert isinstance(state, ExternalAgentState)
+        request = state.episode.request
+        max_tokens, stop = min(max_tokens, request.max_tokens or max_tokens), (*stop, *request.stop)
+        generation, text = await super()._sample(state, max_tokens=max_tokens, stop=stop)
+        context = state.trace.token_ids(state.last_node.node_id)
+        state.episode.set_sampled(sampled_turn(generation, context, self.renderer))
+        return generation, text
+
+    async def _act(self, state: EpisodeState, text: str, turn: Message | None = None) -> StepResult:
+        """Answer the request, and refuse the next ones until one can be answered or the program ends."""
+        assert isinstance(state, ExternalAgentState)
+        request = state.episode.request
+        result = await super()._act(state, text, turn)
+        if turn is None:  # an action of a hook
+            return result
+        node = state.last_node
+        assert node.parent is not None  # a policy turn follows its prompt
+        is_whole = node.metadata["finish"] != FinishReason.STOP.value
+        exchange = Exchange(
+            request=request,
+            response=turn,
+            context=state.trace.nodes[node.parent],
+            turn=node,
+            is_whole=is_whole,
+        )
+        state.exchanges.append(exchange)
+        state.seen = None
+        while not result.done:
+            try:
+                state.seen = self._next_seen(state)
+                break
+            except Unanswerable as error:
+                next_result = await self._refuse(state.episode, error.refusal)
+            if next_result is None:
+                break
+            result = next_result
+        return result
+
+    async def _refuse(self, episode: ExternalEpisode, refusal: Refusal) -> StepResult | None:
+        """Refuse the pending request; the next one or the program's end, None if the rollout is truncated."""
+        num_before = len(episode.refusals)
+        if num_before == MAX_REFUSALS:
+            if refusal.is_too_long:
+                return None
+            raise EnvironmentFault(
+                f"the program asks what cannot be answered, {num_before} times before: {refusal.reason}"
+            )
+        return await self._run_guarded(episode.refuse, refusal)
+
+    def _next_seen(self, state: ExternalAgentState) -> Seen | None:
+        """The next request as the policy will see it; None if the rollout's budget ends here. Nothing of it
+        is cut: the policy sees what a server would show it.
+
+        Raises Unanswerable if the template refuses it or the context cannot hold it.
+        """
+        seen = next_context(state.episode.request, state.exchanges, state.trace, self.renderer)
+        if self.limits.max_response_tokens - state.num_response_tokens - seen.num_new < 1:
+            return None
+        before = 0 if seen.restarts else len(state.trace.token_ids(state.last_node.node_id))
+        self._require_room(before + len(seen.token_ids))
+        return seen
+
+    def _require_room(self, num_tokens: int) -> None:
+        """Raises Unanswerable if a context leaves the policy no room."""
+        length = self._context_length
+        if num_tokens >= length:
+            reason = (
+                f"This model's maximum context length is {length} tokens, and the messages have "
+                f"{num_tokens} tokens: send a shorter conversation"
+            )
+            raise Unanswerable(Refusal(reason=reason, is_too_long=True))
+
+    def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:
+        assert isinstance(state, ExternalAgentState)
+        seen = state.seen
+        if seen is None or not self._append_seen(
+            state, seen.token_ids, result.observations, seen.restarts, seen.num_new
+        ):
+            return Outcome.TRUNCATED_TOKENS
+        return None
+
+
+def sampled_turn(generation: Generation, context: Sequence[int], renderer: ChatRenderer) -> SampledTurn:
+    """How a turn was sampled, which the program's answer may include."""
+    opened = renderer.opened(context)
+    text = renderer.turn_text(generation.token_ids, context=context, is_closed=False).removeprefix(opened)
+    return SampledTurn(
+        token_bytes=token_bytes(renderer.tokenizer, generation.token_ids, visible_text=text),
+        logprobs=generation.logprobs,
+        finish=generation.finish_reason.value,
+        num_context_tokens=len(context),
+        opened=opened,
+    )
+
+
+# The ids of a request
+
+
+def opening_ids(request: Conversation, renderer: ChatRenderer) -> tuple[int, ...]:
+    """The ids of a first request. Raises Unanswerable if the template refuses it."""
+    with _refusals():
+        return renderer.prompt(request.messages, request.tools)
+
+
 def next_context(
     request: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
 ) -> Seen:
     """The context of a question. Raises Unanswerable for one that the template refuses."""
     with _refusals():
-        ids = _ids(request, exchanges, trace, renderer)
+        ids = _request_ids(request, exchanges, trace, renderer)
     before = trace.token_ids(exchanges[-1].turn.node_id)
     known = [before, *(_seen_ids(trace, item.turn) for item in exchanges)]
     num_new = len(ids) - max(sum(1 for _ in takewhile(bool, map(eq, ids, item))) for item in known)
@@ -93,7 +237,7 @@ def next_context(
     return Seen(token_ids=ids[len(before) :] if extends else ids, restarts=not extends, num_new=num_new)
 
 
-def _ids(
+def _request_ids(
     request: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
 ) -> tuple[int, ...]:
     if renderer.history_thinking == "strip":
@@ -161,140 +305,136 @@ def _bare(message: Message) -> Message:
     return replace(message, content=message.content.strip(), tool_calls=calls, tool_call_id="")
 
 
-def pending_request(environment: Env) -> Conversation | None:
-    """What a program asks now; None where the rollout keeps the conversation itself."""
-    return environment.request if isinstance(environment, OwnConversations) else None
+# The bytes that single tokens stand for, parts of characters included.
 
 
-def opening_ids(environment: Env, messages: Sequence[Message], renderer: ChatRenderer) -> tuple[int, ...]:
-    """The ids of a rollout's first context. Raises Unanswerable for what a program asks and the template
-    refuses.
+_FALLBACK: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BLANK: Final = "\u2581"  # what SentencePiece writes for a blank
+_LOST: Final = "\ufffd"
+
+
+def token_bytes(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, visible_text: str | None = None
+) -> tuple[bytes, ...]:
+    """The bytes of every token of a turn. Joined, they are the UTF-8 of the turn's text with its special
+    tokens, even if a character is spread over several tokens.
+
+    A vocabulary spells bytes in one of two ways: byte-level BPE writes one letter per byte, SentencePiece
+    writes ``<0xE4>``. For other vocabularies, all bytes of a character belong to the token that completes it.
+    SentencePiece also writes a blank in front of a first word, and templates white space in front of an
+    answer. If ``visible_text`` (the turn's text as it is passed on) is given, white space in front of it is
+    left out.
     """
-    if not isinstance(environment, OwnConversations):
-        return renderer.prompt(messages, prompt_tools(environment))
-    with _refusals():
-        return renderer.prompt(messages, prompt_tools(environment))
+    text = decode_text(tokenizer, token_ids, skip_special_tokens=False)
+    pieces = _vocabulary_bytes(tokenizer, token_ids)
+    if pieces is not None:
+        shorter = [pieces[0][1:], *pieces[1:]] if pieces and pieces[0].startswith(b" ") else pieces
+        if _matches_text(pieces, text) or _matches_text(shorter, text):
+            if visible_text is not None:
+                return _without_lead(pieces, visible_text)
+            return tuple(pieces if _matches_text(pieces, text) else shorter)
+    pieces = _decode_pieces(tokenizer, token_ids)
+    return tuple(pieces) if visible_text is None else _without_lead(pieces, visible_text)
 
 
-def require_room(num_tokens: int, context_length: int) -> None:
-    """Raises Unanswerable where a context leaves the policy no room."""
-    if num_tokens >= context_length:
-        words = (
-            f"This model's maximum context length is {context_length} tokens, and the messages have "
-            f"{num_tokens} tokens: send a shorter conversation"
-        )
-        raise Unanswerable(Refusal(reason=words, is_too_long=True))
+def _without_lead(pieces: Sequence[bytes], visible_text: str) -> tuple[bytes, ...]:
+    """The bytes without what they have more of white space at the beginning than ``visible_text``."""
+    num_more = _num_blanks(b"".join(pieces)) - _num_blanks(visible_text.encode())
+    left: list[bytes] = []
+    for piece in pieces:
+        left.append(piece[max(0, num_more) :])
+        num_more -= len(piece)
+    return tuple(left)
 
 
-def report_sampled_turn(
-    environment: Env, generation: Generation, context: Sequence[int], renderer: ChatRenderer
-) -> SampledTurn | None:
-    """Tell a program's environment how the turn was drawn, which its answer may have to say."""
-    if not isinstance(environment, OwnConversations):
+def _num_blanks(text: bytes) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _matches_text(pieces: Sequence[bytes], text: str) -> bool:
+    """Whether the bytes are those of the text, up to an incomplete character: decoders replace it, and some
+    the bytes in front of it too.
+    """
+    joined = b"".join(pieces)
+    head, lost, _ = text.partition(_LOST)
+    return joined.startswith(head.encode()) if lost else joined == text.encode()
+
+
+def _vocabulary_bytes(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes] | None:
+    """Every token's bytes as the vocabulary spells them; None if this tokenizer does not tell."""
+    names = getattr(tokenizer, "convert_ids_to_tokens", None)
+    if names is None:
         return None
-    opened = renderer.opened(context)
-    text = renderer.turn_text(generation.token_ids, context=context, is_closed=False).removeprefix(opened)
-    turn = SampledTurn(
-        token_bytes=token_bytes(renderer.tokenizer, generation.token_ids, visible_text=text),
-        logprobs=generation.logprobs,
-        finish=generation.finish_reason.value,
-        num_context_tokens=len(context),
-        opened=opened,
-    )
-    environment.sampled(turn)
-    return turn
+    added = tokenizer.added_tokens_decoder
+    is_byte_level = _is_byte_level(tokenizer)
+    pieces: list[bytes] = []
+    for number, name in zip(token_ids, names(list(token_ids)), strict=True):
+        if number in added:
+            pieces.append(str(added[number]).encode())
+        elif isinstance(name, bytes):  # tokenizers made of tiktoken's
+            pieces.append(name)
+        elif not isinstance(name, str):
+            return None
+        elif is_byte_level:
+            pieces.append(_from_letters(name))
+        elif match := _FALLBACK.fullmatch(name):
+            pieces.append(bytes([int(match[1], 16)]))
+        else:
+            pieces.append(name.replace(_BLANK, " ").encode())
+    return pieces
 
 
-# A turn of an agent behind an endpoint: for its environment, for the next request, and as text.
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether the vocabulary writes one letter per byte."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    if decoder is not None:
+        try:
+            return "ByteLevel" in _types(json.loads(decoder.__getstate__()))
+        except (AttributeError, TypeError, ValueError):
+            pass
+    return hasattr(tokenizer, "byte_decoder")  # tokenizers in Python, such as GPT-2's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointTurn:
-    """``response`` is for the environment, ``history_message`` stands in later requests, and ``text`` is the
-    turn in the environment's own form, as a trajectory keeps it.
+def _types(decoder: Any) -> set[str]:
+    if not isinstance(decoder, Mapping):
+        return set()
+    inner = decoder.get("decoders")
+    names = {str(decoder.get("type"))}
+    return names.union(*map(_types, inner)) if isinstance(inner, list) else names
+
+
+def _from_letters(name: str) -> bytes:
+    try:
+        return bytes(_letters()[letter] for letter in name)
+    except KeyError:  # an added token that is declared nowhere
+        return name.encode()
+
+
+@cache
+def _letters() -> Mapping[str, int]:
+    """The letter of each byte in byte-level BPE: printable Latin-1 as itself, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def _decode_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[bytes]:
+    """What every token adds to the text. Decoding starts a few tokens earlier, since many decoders treat the
+    first token of a text in their own way.
     """
 
-    response: Message
-    history_message: Message
-    text: str
+    def text(first: int, last: int) -> str:
+        return decode_text(tokenizer, token_ids[first:last], skip_special_tokens=False)
 
-
-def _report_served_turn(environment: Env, reply: ChatReply) -> None:
-    if isinstance(environment, OwnConversations):
-        turn = ServedTurn(
-            finish=reply.finish,
-            num_tokens=reply.num_tokens or None,
-            num_context_tokens=reply.num_context_tokens or None,
-        )
-        environment.sampled(turn)
-
-
-def endpoint_turn(reply: ChatReply, environment: Env) -> EndpointTurn:
-    """The turn that a reply is.
-
-    A server that reads no calls leaves them in the text, and they are read there. A turn with a call that
-    cannot be read is sent back in words, whole, so that the complaint has something to be about. A program's
-    environment is told first what the server says of the turn.
-    """
-    _report_served_turn(environment, reply)
-    name = environment.call_format if isinstance(environment, NativeTools | OwnConversations) else None
-    if name is None:
-        plain = Message(role="assistant", content=reply.text)
-        response = turn_message(environment, reply.text)
-        if isinstance(environment, OwnConversations):
-            response = replace(response, reasoning=reply.reasoning or response.reasoning)
-        return EndpointTurn(response=response, history_message=plain, text=reply.text)
-    if isinstance(environment, OwnConversations):
-        return _program_turn(reply, environment, get_call_format(name))
-    form, tools, served = get_call_format(name), prompt_tools(environment), reply.served
-    has_read = bool(served.calls or served.problems)
-    turn = read_turn(reply.text, None if has_read else form, tools)
-    calls = served.calls if has_read else turn.tool_calls
-    problems = (*turn.problems, *served.problems)
-    inside, written = _written_parts(reply, form)
-    response = Message(
-        role="assistant", content=turn.content, reasoning=reply.reasoning or turn.reasoning,
-        tool_calls=calls, problems=problems,
-    )  # fmt: skip
-    sent = Message(
-        role="assistant", content=inside + (written if problems else turn.content),
-        reasoning=reply.reasoning, tool_calls=() if problems else calls,
-    )  # fmt: skip
-    return EndpointTurn(response=response, history_message=sent, text=_text(reply, inside + written))
-
-
-def _program_turn(reply: ChatReply, environment: OwnConversations, form: CallFormat) -> EndpointTurn:
-    """A turn for a program, which gets every call that the server has read, or else that can be read here. If
-    one cannot, it gets the turn in words. Its own stop strings are not for it to read.
-    """
-    reply = replace(reply, text=before_stop(reply.text, environment.request.stop))
-    served = reply.served
-    has_read = bool(served.calls or served.problems)
-    turn = read_turn_unchecked(reply.text, None if has_read else form, environment.request.tools)
-    calls = served.forwarded if has_read else turn.tool_calls
-    is_whole = len(served.forwarded) == len(served.calls) + len(served.problems)
-    problems = turn.problems if not has_read else () if is_whole else served.problems
-    inside, written = _written_parts(reply, form)
-    response = Message(
-        role="assistant", content=written if problems else turn.content,
-        reasoning=reply.reasoning or turn.reasoning, tool_calls=() if problems else calls, problems=problems,
-    )  # fmt: skip
-    return EndpointTurn(response=response, history_message=response, text=_text(reply, inside + written))
-
-
-def _written_parts(reply: ChatReply, form: CallFormat) -> tuple[str, str]:
-    """The thinking in a reply's text, and the rest with the calls that the server has read."""
-    served = reply.served
-    has_read = bool(served.calls or served.problems)
-    inside = reply.text.removesuffix(split_thinking(reply.text, None if has_read else form)[1])
-    written = reply.text.removeprefix(inside)
-    if has_read:
-        parts = (written, form.write(served.calls) if served.calls else "", *served.unread)
-        written = "\n".join(part for part in parts if part)
-    return inside, written
-
-
-def _text(reply: ChatReply, text: str) -> str:
-    """The whole turn, without half surrogate pairs."""
-    apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
-    return Message(role="assistant", content=apart + text).content
+    pieces: list[bytes] = []
+    start = read = 0
+    for end in range(1, len(token_ids) + 1):
+        before, whole = text(start, read), text(start, end)
+        is_open = whole.endswith(_LOST) and end < len(token_ids)
+        if is_open or not whole.startswith(before):
+            pieces.append(b"")
+            continue
+        pieces.append(whole[len(before) :].encode())
+        start, read = read, end
+    return pieces

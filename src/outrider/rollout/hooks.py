@@ -2,15 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from outrider import deprecated
-from outrider.environments.base import Env, EpisodeResult, StepResult
-from outrider.environments.conversations import Refusal
-from outrider.rollout.external_agent import Exchange
+from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task
@@ -48,16 +46,15 @@ class EpisodeState:
     """One running rollout. ``turn`` counts the policy's turns; ``last_node`` is the newest; ``steps`` the
     history.
 
-    ``actions`` and ``results`` are what the environment was given and answered. ``is_forked``: the next turn
-    begins where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a
-    row at which rollouts left. ``conversation`` are the messages so far, where they are rendered again;
-    ``exchanges`` what a program has asked and was told, where it keeps the conversation; ``refusals`` what it
-    was refused, with the turn in front of which that was.
+    ``episode`` steps the environment and stores the actions and results. ``is_forked``: the next turn begins
+    where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a row at
+    which rollouts left. ``conversation`` are the messages so far, if they are rendered again before every
+    turn.
     """
 
     task: Task
     trace: Trace
-    environment: Env
+    episode: Episode
     run_seed: int
     training_step: int
     rollout: int
@@ -67,14 +64,14 @@ class EpisodeState:
     num_response_tokens: int = 0
     num_splices_dropped: int = 0
     steps: list[Step] = field(default_factory=list)
-    actions: list[str] = field(default_factory=list)
-    results: list[StepResult] = field(default_factory=list)
     is_forked: bool = False
     branch_streak: int = 0
     last_result: StepResult | None = None
     conversation: tuple[Message, ...] = ()
-    exchanges: list[Exchange] = field(default_factory=list)
-    refusals: list[tuple[int, Refusal]] = field(default_factory=list)
+
+    def snapshot(self) -> Self:
+        """The rollout so far; it does not change when this one continues."""
+        return replace(self, episode=self.episode.history(), steps=list(self.steps))
 
     def stream(self, purpose: str) -> np.random.Generator:
         """The random stream of this purpose, step, task, rollout and turn."""
@@ -186,7 +183,8 @@ def as_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
                 FutureWarning,
                 stacklevel=2,
             )
-            hook = _OldHook(hook)
+            # a class of the same name, so that messages name the object's class
+            hook = type(type(hook).__name__, (_OldHook,), {})(hook)
         adapted.append(hook)
     return tuple(adapted)
 

@@ -2,19 +2,23 @@
 
 import asyncio
 import heapq
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
-from outrider.engines.base import Engine
-from outrider.environments.base import Env, EnvironmentFactory, RoundAware
+import numpy as np
+
+from outrider.engines.base import Engine, Generation, Request
+from outrider.environments.base import Env, EnvironmentFactory
+from outrider.environments.conversations import ExternalAgent
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.base import Limits, RolloutStatus
-from outrider.rollout.batching import LoopLag, RoundBatcher, StreamBatcher, StreamingEngine, run_to_end
 from outrider.rollout.branching import (
     BranchingGroupScheduler,
     Copies,
@@ -26,6 +30,7 @@ from outrider.rollout.branching import (
     fork_environment,
 )
 from outrider.rollout.episode import EpisodeRunner, Sampling
+from outrider.rollout.external_agent import ExternalAgentRunner
 from outrider.rollout.faults import (
     FaultLog,
     cancelled_leaf,
@@ -37,8 +42,217 @@ from outrider.rollout.faults import (
 )
 from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens import ChatRenderer
+from outrider.tools.concurrency import CallBudget
 from outrider.trace import Leaf, Trace
 from outrider.types import Origin, Task
+
+# Collects the requests of all running episodes into one engine batch per round.
+#
+# A batch is formed only when every running episode waits for the engine, and new episodes begin only then. So
+# its content depends on ids and never on how fast a tool answered, and the same seed gives the same bits.
+
+
+class RoundBatcher:
+    """Shared by the workers of one scheduler run; each counts as running from :meth:`join` until it leaves.
+
+    ``admit`` is called whenever all of them wait: it may let more join, which the batch then waits for.
+    """
+
+    def __init__(self, engine: Engine, *, admit: Callable[[int], None]) -> None:
+        self.engine = engine
+        self._admit = admit
+        self._num_running = 0
+        self._waiting: dict[str, tuple[Request, asyncio.Future[Generation]]] = {}
+        self.num_batches = 0
+
+    async def generate(self, request: Request) -> Generation:
+        """Wait for the round's batch and return this request's part of it."""
+        if request.request_id in self._waiting:
+            raise ValueError(f"request {request.request_id} is already waiting")
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = (request, future)
+        self._flush_if_complete()
+        try:
+            return await future
+        finally:
+            self._waiting.pop(request.request_id, None)  # nobody waits for a cancelled request
+
+    def join(self) -> None:
+        """One more worker runs."""
+        self._num_running += 1
+
+    def leave(self) -> None:
+        """A worker's episode has ended."""
+        self._num_running -= 1
+        self._flush_if_complete()
+
+    def _flush_if_complete(self) -> None:
+        if len(self._waiting) < self._num_running:
+            return
+        # Whoever is let in now runs and has not asked yet: then the batch waits for it.
+        self._admit(self._num_running)
+        if not self._waiting or len(self._waiting) < self._num_running:
+            return
+        # By request id: the order of arrival is a matter of who was fast.
+        entries = [self._waiting[key] for key in sorted(self._waiting)]
+        self._waiting = {}
+        self.num_batches += 1
+        results: Sequence[Generation | EngineFault]
+        try:
+            results = self.engine.generate([request for request, _ in entries])
+        except EngineFault as fault:
+            # One object each: a raised exception collects the traceback of whoever raises it.
+            results = [EngineFault(str(fault)) for _ in entries]
+        # Through the loop: the worker whose request completed the batch must wait its turn too, or the
+        # slowest acts first.
+        asyncio.get_running_loop().call_soon(_deliver, [future for _, future in entries], results)
+
+
+def _deliver(
+    futures: Sequence[asyncio.Future[Generation]], results: Sequence[Generation | EngineFault]
+) -> None:
+    for future, result in zip(futures, results, strict=True):
+        if future.done():  # cancelled meanwhile
+            continue
+        if isinstance(result, EngineFault):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+# Every request at once, to an engine that batches by itself: no turn waits for those of other rollouts.
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine that takes requests one by one, while others are under way."""
+
+    async def stream(self, request: Request) -> Generation:
+        """Sample one. Raises what :meth:`outrider.engines.base.Engine.generate` raises."""
+        ...
+
+
+class StreamBatcher:
+    """In the place of :class:`outrider.rollout.scheduler.RoundBatcher`. Rollouts begin as soon as there is
+    room.
+
+    Which requests share a batch of the engine depends on who is fast, and so do the last bits of log-probs.
+    The tree does not: forks are decided in an order that nobody's speed changes
+    (:mod:`outrider.rollout.branching`).
+    """
+
+    def __init__(self, engine: StreamingEngine, *, admit: Callable[[int], None]) -> None:
+        self.engine = engine
+        self._admit = admit
+        self._num_running = 0
+        self.num_batches = 0  # requests: each is a batch of its own here
+
+    async def generate(self, request: Request) -> Generation:
+        """This request's continuation."""
+        generation = await self.engine.stream(request)
+        self.num_batches += 1
+        self._admit(self._num_running)  # forks may be owed since this rollout asked
+        return generation
+
+    def join(self) -> None:
+        """One more worker runs."""
+        self._num_running += 1
+
+    def leave(self) -> None:
+        """A worker's episode has ended: there is room."""
+        self._num_running -= 1
+        self._admit(self._num_running)
+
+
+# An event loop for a batch of rollouts, whether or not the caller has one.
+
+
+T = TypeVar("T")
+
+
+def run_to_end(main: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, also where a loop runs in this thread already, as in a notebook: then in a thread of
+    its own.
+
+    An interruption cancels what runs there and is raised once that has ended.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+
+    async def run_main() -> T:
+        if not started.set_running_or_notify_cancel():
+            main.close()
+            raise asyncio.CancelledError
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await main
+
+    finished = threading.Event()
+
+    def run_in_loop() -> T:
+        try:
+            return asyncio.run(run_main())
+        finally:
+            finished.set()
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts") as pool:
+        try:
+            return pool.submit(run_in_loop).result()
+        except BaseException:
+            if not started.cancel():
+                loop, task = started.result()
+                assert task is not None  # a coroutine runs in one
+                with suppress(RuntimeError):  # the loop has closed: it was the batch that broke
+                    loop.call_soon_threadsafe(task.cancel)
+                # An interruption within `submit` leaves the pool without the thread that it has started.
+                finished.wait()
+            raise
+
+
+# How late the event loop comes back to what is due, while episodes are played in it: a loop that is held up
+# makes every answer of an engine or an environment wait.
+
+
+_EVERY_S: Final = 0.05
+_QUANTILE: Final = 0.99
+
+
+@dataclass(slots=True)
+class LoopLag:
+    """Seconds by which each of many short waits was too long."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def measure(self) -> AsyncIterator[None]:
+        """Measure, as long as this is open, in the loop that runs it."""
+        watch = asyncio.get_running_loop().create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _EVERY_S
+            await asyncio.sleep(_EVERY_S)
+            self.seconds.append(max(0.0, loop.time() - due))
+
+    @property
+    def p99(self) -> float | None:
+        """The 99th percentile; None where there was no time for a wait."""
+        return float(np.quantile(self.seconds, _QUANTILE)) if self.seconds else None
+
+
+def largest(lags: list[float | None]) -> float | None:
+    """Of several loops; None where none of them was measured."""
+    return max((lag for lag in lags if lag is not None), default=None)
+
+
+# Runs the rollouts of many groups with bounded concurrency, retries and exactly one outcome each.
+
 
 Modes = Sequence[str] | Callable[[int], Sequence[str]]
 
@@ -134,28 +348,6 @@ class Scheduler:
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
             raise _first_cause(group) from group
 
-    def _make_runner(
-        self, batcher: RoundBatcher | StreamBatcher, group_scheduler: GroupScheduler, training_step: int
-    ) -> EpisodeRunner:
-        return EpisodeRunner(
-            batcher=batcher,
-            renderer=self.renderer,
-            limits=self.limits,
-            sampling=self.sampling,
-            hooks=self.hooks,
-            run_seed=self.run_seed,
-            training_step=training_step,
-            rollout_status=self.rollout_status,
-            scheduler=group_scheduler,
-        )
-
-    def _rounds(self, *, continued: bool) -> RoundAware:
-        """State that the environments share; a new batch has it afresh."""
-        rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
-        if not continued:
-            rounds.begin_batch(limited=self.limits_calls)
-        return rounds
-
     def _make_group_scheduler(
         self, traces: Sequence[Trace], *, size: int, training_step: int, enqueue: Enqueue, copies: Copies
     ) -> GroupScheduler:
@@ -179,7 +371,11 @@ class Scheduler:
             hook.after_group(trace)
 
     async def _play(
-        self, runner: EpisodeRunner, pending: _PendingRollout, faults: FaultLog, is_late: Callable[[], bool]
+        self,
+        make_runner: Callable[[Env], EpisodeRunner],
+        pending: _PendingRollout,
+        faults: FaultLog,
+        is_late: Callable[[], bool],
     ) -> Leaf:
         """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under
         where it began.
@@ -195,7 +391,7 @@ class Scheduler:
                 environment = await fork_environment(
                     fork, self.factory, trace, timeout_s=self.limits.step_timeout_s
                 )
-                return await runner.run(
+                return await make_runner(environment).run(
                     task=trace.task,
                     trace=trace,
                     environment=environment,
@@ -264,8 +460,11 @@ class _Batch:
             if scheduler.streams
             else RoundBatcher(scheduler.engine, admit=self._admit)
         )
-        self._runner = scheduler._make_runner(self._batcher, self._group_scheduler, training_step)
-        self._rounds = scheduler._rounds(continued=continued)
+        self._training_step = training_step
+        # State that the environments share; a new batch has it afresh.
+        self._budget: CallBudget | None = getattr(scheduler.factory, "call_budget", None)
+        if self._budget is not None and not continued:
+            self._budget.begin_batch(limited=scheduler.limits_calls)
         self._lag = LoopLag()
 
     async def play(self) -> RolloutReport:
@@ -283,13 +482,28 @@ class _Batch:
             self._scheduler._complete(trace, self._size)
         return _report(self._traces, self._batcher, self._faults, self._lag.p99)
 
+    def _make_runner(self, environment: Env) -> EpisodeRunner:
+        runner = ExternalAgentRunner if isinstance(environment, ExternalAgent) else EpisodeRunner
+        return runner(
+            batcher=self._batcher,
+            renderer=self._scheduler.renderer,
+            limits=self._scheduler.limits,
+            sampling=self._scheduler.sampling,
+            hooks=self._scheduler.hooks,
+            run_seed=self._scheduler.run_seed,
+            training_step=self._training_step,
+            rollout_status=self._scheduler.rollout_status,
+            scheduler=self._group_scheduler,
+        )
+
     def _enqueue(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
         # A heap: a fork that is granted late still begins before rollouts of later groups.
         heapq.heappush(self._pending, _PendingRollout(self._numbers[trace.task.key], rollout, trace, fork))
 
     def _admit(self, num_running: int) -> None:
         """Begin what there is room for, first groups first, however early or late it came to be owed."""
-        self._rounds.begin_round()
+        if self._budget is not None:
+            self._budget.begin_round()
         num = min(self._scheduler.max_concurrent - num_running, len(self._pending))
         started = [heapq.heappop(self._pending) for _ in range(num)]
         for rollout in started:
@@ -305,7 +519,7 @@ class _Batch:
         num_batches = self._batcher.num_batches
         for rollout in waiting:
             if rollout.fork:
-                self._needed[f"{rollout.trace.task.key}/{rollout.fork.parent}"] = num_batches
+                self._needed[f"{rollout.trace.task.key}/{rollout.fork.state.rollout}"] = num_batches
         # Sorted: a set has no order of its own, and equal runs ask an engine for the same.
         released = [key for key in sorted(self._finished) if num_batches > self._needed.get(key, -1)]
         self._scheduler.engine.release(released)
@@ -319,7 +533,7 @@ class _Batch:
     async def _work(self, pending: _PendingRollout) -> None:
         self._start_times.setdefault(pending.group, self._scheduler.clock())
         is_late = partial(self._is_late, pending.group)
-        pending.trace.finish(await self._scheduler._play(self._runner, pending, self._faults, is_late))
+        pending.trace.finish(await self._scheduler._play(self._make_runner, pending, self._faults, is_late))
         self._finished.add(f"{pending.trace.task.key}/{pending.rollout}")
         self._group_scheduler.on_rollout_end(pending.trace, pending.rollout)
         if self._scheduler.on_finished is not None:
@@ -329,22 +543,14 @@ class _Batch:
         self._batcher.leave()
 
 
-class _NoRounds:
-    """Environments that share nothing."""
-
-    def begin_batch(self, *, limited: bool) -> None:
-        """Nothing to do."""
-
-    def begin_round(self) -> None:
-        """Nothing to do."""
-
-
 def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
     """The mode of this number; a fork whose shared part holds a retrieved step has the mode that its parent
     could retrieve in.
     """
-    if fork is not None and any(node.origin is Origin.BUFFER for node in trace.path(fork.last_node.node_id)):
-        trace.modes = (*trace.modes[:rollout], trace.modes[fork.parent], *trace.modes[rollout + 1 :])
+    if fork is not None and any(
+        node.origin is Origin.BUFFER for node in trace.path(fork.state.last_node.node_id)
+    ):
+        trace.modes = (*trace.modes[:rollout], trace.modes[fork.state.rollout], *trace.modes[rollout + 1 :])
     return trace.modes[rollout]
 
 

@@ -1,8 +1,7 @@
 """Between messages and token ids: rendering, closing, and reading what the policy wrote. No torch."""
 
 from outrider.tokens.renderer import ChatRenderer, Renderer
-from outrider.tokens.template import TurnClosing
-from outrider.tokens.tokenizer import Tokenizer, decode_text
+from outrider.tokens.template import Tokenizer, TurnClosing, decode_text
 from outrider.tokens.tool_calls import ParsedTurn
 
 __all__ = ["ChatRenderer", "ParsedTurn", "Renderer", "Tokenizer", "TurnClosing", "decode_text"]

@@ -21,9 +21,8 @@ from pydantic import TypeAdapter
 
 from outrider.errors import ConfigError
 from outrider.files import parsed, whole_lines
-from outrider.rollout.batching import largest
 from outrider.rollout.branching import Expansion
-from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.scheduler import RolloutReport, largest
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.components import Components
 from outrider.training.data import QueuedStep, SampledStep, plan_step, play_step

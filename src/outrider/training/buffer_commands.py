@@ -11,8 +11,7 @@ from rich.text import Text
 
 from outrider.config import validate
 from outrider.engines.chat import ChatEndpoint, EndpointSettings
-from outrider.environments.base import EnvironmentFactory, TaskSet
-from outrider.environments.task_sets import make_task_set, split_tasks
+from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, split_tasks
 from outrider.errors import ConfigError, DataError
 from outrider.memory import chat_files as sources
 from outrider.memory.embedders import load_embedder
@@ -48,7 +47,7 @@ def build_buffer(
     log = CollectionLog(out)
     try:
         with StepTraceBuffer(out, embedder, mode="write") as buffer:
-            if buffer.report.lost_batch:
+            if buffer.lost_batch:
                 print_lines("the last writer was killed inside a batch: that batch is added again")
             if agent is None:
                 _fill_with_experts(buffer, task_set, factory, tasks, settings)

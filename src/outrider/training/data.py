@@ -15,14 +15,12 @@ from typing import Final
 
 from outrider.algorithms.base import ExpertPaths, TaskChoice
 from outrider.config import Settings
-from outrider.environments.base import TaskSet
-from outrider.environments.task_sets import split_tasks
+from outrider.environments.base import TaskSet, split_tasks
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import DataError, OutriderError
-from outrider.rollout.batching import largest
 from outrider.rollout.evaluate import EvaluationSettings
 from outrider.rollout.faults import count_cut, cut_line, fault_line
-from outrider.rollout.scheduler import Rollouts
+from outrider.rollout.scheduler import Rollouts, largest
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.training.cold_start import expert_rollouts

@@ -169,16 +169,17 @@ def play_expert(
     if not steps:
         return None
     texts = [step.text for step in steps]
-    episode = play_texts(factory, task, texts, seed=settings.seed, timeout_s=settings.limits.step_timeout_s)
+    timeout_s = settings.limits.step_timeout_s
+    episode, record = play_texts(factory, task, texts, seed=settings.seed, timeout_s=timeout_s)
     trajectory = Trajectory(
         trajectory_id=_trajectory_id(task),
         task_key=task.key,
         agent="expert",
         prompt=episode.prompt,
-        steps=episode.steps(texts),
-        reward=episode.record.episode_return,
+        steps=episode.steps,
+        reward=record.episode_return,
     )
-    return ExpertPlay(trajectory=trajectory, success=episode.record.success)
+    return ExpertPlay(trajectory=trajectory, success=record.success)
 
 
 def fill_buffer(

@@ -12,11 +12,17 @@ from pathlib import Path
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.environments.base import EnvironmentFactory, StepResult
-from outrider.environments.task_sets import make_task_set, split_tasks
+from outrider.environments.base import (
+    EnvironmentFactory,
+    Episode,
+    EpisodeResult,
+    StepResult,
+    make_task_set,
+    split_tasks,
+)
 from outrider.errors import DataError, EnvironmentFault, ToolFault
 from outrider.printing import Terminal, print_lines
-from outrider.rollout.episode import DirectEpisode, episode_outcome, play_texts
+from outrider.rollout.episode import episode_outcome, play_texts
 from outrider.seeding import reset_seed
 from outrider.training.run_dir import recorded_settings
 from outrider.training.settings import RunSettings
@@ -106,7 +112,7 @@ def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[_Recorded]:
 
 
 def compare(
-    recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: RunSettings
+    recorded: Sequence[TraceRow], episode: Episode, record: EpisodeResult, *, settings: RunSettings
 ) -> Difference | None:
     """The first difference between the rows of a rollout and its replay."""
     prompt = "\n".join(message.content for message in episode.prompt)
@@ -128,7 +134,7 @@ def compare(
             turn += 1
         for _ in _attempted_actions(row):
             last = next(results, last)
-    return _compare_end(recorded, last, episode, settings)
+    return _compare_end(recorded, last, episode, record, settings)
 
 
 def _replay(
@@ -142,10 +148,11 @@ def _replay(
     # the file of step n holds the rollouts before update n
     seed = reset_seed(settings.seed, step - 1, task.key)
     try:
-        episode = play_texts(factory, task, texts, seed=seed, timeout_s=settings.limits.step_timeout_s)
+        timeout_s = settings.limits.step_timeout_s
+        episode, record = play_texts(factory, task, texts, seed=seed, timeout_s=timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
         return Difference(kind="fault", turn=None, recorded="none", replayed=str(fault))
-    return compare(rollout.path, episode, settings=settings)
+    return compare(rollout.path, episode, record, settings=settings)
 
 
 def _is_action(row: TraceRow, settings: RunSettings) -> bool:
@@ -197,27 +204,25 @@ def _compare_observation(
 
 
 def _compare_end(
-    recorded: Sequence[TraceRow], last: StepResult | None, episode: DirectEpisode, settings: RunSettings
+    recorded: Sequence[TraceRow],
+    last: StepResult | None,
+    episode: Episode,
+    record: EpisodeResult,
+    settings: RunSettings,
 ) -> Difference | None:
     leaf = recorded[-1]
-    outcome = (
-        _declared_outcome(leaf, last, episode)
-        if last is not None and last.done
-        else _limit_outcome(recorded, last, settings)
-    )
+    if last is not None and last.done:  # as the rollout loop names an end that the environment declared
+        is_cut = leaf.origin in _ACTION_ORIGINS and _metadata(leaf).get("finish") == "length"
+        outcome = episode_outcome(last, is_cut=is_cut, is_answer=episode.ends_with_answer)
+    else:
+        outcome = _limit_outcome(recorded, last, settings)
     assert leaf.outcome is not None  # what makes it a leaf
     if outcome is not leaf.outcome:
         return Difference(kind="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
-    if episode.record.episode_return != leaf.episode_return:
-        replayed = f"{episode.record.episode_return!r}"
+    if record.episode_return != leaf.episode_return:
+        replayed = f"{record.episode_return!r}"
         return Difference(kind="return", turn=None, recorded=f"{leaf.episode_return!r}", replayed=replayed)
     return None
-
-
-def _declared_outcome(leaf: TraceRow, last: StepResult, episode: DirectEpisode) -> Outcome:
-    """How the rollout loop names an end that the environment declared."""
-    cut = leaf.origin in _ACTION_ORIGINS and _metadata(leaf).get("finish") == "length"
-    return episode_outcome(last, is_cut=cut, is_answer=episode.ends_with_answer)
 
 
 def _limit_outcome(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
@@ -226,17 +231,17 @@ def _limit_outcome(recorded: Sequence[TraceRow], last: StepResult | None, settin
     """
     leaf = recorded[-1]
     finish = _metadata(leaf).get("finish") if leaf.origin in _ACTION_ORIGINS else None
-    if finish == "eos" and last is not None and _is_inline(last):
+    if (
+        finish == "eos"
+        and last is not None
+        and any(message.role == "inline" for message in last.observations)
+    ):
         return Outcome.INVALID
     num_turns = sum(row.origin in _ACTION_ORIGINS for row in recorded)
     is_between_turns = leaf.origin in (Origin.ENVIRONMENT, Origin.PROMPT)
     if is_between_turns and num_turns >= settings.rollout.max_turns:
         return Outcome.TRUNCATED_TURNS
     return Outcome.TRUNCATED_TOKENS
-
-
-def _is_inline(result: StepResult) -> bool:
-    return any(message.role == "inline" for message in result.observations)
 
 
 def _metadata(row: TraceRow) -> Mapping[str, object]:

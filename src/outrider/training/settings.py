@@ -10,7 +10,7 @@ from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
 from outrider.engines.base import EngineSettings, LocalSettings
 from outrider.engines.names import PACKAGED
-from outrider.environments.task_sets import EnvironmentConfig, is_inline
+from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
 from outrider.rollout.base import Limits
@@ -392,7 +392,11 @@ class RunSettings(Settings):
         self._validate_history()
         self._validate_contexts()
         self._validate_conversations()
-        self._validate_buffer()
+        if self.buffer.evolve and not self.algorithm.retrieves:
+            raise ValueError(
+                "buffer.evolve needs algorithm.type = rapo with num_hybrid of at least 1: "
+                "nothing else opens the buffer"
+            )
         self._validate_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
             raise ValueError(reason)
@@ -437,9 +441,7 @@ class RunSettings(Settings):
             source = "cold_start.retrieve_share" if shows_steps else f"algorithm.type = {self.algorithm.type}"
             raise ValueError(
                 f"{source} puts steps into the conversation, which environment.type = "
-                f"{self.environment.type} "
-                ""
-                "leaves to a program: it cannot answer them"
+                f"{self.environment.type} leaves to a program: it cannot answer them"
             )
 
     def _validate_contexts(self) -> None:
@@ -455,13 +457,6 @@ class RunSettings(Settings):
             raise ValueError(
                 f"engine.type = {self.engine.type} reads plain messages out of contexts that only grow: "
                 f"it goes without {refused[0]}"
-            )
-
-    def _validate_buffer(self) -> None:
-        if self.buffer.evolve and not self.algorithm.retrieves:
-            raise ValueError(
-                "buffer.evolve needs algorithm.type = rapo with num_hybrid of at least 1: "
-                "nothing else opens the buffer"
             )
 
     def _validate_adapters(self) -> None:
@@ -508,31 +503,22 @@ class RunSettings(Settings):
             )
         if cluster.is_remote:
             self._validate_remote()
-            self._validate_gpus()
+            has_vllm, has_gpus = self.engine.has_own_processes, self.model.device != "cpu"
+            if cluster.tensor_parallel > 1 and not has_vllm:
+                raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
+            if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):
+                setting = f"weights = {cluster.weights}" if cluster.sends_directly else "placement = colocate"
+                raise ValueError(f"cluster.{setting} needs engine.type = vllm and model.device = cuda")
         if cluster.max_staleness and self.algorithm.sampler_correction is None:
             raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")
-        if cluster.in_flight:
-            self._validate_in_flight()
-
-    def _validate_in_flight(self) -> None:
-        """Groups that play while weights come and go, several steps of them at a time."""
-        refused = {
-            "rollouts that branch": self.algorithm.forks_by_replay,
-            "algorithm.dynamic_sampling": self.algorithm.drops_groups,
-            "buffer.evolve": self.buffer.evolve,
-        }
-        if conflicts := [name for name, is_there in refused.items() if is_there]:
-            raise ValueError(f"cluster.in_flight goes without {' and '.join(conflicts)}")
-
-    def _validate_gpus(self) -> None:
-        """What only vLLM does, and only on GPUs."""
-        cluster = self.cluster
-        has_vllm, has_gpus = self.engine.has_own_processes, self.model.device != "cpu"
-        if cluster.tensor_parallel > 1 and not has_vllm:
-            raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
-        if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):
-            setting = f"weights = {cluster.weights}" if cluster.sends_directly else "placement = colocate"
-            raise ValueError(f"cluster.{setting} needs engine.type = vllm and model.device = cuda")
+        if cluster.in_flight:  # groups of several steps, while weights come and go
+            refused = {
+                "rollouts that branch": self.algorithm.forks_by_replay,
+                "algorithm.dynamic_sampling": self.algorithm.drops_groups,
+                "buffer.evolve": self.buffer.evolve,
+            }
+            if conflicts := [name for name, is_there in refused.items() if is_there]:
+                raise ValueError(f"cluster.in_flight goes without {' and '.join(conflicts)}")
 
     def _validate_remote(self) -> None:
         """Engines and rollout workers as processes of their own."""

@@ -18,8 +18,13 @@ from outrider.config import shown_path
 from outrider.engines.base import Engine, EngineContext
 from outrider.engines.local.engine import describe_path
 from outrider.engines.local.model import check_positions, load_model, resolve_precision
-from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskSet
-from outrider.environments.task_sets import make_task_set, observation_roles
+from outrider.environments.base import (
+    EnvironmentFactory,
+    EnvironmentSettings,
+    TaskSet,
+    make_task_set,
+    observation_roles,
+)
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
@@ -410,7 +415,7 @@ def open_buffer(
     buffer = StepTraceBuffer(path, embedder, mode="write")
     reason = ""
     try:
-        if buffer.report.lost_batch:
+        if buffer.lost_batch:
             note("the buffer's last writer was killed inside a batch: that batch is added again")
         if source_path is None and not resumed:
             tasks = train_tasks[: settings.buffer.num_tasks]

@@ -1,6 +1,4 @@
-"""How old the tokens of a step are: versions of the weights between those that sampled them and those that
-the update begins with.
-"""
+"""The metrics of a training step, from its rollouts, advantages, update and clock; alarms and advice."""
 
 import re
 import resource
@@ -9,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
 from outrider.algorithms.advantages import NoSignalReason
 from outrider.algorithms.base import GroupAdvantages
@@ -18,7 +16,7 @@ from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.base import HYBRID, has_part
 from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Node, Trace
 from outrider.training.components import Components
 from outrider.training.data import SampledStep
 from outrider.training.settings import RunSettings
@@ -297,7 +295,20 @@ class Advice:
 
 
 _MAX_NAME: Final = 80
-_ScoredRollout: TypeAlias = tuple[Leaf, Sequence[Node]]  # a rollout with a return, and its path
+_ENDPOINT_METRICS: Final[Mapping[str, str]] = {
+    "num_requests": "num_requests",
+    "num_refused_requests": "num_refused_requests",
+    "num_ignored_fields": "num_ignored_fields",
+    "num_unfit_calls": "num_unfit_calls",
+    "num_failed_programs": "num_failed",
+}
+"""Metrics of the endpoint for agent programs, by those of an episode."""
+_ORIGINS: Final[Mapping[str, Origin]] = {
+    "policy": Origin.POLICY,
+    "retrieved": Origin.BUFFER,
+    "observation": Origin.ENVIRONMENT,
+    "memory": Origin.MEMORY,
+}
 
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
@@ -323,104 +334,62 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         return metrics
     # a shared node was written once
     nodes = list({id(node): node for _, path in scored for node in path}.values())
-    truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
-    return (
-        metrics
-        | _reward_metrics(scored)
-        | _length_metrics(scored)
-        | _environment_metrics(scored, nodes)
-        | _endpoint_metrics(scored)
-        | {"rollout/truncated_fraction": truncated / len(every)}
-        | _token_metrics(nodes)
-    )
-
-
-def _reward_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
+    policy = [node for node in nodes if node.trainable]
     returns = [leaf.episode_return for leaf, _ in scored if leaf.episode_return is not None]
-    return {
+    # Per rollout: a node that several share counts in each.
+    lengths = [_num_tokens(path) for _, path in scored]
+    turns = [sum(node.trainable for node in path) for _, path in scored]
+    policy_lengths = [sum(len(node.token_ids) for node in path if node.trainable) for _, path in scored]
+    calls_on_paths = sum(_total(path, "num_tool_calls") for _, path in scored)
+    truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
+    metrics |= {
         "reward/mean": fmean(returns),
         "reward/std": pstdev(returns),
         "reward/min": min(returns),
         "reward/max": max(returns),
         "reward/success_rate": fmean(float(leaf.success) for leaf, _ in scored),
-    }
-
-
-def _length_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
-    """Per rollout, a node that several share counted in each."""
-    lengths = [_num_tokens(path) for _, path in scored]
-    turns = [sum(node.trainable for node in path) for _, path in scored]
-    policy = [sum(len(node.token_ids) for node in path if node.trainable) for _, path in scored]
-    return {
         "rollout/length_tokens_mean": fmean(lengths),
         "rollout/length_tokens_max": float(max(lengths)),
-        "rollout/policy_tokens_mean": fmean(policy),
+        "rollout/policy_tokens_mean": fmean(policy_lengths),
         "rollout/turns_mean": fmean(turns),
         "rollout/turns_max": float(max(turns)),
-    }
-
-
-def _environment_metrics(scored: Sequence[_ScoredRollout], nodes: Sequence[Node]) -> dict[str, float]:
-    """Calls, and what was made of the actions; a shared node counts once but in what is said of paths."""
-    on_paths = sum(_total(path, "num_tool_calls") for _, path in scored)
-    counts = {
-        "rollout/num_restarts": float(sum(node.restarts for node in nodes)),
-        "rollout/num_undecided_answers": sum(
-            leaf.metrics.get("num_undecided_answers", 0.0) for leaf, _ in scored
-        ),
-    }
-    cut = [node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0 for node in nodes]
-    return {
         "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
-        "rollout/tool_calls_per_leaf": on_paths / len(scored),
-        "rollout/num_tool_calls_shared": on_paths - _total(nodes, "num_tool_calls"),
+        "rollout/tool_calls_per_leaf": calls_on_paths / len(scored),
+        "rollout/num_tool_calls_shared": calls_on_paths - _total(nodes, "num_tool_calls"),
         "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
         "rollout/num_tool_calls_refused": sum(
             leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in scored
         ),
         "rollout/num_invalid_actions": _total(nodes, "invalid"),
-        "rollout/num_observations_cut": float(sum(cut)),
-    } | {name: number for name, number in counts.items() if number}
-
-
-_ENDPOINT_METRICS: Final[Mapping[str, str]] = {
-    "num_requests": "num_requests",
-    "num_refused_requests": "num_refused_requests",
-    "num_ignored_fields": "num_ignored_fields",
-    "num_unfit_calls": "num_unfit_calls",
-    "num_failed_programs": "num_failed",
-}
-"""Metrics of the endpoint for agent programs, by those of an episode."""
-
-
-def _endpoint_metrics(scored: Sequence[_ScoredRollout]) -> dict[str, float]:
-    """Sums over rollouts; none where no program asked the policy."""
-    counted = [leaf.metrics for leaf, _ in scored if leaf.metrics.keys() >= set(_ENDPOINT_METRICS.values())]
-    return {
-        f"endpoint/{name}": sum(float(metrics[key]) for metrics in counted)
-        for name, key in _ENDPOINT_METRICS.items()
-        if counted
+        "rollout/num_observations_cut": float(
+            sum(
+                node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0
+                for node in nodes
+            )
+        ),
     }
-
-
-def _token_metrics(nodes: Sequence[Node]) -> dict[str, float]:
-    """Of what was written, every node once."""
-    policy = [node for node in nodes if node.trainable]
-    return {
+    rare_counts = {
+        "rollout/num_restarts": float(sum(node.restarts for node in nodes)),
+        "rollout/num_undecided_answers": sum(
+            leaf.metrics.get("num_undecided_answers", 0.0) for leaf, _ in scored
+        ),
+    }
+    metrics |= {name: number for name, number in rare_counts.items() if number}
+    # Of the endpoint for agent programs; none if no program requested the policy.
+    counted = [leaf.metrics for leaf, _ in scored if leaf.metrics.keys() >= set(_ENDPOINT_METRICS.values())]
+    if counted:
+        metrics |= {
+            f"endpoint/{name}": sum(float(measured[key]) for measured in counted)
+            for name, key in _ENDPOINT_METRICS.items()
+        }
+    metrics |= {
+        "rollout/truncated_fraction": truncated / len(every),
         "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
         "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies) if policy else 0.0,
-    } | {
-        f"tokens/{name}": float(sum(len(node.token_ids) for node in nodes if node.origin is origin))
-        for name, origin in _ORIGINS.items()
     }
-
-
-_ORIGINS: Mapping[str, Origin] = {
-    "policy": Origin.POLICY,
-    "retrieved": Origin.BUFFER,
-    "observation": Origin.ENVIRONMENT,
-    "memory": Origin.MEMORY,
-}
+    for name, origin in _ORIGINS.items():
+        metrics[f"tokens/{name}"] = float(sum(len(node.token_ids) for node in nodes if node.origin is origin))
+    return metrics
 
 
 def _num_discarded(traces: Sequence[Trace]) -> int:

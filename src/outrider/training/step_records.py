@@ -1,7 +1,7 @@
 """Trace trees as rows for the trace files of a run directory, and their rollouts as rows of their own."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -245,20 +245,15 @@ def values_by_node(
             values = known.get(path.rollout_index)
             if values is None:
                 continue
-            for offset, (node, start, end) in _nodes_with_offsets(path):
+            offset = 0
+            for node, start, end in _trained_nodes(path):
                 lead = np.full(start, np.nan, np.float32)  # nothing predicts the first token of a root
                 trainer, ratio = (
                     np.concatenate([lead, each[offset : offset + end - start]]) for each in values
                 )
                 node_values[id(node), path.rollout] = TokenValues(trainer=trainer, ratio=ratio)
+                offset += end - start
     return node_values
-
-
-def _nodes_with_offsets(path: RolloutPath) -> Iterator[tuple[int, tuple[Node, int, int]]]:
-    offset = 0
-    for trained in _trained_nodes(path):
-        yield offset, trained
-        offset += trained[2] - trained[1]
 
 
 def _trained_nodes(path: RolloutPath) -> list[tuple[Node, int, int]]:

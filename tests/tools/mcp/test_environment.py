@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
-from outrider.environments.base import turn_message  # noqa: E402
+from outrider.environments.base import Episode  # noqa: E402
 from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet  # noqa: E402
 from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling  # noqa: E402
@@ -37,10 +37,10 @@ def test_native_calls() -> None:
     environment = factory(Task(key="t", question="q", answers=("5",)))
     environment.reset(0)
     turn = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-    step = environment.step(turn_message(environment, turn + turn))
+    step = Episode(environment).act(turn + turn)
     assert [(one.role, one.content) for one in step.messages] == [("tool", "5"), ("tool", "5")]
     wrong = '<tool_call>\n{"name": "add", "arguments": {"a": "two"}}\n</tool_call>'
-    step = environment.step(turn_message(environment, wrong))
+    step = Episode(environment).act(wrong)
     assert step.invalid and step.text == "The argument 'a' of add must be of type integer."
     factory.close()
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.config import Settings, load_settings, to_toml  # noqa: E402
-from outrider.environments.task_sets import EnvironmentConfig  # noqa: E402
+from outrider.environments.base import EnvironmentConfig  # noqa: E402
 from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt  # noqa: E402
 from outrider.errors import ConfigError  # noqa: E402
 from outrider.tools.mcp.session import select_tools  # noqa: E402

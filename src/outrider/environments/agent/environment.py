@@ -22,8 +22,15 @@ from outrider.environments.agent.server import (
     Session,
     read_reward,
 )
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
-from outrider.environments.conversations import Conversation, Refusal, SampledTurn, ServedTurn, before_stop
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, ExternalEpisode, StepResult
+from outrider.environments.conversations import (
+    Conversation,
+    ExternalAgent,
+    Refusal,
+    SampledTurn,
+    ServedTurn,
+    before_stop,
+)
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import (
     DataError,
@@ -171,7 +178,7 @@ class AgentConfig(ProgramConfig):
 _SINGLE_CALL: Final = "The program takes one tool call a turn (parallel_tool_calls = false)."
 
 
-class AgentEnvironment:
+class AgentEnvironment(ExternalAgent):
     """The program's requests are the observations, the policy's turns are the answers. Its requests wait in
     the order of their arrival and are answered one by one.
     """
@@ -542,15 +549,12 @@ class AgentTaskSet:
             self._factory = self.make()
         environment = self._factory(task)
         try:
-            environment.reset(seed)
-            steps: list[Step] = []
-            while not steps or not steps[-1].is_terminal:
-                text = self._expert_answer(task, environment.request.messages)
-                result = environment.step(environment.read(text))
-                steps.append(Step(text=text, observation=result.text, is_terminal=result.done))
-                if len(steps) > _MAX_EXPERT_TURNS:
+            episode = ExternalEpisode(environment)
+            episode.start(seed)
+            while not episode.act(self._expert_answer(task, episode.request.messages)).done:
+                if len(episode.actions) > _MAX_EXPERT_TURNS:
                     return None
-            return steps if environment.result().success else None
+            return episode.steps if episode.result().success else None
         finally:
             environment.close()
 

@@ -23,8 +23,7 @@ from outrider.environments.agent.requests import (
     with_tool_names,
     written_calls,
 )
-from outrider.environments.conversations import Conversation
-from outrider.tokens.tokenizer import token_text
+from outrider.environments.conversations import Conversation, token_text
 from outrider.tokens.tool_calls import THINKING_END
 from outrider.types import Message, Role
 

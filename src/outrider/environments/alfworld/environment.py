@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,9 +24,16 @@ from outrider.environments.alfworld.made_games import (
     make_scene,
     shortest_plan,
 )
-from outrider.environments.alfworld.play import Engine, OfflineGame
-from outrider.environments.base import EnvironmentFactory, EnvironmentSettings
-from outrider.environments.task_sets import SPLITS, Split, known_split, require_tasks, split_size
+from outrider.environments.alfworld.play import OfflineGame
+from outrider.environments.base import (
+    SPLITS,
+    EnvironmentFactory,
+    EnvironmentSettings,
+    Split,
+    known_split,
+    require_tasks,
+    split_size,
+)
 from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message, Task
@@ -104,33 +111,14 @@ class AlfworldConfig(EnvironmentSettings):
         return known_split(str(task.metadata["split"]), "ALFWorld")
 
 
-class Games(Protocol):
-    """A source of games. Methods raise ConfigError for a task of another source."""
-
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """The tasks of a split. ``digest`` in the metadata is a hash of the whole game."""
-        ...
-
-    def check(self) -> None:
-        """Raises ToolUnavailable if a game cannot be started on this machine."""
-        ...
-
-    def opener(self, task: Task) -> Callable[[], Game]:
-        """A function that starts the game of a task."""
-        ...
-
-    def plan(self, task: Task) -> tuple[str, ...]:
-        """Commands that win the game."""
-        ...
-
-
 class OfflineGames:
-    """Games made from floor plans, in pure Python."""
+    """Games made from floor plans, in pure Python. Methods raise ConfigError for a task of other games."""
 
     def __init__(self, config: AlfworldConfig) -> None:
         self._config = config
 
     def tasks(self, split: Split) -> tuple[Task, ...]:
+        """The tasks of a split. ``digest`` in the metadata is a hash of the whole game."""
         types, name = self._config.task_types, self._config.name
         tasks = []
         for number in range(split_size(self._config, split) or 0):
@@ -149,12 +137,14 @@ class OfflineGames:
         return tuple(tasks)
 
     def check(self) -> None:
-        """Games made offline need nothing."""
+        """Raises ToolUnavailable if a game cannot be started on this machine."""
 
     def opener(self, task: Task) -> Callable[[], Game]:
+        """A function that starts the game of a task."""
         return partial(OfflineGame, self._scene(task))
 
     def plan(self, task: Task) -> tuple[str, ...]:
+        """Commands that win the game."""
         return shortest_plan(self._scene(task))
 
     def _scene(self, task: Task) -> Scene:
@@ -171,10 +161,12 @@ class OfflineGames:
 
 
 class PublishedGames:
-    """Game files below a folder, played by the package. ``new_engine`` replaces it in tests."""
+    """Game files below a folder, played by the package, with the methods of :class:`OfflineGames`.
+    ``new_engine`` replaces the package in tests.
+    """
 
     def __init__(
-        self, config: AlfworldConfig, data: Path, new_engine: Callable[[], Engine] | None = None
+        self, config: AlfworldConfig, data: Path, new_engine: Callable[[], Any] | None = None
     ) -> None:
         self._config = config
         self._data = data
@@ -246,7 +238,7 @@ class PublishedGames:
 class AlfworldEnvironment(GameEnvironment):
     """One episode. The return is ``reward_scale`` for a game that is won, else 0."""
 
-    family = "ALFWorld"
+    name = "ALFWorld"
     metrics = ("num_moves", "num_turns", "num_invalid", "num_refused", "cut_by_moves")
 
     def __init__(self, *, config: AlfworldConfig, open_game: Callable[[], Game]) -> None:
@@ -274,9 +266,9 @@ class AlfworldTaskSet(GameTaskSet):
     Settings = AlfworldConfig
     name = "alfworld"
 
-    def __init__(self, config: AlfworldConfig, *, new_engine: Callable[[], Engine] | None = None) -> None:
+    def __init__(self, config: AlfworldConfig, *, new_engine: Callable[[], Any] | None = None) -> None:
         self.config = config
-        self._games: Games = (
+        self._games = (
             OfflineGames(config) if config.data is None else PublishedGames(config, config.data, new_engine)
         )
         self._tasks: dict[Split, tuple[Task, ...]] = {}

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 import numpy as np
 
-from outrider.environments.task_sets import Split
+from outrider.environments.base import Split
 from outrider.seeding import stream
 
 TaskType = Literal[

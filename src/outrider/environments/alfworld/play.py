@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from outrider.environments.alfworld import made_games as texts
 from outrider.environments.alfworld.made_games import Scene, State, apply, commands, is_reached
@@ -49,38 +49,22 @@ class OfflineGame:
         """Nothing to release."""
 
 
-class Engine(Protocol):
-    """The used part of TextWorld's environment for PDDL games."""
-
-    def load(self, path: str, /) -> None:
-        """Read a game file."""
-        ...
-
-    def reset(self) -> Any:
-        """Start the game; the state has ``feedback``, ``admissible_commands`` and ``policy_commands``."""
-        ...
-
-    def step(self, command: str, /) -> tuple[Any, float, bool]:
-        """Act; the state also has ``won``."""
-        ...
-
-
 class Engines:
-    """A pool of engines. Each loads its own copy of the planner's library, which a process never unloads, so
-    engines are reused.
+    """A pool of engines: TextWorld's environments for PDDL games, with ``load``, ``reset`` and ``step``. Each
+    loads its own copy of the planner's library, which a process never unloads, so engines are reused.
     """
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._free: list[Engine] = []
+        self._free: list[Any] = []
 
-    def borrow(self) -> Engine:
+    def borrow(self) -> Any:
         try:
             return self._free.pop()
         except IndexError:
             return self._make()
 
-    def release(self, engine: Engine) -> None:
+    def release(self, engine: Any) -> None:
         self._free.append(engine)
 
 
@@ -95,7 +79,7 @@ class PublishedGame:
         self._engines = engines
         self._acted: list[str] = []
         with _turn(f"cannot start the game {path}"):
-            self._engine: Engine | None = engines.borrow()
+            self._engine: Any = engines.borrow()
             self._engine.load(str(path))
             state = self._engine.reset()
             self.opening = str(state["feedback"])
@@ -142,7 +126,7 @@ def plan_game(path: Path, engines: Engines) -> tuple[str, ...]:
         return plan
 
 
-def new_engine(*, with_plan: bool = False) -> Engine:
+def new_engine(*, with_plan: bool = False) -> Any:
     """The package's engine, with object names as players see them. Raises ToolUnavailable."""
     check_package()
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
@@ -150,8 +134,7 @@ def new_engine(*, with_plan: bool = False) -> Engine:
     from textworld.envs import PddlEnv
 
     infos = EnvInfos(feedback=True, won=True, admissible_commands=True, policy_commands=with_plan)
-    engine: Engine = AlfredDemangler(PddlEnv(infos))
-    return engine
+    return AlfredDemangler(PddlEnv(infos))
 
 
 def check_package() -> None:

@@ -12,12 +12,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from outrider.environments.base import Split, known_split, split_size
 from outrider.environments.factbook.data import Factbook, load_factbook
 from outrider.environments.factbook.questions import Question, build_questions, fact_passages
-from outrider.environments.task_sets import Split, known_split, split_size
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
-from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.tag_protocol import render_result, stop_strings
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.rewards import RewardConfig, render_result, stop_strings
 from outrider.errors import DataError
 from outrider.seeding import stream_seed
 from outrider.tools.search import SearchConfig, SearchResult, SearchTool

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from outrider.tokens.thoughts import without_thoughts
+from outrider.tokens.tool_calls import without_thoughts
 from outrider.tools.search import stream_safe
 
 _DASHES: Final = "\u2010\u2011\u2012\u2013\u2014\u2015\u2043\u2212\ufe58\ufe63\uff0d\u2e3a\u2e3b\u058a\u1806"

@@ -9,7 +9,7 @@ The comparison runs in a grading process only, because its time and memory are n
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -23,8 +23,6 @@ from math_verify import verify
 
 from outrider.environments.grading.math_normal_form import split_top, split_unit
 
-SameValue = Callable[[str, str], bool]
-"""Whether two expressions without structure have the same value."""
 _DOTS: Final = r"\ldots"
 _CLOSERS: Final = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
 _MATRIX: Final = re.compile(
@@ -67,175 +65,174 @@ class _Parts:
     word: str = ","
 
 
-class _Comparer:
-    """Compares answers in all their parts; ``same_value`` compares expressions."""
-
-    def __init__(self, same_value: SameValue) -> None:
-        self._same_value = same_value
-
-    def is_same(self, left: str, right: str) -> bool:
-        left, right = _bare(left), _bare(right)
-        if _packed(left) == _packed(right) and not re.search(r"\d\s+\d", left + right):
-            return True
-        if not left or not right:
-            return False
-        readings = [_readings(text) for text in (left, right)]
-        return any(self._is_same_parts(reading, other) for reading, other in product(*readings))
-
-    def _is_same_parts(self, left: _Parts, right: _Parts) -> bool:
-        if left.kind == "one" and right.kind == "one":
-            return self._is_same_single(left.members[0], right.members[0])
-        if (left.kind == "list") != (right.kind == "list"):
-            bare, other = (left, right) if left.kind == "list" else (right, left)
-            if (condition := _as_condition(bare)) is not None:
-                return self.is_same(condition, _written(other))
-        if left.kind == "one" or right.kind == "one":
-            single, other = (left, right) if left.kind == "one" else (right, left)
-            return self._is_same_mixed(single.members[0], other)
-        if left.kind == right.kind == "list":
-            has_relations = any(re.search(r"[<>]|\\[lg]e(?![a-z])", member) for member in left.members)
-            if has_relations and {left.word, right.word} == {"and", "or"}:
-                return False
-            return self._is_same_members(left.members, right.members, is_ordered=False)
-        if left.kind == "list" or right.kind == "list":
-            bare, other = (left, right) if left.kind == "list" else (right, left)
-            if bare.word == _AMBIGUOUS:
-                return False
-            if other.brackets == (r"\{", r"\}"):
-                return self._is_same_members(bare.members, other.members, is_ordered=False)
-            if other.brackets == ("(", ")") or (other.brackets == ("[", "]") and len(other.members) > 2):
-                return self._is_same_members(bare.members, other.members, is_ordered=True)
-            if other.brackets == ("[", "]") and all(_bracketed(member) for member in other.members):
-                return self._is_same_members(bare.members, other.members, is_ordered=False)
-            return other.brackets == ("[", "]") and len(other.members) == 1 == len(bare.members)
-        if left.brackets != right.brackets:
-            is_vector = {left.brackets, right.brackets} == {("(", ")"), (r"\langle", r"\rangle")}
-            is_long = len(left.members) > 2 and {left.brackets, right.brackets} == {("(", ")"), ("[", "]")}
-            if not (is_vector or is_long):
-                return False
-        return self._is_same_members(left.members, right.members, is_ordered=left.brackets[0] != r"\{")
-
-    def _is_same_members(self, left: Sequence[str], right: Sequence[str], *, is_ordered: bool) -> bool:
-        if len(left) != len(right) or len(left) > _MAX_MEMBERS:
-            return False
-        if is_ordered or any(_is_dots(member) for member in (*left, *right)):
-            return all(
-                _is_dots(item) == _is_dots(other) and (_is_dots(item) or self.is_same(item, other))
-                for item, other in zip(left, right, strict=True)
-            )
-        rest = list(right)
-        for item in left:  # the same text first, which is cheap
-            match = next((other for other in rest if _packed(other) == _packed(item)), None)
-            if match is None:
-                match = next((other for other in rest if self.is_same(item, other)), None)
-            if match is None:
-                return False
-            rest.remove(match)
+def _is_same(left: str, right: str) -> bool:
+    left, right = _bare(left), _bare(right)
+    if _packed(left) == _packed(right) and not re.search(r"\d\s+\d", left + right):
         return True
+    if not left or not right:
+        return False
+    readings = [_readings(text) for text in (left, right)]
+    return any(_is_same_parts(reading, other) for reading, other in product(*readings))
 
-    def _is_same_mixed(self, single: str, other: _Parts) -> bool:
-        """Compare an expression with several parts: a condition may describe an interval, and a list of one
-        member equals that member.
-        """
-        if len(other.members) == 1 and other.brackets in (("", ""), (r"\{", r"\}"), ("[", "]"), ("(", ")")):
-            return other.brackets[0] != "[" and self.is_same(single, other.members[0])
-        name, _, value = _assigned(single)
-        if name and _readings(_bare(value))[0].kind != "one":
-            return self.is_same(value, _written(other))
-        is_condition = bool(re.search(r"[<>]|\\(?:le|ge|ne|cup|cap|setminus|mathbb|infty)(?![a-z])", single))
-        return is_condition and other.kind == "bracketed" and self._same_value(single, _written(other))
 
-    def _is_same_single(self, left: str, right: str) -> bool:
-        (left, its_unit), (right, unit) = split_unit(left), split_unit(right)
-        if not is_same_unit(its_unit, unit):
+def _is_same_parts(left: _Parts, right: _Parts) -> bool:
+    if left.kind == "one" and right.kind == "one":
+        return _is_same_single(left.members[0], right.members[0])
+    if (left.kind == "list") != (right.kind == "list"):
+        bare, other = (left, right) if left.kind == "list" else (right, left)
+        if (condition := _as_condition(bare)) is not None:
+            return _is_same(condition, _written(other))
+    if left.kind == "one" or right.kind == "one":
+        single, other = (left, right) if left.kind == "one" else (right, left)
+        return _is_same_mixed(single.members[0], other)
+    if left.kind == right.kind == "list":
+        has_relations = any(re.search(r"[<>]|\\[lg]e(?![a-z])", member) for member in left.members)
+        if has_relations and {left.word, right.word} == {"and", "or"}:
             return False
-        is_percentage = [text.endswith(r"\%") for text in (left, right)]
-        if any(is_percentage):
-            if its_unit or unit:
-                return False
-            if all(is_percentage):
-                return self.is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
-            if is_percentage[0] != is_percentage[1]:  # "12 percent" may be written as 12 or as 0.12
-                amounts = [text.removesuffix(r"\%") for text in (left, right)]
-                return self.is_same(*amounts) or self._same_value(left, right)
-        for split in (
-            self._compare_unions,
-            self._compare_matrices,
-            self._compare_ratios,
-            self._compare_relations,
-        ):
-            verdict = split(left, right)
-            if verdict is not None:
-                return verdict
-        if _DOTS in left or _DOTS in right:
-            return _packed(left) == _packed(right)
-        bases = [_BASED.fullmatch(text.strip()) for text in (left, right)]
-        if bases[0] and bases[1]:
-            return _based_value(bases[0]) == _based_value(bases[1]) is not None
-        if any(bases):  # only one of them has a base: compare the digits
-            digits = [
-                match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)
-            ]
-            return digits[0] == digits[1]
-        return self._same_value(left, right)
-
-    def _compare_unions(self, left: str, right: str) -> bool | None:
-        parts = [_split_command(text, r"\cup") for text in (left, right)]
-        if all(len(part) > 1 for part in parts):
-            return self._is_same_members(*parts, is_ordered=False) or self._same_value(left, right)
-        return None
-
-    def _compare_matrices(self, left: str, right: str) -> bool | None:
-        matrices = [_MATRIX.fullmatch(text.strip()) for text in (left, right)]
-        if matrices[0] is None or matrices[1] is None:
-            return None
-        rows = [
-            [split_top(row, "&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
-            for match in matrices
-            if match is not None
-        ]
-        if "cases" in (matrices[0][1], matrices[1][1]):
-            lists = [["&".join(map(_packed, row)) for row in matrix] for matrix in rows]
-            return self._is_same_members(lists[0], lists[1], is_ordered=False)
-        if (
-            "v" in (matrices[0][1][0].lower() + matrices[1][1][0].lower())
-            and matrices[0][1] != matrices[1][1]
-        ):
-            return None  # a determinant is a number
-        if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
+        return _is_same_members(left.members, right.members, is_ordered=False)
+    if left.kind == "list" or right.kind == "list":
+        bare, other = (left, right) if left.kind == "list" else (right, left)
+        if bare.word == _AMBIGUOUS:
             return False
-        entries = [[entry for row in matrix for entry in row] for matrix in rows]
-        return self._is_same_members(entries[0], entries[1], is_ordered=True)
-
-    def _compare_ratios(self, left: str, right: str) -> bool | None:
-        parts = [split_top(text, ":") for text in (left, right)]
-        if max(map(len, parts)) < 2 or (min(map(len, parts)) == 1 and max(map(len, parts)) == 2):
-            return None
-        if len(parts[0]) != len(parts[1]) or not all(part.strip() for part in (*parts[0], *parts[1])):
+        if other.brackets == (r"\{", r"\}"):
+            return _is_same_members(bare.members, other.members, is_ordered=False)
+        if other.brackets == ("(", ")") or (other.brackets == ("[", "]") and len(other.members) > 2):
+            return _is_same_members(bare.members, other.members, is_ordered=True)
+        if other.brackets == ("[", "]") and all(_bracketed(member) for member in other.members):
+            return _is_same_members(bare.members, other.members, is_ordered=False)
+        return other.brackets == ("[", "]") and len(other.members) == 1 == len(bare.members)
+    if left.brackets != right.brackets:
+        is_vector = {left.brackets, right.brackets} == {("(", ")"), (r"\langle", r"\rangle")}
+        is_long = len(left.members) > 2 and {left.brackets, right.brackets} == {("(", ")"), ("[", "]")}
+        if not (is_vector or is_long):
             return False
-        if any(_is_dots(part) for part in (*parts[0], *parts[1])):
-            return self._is_same_members(*parts, is_ordered=True)
-        first, second = parts
+    return _is_same_members(left.members, right.members, is_ordered=left.brackets[0] != r"\{")
+
+
+def _is_same_members(left: Sequence[str], right: Sequence[str], *, is_ordered: bool) -> bool:
+    if len(left) != len(right) or len(left) > _MAX_MEMBERS:
+        return False
+    if is_ordered or any(_is_dots(member) for member in (*left, *right)):
         return all(
-            self._same_value(rf"\frac{{{term}}}{{{first[0]}}}", rf"\frac{{{other}}}{{{second[0]}}}")
-            for term, other in zip(first[1:], second[1:], strict=True)
+            _is_dots(item) == _is_dots(other) and (_is_dots(item) or _is_same(item, other))
+            for item, other in zip(left, right, strict=True)
         )
+    rest = list(right)
+    for item in left:  # the same text first, which is cheap
+        match = next((other for other in rest if _packed(other) == _packed(item)), None)
+        if match is None:
+            match = next((other for other in rest if _is_same(item, other)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
 
-    def _compare_relations(self, left: str, right: str) -> bool | None:
-        """``x = 5`` equals 5. Two names must be equal."""
-        relations = [_assigned(text) for text in (left, right)]
-        if relations[0][0] and relations[1][0]:
-            if relations[0][0] == relations[1][0] and relations[0][1] == relations[1][1]:
-                return self.is_same(relations[0][2], relations[1][2]) or None
-            return None
-        if relations[0][0] or relations[1][0]:
-            index = 0 if relations[0][0] else 1
-            other = (left, right)[1 - index]
-            if not _RELATION.search(other) or (
-                relations[index][1] == r"\in" and _RELATION.search(relations[index][2]) is None
-            ):
-                return self.is_same(relations[index][2], other)
+
+def _is_same_mixed(single: str, other: _Parts) -> bool:
+    """Compare an expression with several parts: a condition may describe an interval, and a list of one
+    member equals that member.
+    """
+    if len(other.members) == 1 and other.brackets in (("", ""), (r"\{", r"\}"), ("[", "]"), ("(", ")")):
+        return other.brackets[0] != "[" and _is_same(single, other.members[0])
+    name, _, value = _assigned(single)
+    if name and _readings(_bare(value))[0].kind != "one":
+        return _is_same(value, _written(other))
+    is_condition = bool(re.search(r"[<>]|\\(?:le|ge|ne|cup|cap|setminus|mathbb|infty)(?![a-z])", single))
+    return is_condition and other.kind == "bracketed" and _is_same_expression(single, _written(other))
+
+
+def _is_same_single(left: str, right: str) -> bool:
+    (left, its_unit), (right, unit) = split_unit(left), split_unit(right)
+    if not is_same_unit(its_unit, unit):
+        return False
+    is_percentage = [text.endswith(r"\%") for text in (left, right)]
+    if any(is_percentage):
+        if its_unit or unit:
+            return False
+        if all(is_percentage):
+            return _is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
+        if is_percentage[0] != is_percentage[1]:  # "12 percent" may be written as 12 or as 0.12
+            amounts = [text.removesuffix(r"\%") for text in (left, right)]
+            return _is_same(*amounts) or _is_same_expression(left, right)
+    for split in (
+        _compare_unions,
+        _compare_matrices,
+        _compare_ratios,
+        _compare_relations,
+    ):
+        verdict = split(left, right)
+        if verdict is not None:
+            return verdict
+    if _DOTS in left or _DOTS in right:
+        return _packed(left) == _packed(right)
+    bases = [_BASED.fullmatch(text.strip()) for text in (left, right)]
+    if bases[0] and bases[1]:
+        return _based_value(bases[0]) == _based_value(bases[1]) is not None
+    if any(bases):  # only one of them has a base: compare the digits
+        digits = [
+            match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)
+        ]
+        return digits[0] == digits[1]
+    return _is_same_expression(left, right)
+
+
+def _compare_unions(left: str, right: str) -> bool | None:
+    parts = [_split_command(text, r"\cup") for text in (left, right)]
+    if all(len(part) > 1 for part in parts):
+        return _is_same_members(*parts, is_ordered=False) or _is_same_expression(left, right)
+    return None
+
+
+def _compare_matrices(left: str, right: str) -> bool | None:
+    matrices = [_MATRIX.fullmatch(text.strip()) for text in (left, right)]
+    if matrices[0] is None or matrices[1] is None:
         return None
+    rows = [
+        [split_top(row, "&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
+        for match in matrices
+        if match is not None
+    ]
+    if "cases" in (matrices[0][1], matrices[1][1]):
+        lists = [["&".join(map(_packed, row)) for row in matrix] for matrix in rows]
+        return _is_same_members(lists[0], lists[1], is_ordered=False)
+    if "v" in (matrices[0][1][0].lower() + matrices[1][1][0].lower()) and matrices[0][1] != matrices[1][1]:
+        return None  # a determinant is a number
+    if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
+        return False
+    entries = [[entry for row in matrix for entry in row] for matrix in rows]
+    return _is_same_members(entries[0], entries[1], is_ordered=True)
+
+
+def _compare_ratios(left: str, right: str) -> bool | None:
+    parts = [split_top(text, ":") for text in (left, right)]
+    if max(map(len, parts)) < 2 or (min(map(len, parts)) == 1 and max(map(len, parts)) == 2):
+        return None
+    if len(parts[0]) != len(parts[1]) or not all(part.strip() for part in (*parts[0], *parts[1])):
+        return False
+    if any(_is_dots(part) for part in (*parts[0], *parts[1])):
+        return _is_same_members(*parts, is_ordered=True)
+    first, second = parts
+    return all(
+        _is_same_expression(rf"\frac{{{term}}}{{{first[0]}}}", rf"\frac{{{other}}}{{{second[0]}}}")
+        for term, other in zip(first[1:], second[1:], strict=True)
+    )
+
+
+def _compare_relations(left: str, right: str) -> bool | None:
+    """``x = 5`` equals 5. Two names must be equal."""
+    relations = [_assigned(text) for text in (left, right)]
+    if relations[0][0] and relations[1][0]:
+        if relations[0][0] == relations[1][0] and relations[0][1] == relations[1][1]:
+            return _is_same(relations[0][2], relations[1][2]) or None
+        return None
+    if relations[0][0] or relations[1][0]:
+        index = 0 if relations[0][0] else 1
+        other = (left, right)[1 - index]
+        if not _RELATION.search(other) or (
+            relations[index][1] == r"\in" and _RELATION.search(relations[index][2]) is None
+        ):
+            return _is_same(relations[index][2], other)
+    return None
 
 
 def is_same_unit(left: str, right: str) -> bool:
@@ -442,7 +439,7 @@ _MIRRORED_RELATIONS: Final = {">": "<", r"\ge": r"\le"}
 
 def is_same_value(left: str, right: str) -> bool:
     """Whether two answers are equal in all their parts; symmetric."""
-    return _Comparer(_is_same_expression).is_same(left, right)
+    return _is_same(left, right)
 
 
 def _is_same_expression(left: str, right: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
-from outrider.environments.base import EpisodeResult, StepResult, play_steps
+from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.environments.gym.making import (
     GymConfig,
     IsolatedRandom,
@@ -215,4 +215,4 @@ class GymTaskSet(SeedTaskSet):
         environment.reset(seed)
         texts = environment.expert_texts(solve)
         environment.reset(seed)  # the expert may have stepped the environment
-        return play_steps(environment, texts)
+        return Episode(environment).play(texts)

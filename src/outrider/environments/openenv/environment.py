@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Final
 
-from outrider.environments.base import EpisodeResult, StepResult, play_steps
+from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.environments.openenv.server import (
     CAPACITY,
     NOT_VALID,
@@ -112,7 +112,7 @@ class OpenEnvEnvironment:
             turns = solve(opening)
             text = next(turns)
             for _ in range(MAX_EXPERT_TURNS):
-                steps += play_steps(self, [text])
+                steps += Episode(self).play([text])
                 if steps[-1].is_terminal:
                     break
                 text = turns.send(steps[-1].observation)

@@ -15,8 +15,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.task_sets import SPLITS, Split, known_split, split_size
+from outrider.environments.base import SPLITS, Split, known_split, split_size
 from outrider.environments.tool_qa.environment import (
+    EpisodeConfig,
+    ToolEnvironmentFactory,
     ToolName,
     load_tools,
     tool_tags,
@@ -24,9 +26,7 @@ from outrider.environments.tool_qa.environment import (
     validate_tools,
     waiting_s,
 )
-from outrider.environments.tool_qa.episodes import EpisodeConfig, ToolEnvironmentFactory
-from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.tag_protocol import stop_strings
+from outrider.environments.tool_qa.rewards import RewardConfig, stop_strings
 from outrider.errors import ConfigError, DataError, ToolFault, ToolUnavailable
 from outrider.tokens.call_formats import ProtocolName
 from outrider.tools.concurrency import SingleFlightCache
@@ -48,18 +48,18 @@ _CACHE_SIZE: Final = 65_536
 # such line says that the item is there; if the program ends after it, the answer is the cause.
 _VERIFIER_PROGRAM: Final = """
 import json, random, numpy, reasoning_gym
-asked = json.loads({asked!r})
-numbers = {{"seed": asked["seed"], "size": asked["size"]}}
-dataset = reasoning_gym.create_dataset(asked["dataset"], **numbers, **asked["options"])
-random.seed(asked["seed"] + asked["index"])
-numpy.random.seed((asked["seed"] + asked["index"]) % 2**32)
-entry = dataset[asked["index"]]
+request = json.loads({request!r})
+numbers = {{"seed": request["seed"], "size": request["size"]}}
+dataset = reasoning_gym.create_dataset(request["dataset"], **numbers, **request["options"])
+random.seed(request["seed"] + request["index"])
+numpy.random.seed((request["seed"] + request["index"]) % 2**32)
+entry = dataset[request["index"]]
 answers = [] if entry["answer"] is None else [str(entry["answer"])]
-if str(entry["question"]) != asked["question"] or answers != asked["answers"]:
+if str(entry["question"]) != request["question"] or answers != request["answers"]:
     raise ValueError("its item here is not the task's")
 print("\\n" + {mark!r}, flush=True)
 try:
-    score = float(dataset.score_answer(asked["answer"], entry=entry))
+    score = float(dataset.score_answer(request["answer"], entry=entry))
 except Exception:
     score = None
 print("\\n" + {mark!r} + json.dumps(score))
@@ -187,7 +187,7 @@ def generate(config: ReasoningGymConfig) -> dict[str, tuple[Task, ...]]:
         raise DataError(f"reasoning-gym: the items cannot be made: {last[:300]}")
     answer: dict[str, Any] = json.loads(done.stdout)
     if "raised" in answer:
-        raise (ConfigError if answer["raised"] == "ConfigError" else DataError)(answer["told"])
+        raise (ConfigError if answer["raised"] == "ConfigError" else DataError)(answer["message"])
     package = f"reasoning-gym {version('reasoning-gym')}"
     return {
         split: tuple(
@@ -238,7 +238,7 @@ class SandboxedVerifier:
         mark = secrets.token_hex(16)
         item = {"question": task.question, "answers": list(task.answers)}
         request = json.dumps({**task.metadata, **item, "answer": answer})
-        result = self._python.run(_VERIFIER_PROGRAM.format(asked=request, mark=mark))
+        result = self._python.run(_VERIFIER_PROGRAM.format(request=request, mark=mark))
         lines = [line.removeprefix(mark) for line in result.output.splitlines() if line.startswith(mark)]
         if not lines:
             details = f"{result.status}, {result.output[-300:]}"

@@ -99,7 +99,7 @@ def main() -> None:
         try:
             answer = {"rows": make_rows(json.load(sys.stdin))}
         except (ConfigError, DataError) as error:
-            answer = {"raised": type(error).__name__, "told": str(error)}
+            answer = {"raised": type(error).__name__, "message": str(error)}
         json.dump(answer, out)
 
 

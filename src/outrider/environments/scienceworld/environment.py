@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, known_split
 from outrider.environments.scienceworld import tasks as texts
-from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Simulator, SimulatorPool
-from outrider.environments.task_sets import known_split
+from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, SimulatorPool
 from outrider.environments.text_games import STOP, parse_action, play_commands, render_valid_actions
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message, Step, Task
@@ -124,7 +123,7 @@ class ScienceWorldEnvironment:
         self._task_name, self._variation = identity(task)
         self._config = config
         self._pool = pool
-        self._simulator: Simulator | None = None
+        self._simulator: JavaSimulator | None = None
         # close() may come from another thread than step(); a simulator must be returned exactly once.
         self._lock = threading.Lock()
         self._closed = False
@@ -211,7 +210,7 @@ class ScienceWorldEnvironment:
         finally:
             self._is_busy = False
 
-    def _act(self, simulator: Simulator, command: str) -> StepResult:
+    def _act(self, simulator: JavaSimulator, command: str) -> StepResult:
         record = self._record
         reply = simulator.act(self._corrected(simulator, command))
         unreadable = texts.is_unreadable(reply.observation)
@@ -237,7 +236,7 @@ class ScienceWorldEnvironment:
             truncated=record.cut_by_moves,
         )
 
-    def _corrected(self, simulator: Simulator, command: str) -> str:
+    def _corrected(self, simulator: JavaSimulator, command: str) -> str:
         # A number that answers the simulator's question is not in the list of valid actions.
         if not self._config.correct_actions or (self._record.is_ambiguous and command.isdigit()):
             return command
@@ -247,7 +246,7 @@ class ScienceWorldEnvironment:
         self._record.num_corrected += 1
         return nearest
 
-    def _listing(self, simulator: Simulator) -> str:
+    def _listing(self, simulator: JavaSimulator) -> str:
         if not self._config.show_valid_actions:
             return ""
         return "\n\n" + render_valid_actions(simulator.valid_actions(), self._config.num_shown_actions)
@@ -288,7 +287,7 @@ class ScienceWorldTaskSet:
     protocol: Literal["inline", "chat"] = "chat"
     stateful = True
 
-    def __init__(self, config: ScienceWorldConfig, *, start: Callable[[], Simulator] | None = None) -> None:
+    def __init__(self, config: ScienceWorldConfig, *, start: Callable[[], Any] | None = None) -> None:
         self.config = config
         self._start = start
         # For expert() only; the environments of make() have a pool of their own, closed with their factory.

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final
 
 from outrider.environments.simulator_process import SimulatorFolder, drain_output
 from outrider.errors import EnvironmentFault
@@ -64,42 +64,10 @@ class Reply:
     num_moves: int
 
 
-class Simulator(Protocol):
-    """A simulator. Every method raises EnvironmentFault if it died or stalled."""
-
-    def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
-        """Start an episode. If the process is deterministic, equal arguments give an equal episode."""
-        ...
-
-    def act(self, action: str) -> Reply:
-        """Perform one action as typed text."""
-        ...
-
-    def valid_actions(self) -> tuple[str, ...]:
-        """All actions that the simulator would understand now (200 to 1,400; 20 to 80 ms)."""
-        ...
-
-    def gold_actions(self, *, task_name: str, variation: int, simplification: str) -> tuple[str, ...]:
-        """A winning action sequence for the episode that ``load`` starts with the same arguments (0.1 to 8
-        s).
-        """
-        ...
-
-    def num_variations(self, task_name: str) -> int:
-        """The simulator's number of variations of a task."""
-        ...
-
-    def is_alive(self) -> bool:
-        """Whether it can be used for another episode."""
-        ...
-
-    def close(self) -> None:
-        """Kill the process and wait for it; may be called twice and from another thread."""
-        ...
-
-
 class JavaSimulator:
-    """A :class:`Simulator` in its own Java process. A lock allows one request at a time.
+    """A simulator in its own Java process. A lock allows one request at a time.
+
+    Every method raises EnvironmentFault if the process died or stalled.
 
     ``port`` is the process's loopback port. A connection needs a secret that the process prints to its
     standard output.
@@ -135,6 +103,7 @@ class JavaSimulator:
         return self._process.pid
 
     def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
+        """Start an episode. If the launch is deterministic, equal arguments give an equal episode."""
         self._load(task_name, variation, simplification, with_gold=False)
         return Opening(
             task_text=self._call("getTaskDescription"),
@@ -152,10 +121,14 @@ class JavaSimulator:
         )
 
     def valid_actions(self) -> tuple[str, ...]:
+        """All actions that the simulator would understand now (200 to 1,400; 20 to 80 ms)."""
         listing = json.loads(self._call("getValidActionObjectCombinationsJSON"))
         return tuple(str(entry["action"]) for entry in listing["validActions"])
 
     def gold_actions(self, *, task_name: str, variation: int, simplification: str) -> tuple[str, ...]:
+        """A winning action sequence for the episode that ``load`` starts with the same arguments (0.1 to 8
+        s).
+        """
         self._load(task_name, variation, simplification, with_gold=True)
         return self._strings(self._call("getGoldActionSequence"))
 
@@ -294,22 +267,24 @@ class SimulatorPool:
     ``num_starts`` counts started simulators, and ``num_replaced`` those of them that replaced a dead one.
     """
 
-    def __init__(self, *, start: Callable[[], Simulator], num_workers: int, borrow_limit_s: float) -> None:
-        """``borrow_limit_s`` limits the wait for a free simulator."""
+    def __init__(self, *, start: Callable[[], Any], num_workers: int, borrow_limit_s: float) -> None:
+        """``start`` makes a :class:`JavaSimulator` (tests substitute it). ``borrow_limit_s`` limits the wait
+        for a free simulator.
+        """
         self._start = start
         self._borrow_limit_s = borrow_limit_s
         self._num_workers = num_workers
         self._lock = threading.Lock()
-        self._running: list[Simulator] = []
+        self._running: list[JavaSimulator] = []
         self._num_closings = 0
         # Last in, first out, so that a started simulator is preferred to starting another one (None).
-        self._free: queue.LifoQueue[Simulator | None] = queue.LifoQueue()
+        self._free: queue.LifoQueue[JavaSimulator | None] = queue.LifoQueue()
         for _ in range(num_workers):
             self._free.put(None)
         self.num_starts = 0
         self.num_replaced = 0
 
-    def borrow(self) -> Simulator:
+    def borrow(self) -> JavaSimulator:
         """A live simulator for one episode. Raises EnvironmentFault if none is free or none starts."""
         try:
             simulator = self._free.get(timeout=self._borrow_limit_s)
@@ -327,7 +302,7 @@ class SimulatorPool:
             self._free.put(simulator)
             raise
 
-    def release(self, simulator: Simulator) -> None:
+    def release(self, simulator: JavaSimulator) -> None:
         """Return a borrowed simulator, dead or alive; call it once per loan."""
         if not simulator.is_alive():
             simulator.close()
@@ -341,11 +316,11 @@ class SimulatorPool:
         for simulator in running:
             simulator.close()
 
-    def _start_another(self, dead: Simulator | None) -> Simulator:
+    def _start_another(self, dead: JavaSimulator | None) -> JavaSimulator:
         num_closings = self._num_closings
         if dead is not None:
             dead.close()
-        started = self._start()
+        started: JavaSimulator = self._start()
         with self._lock:
             self.num_starts += 1
             self.num_replaced += dead is not None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from outrider.environments.task_sets import Split, known_split
+from outrider.environments.base import Split, known_split
 from outrider.types import Task
 
 SIMULATOR_VERSION: Final = "1.2.3"

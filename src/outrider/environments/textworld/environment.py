@@ -11,8 +11,15 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentFactory, EnvironmentSettings
-from outrider.environments.task_sets import SPLITS, Split, known_split, require_tasks, split_size
+from outrider.environments.base import (
+    SPLITS,
+    EnvironmentFactory,
+    EnvironmentSettings,
+    Split,
+    known_split,
+    require_tasks,
+    split_size,
+)
 from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
 from outrider.environments.textworld.games import PACKAGE_VERSION, GameSettings, GameShelf, QuestGame
 from outrider.environments.textworld.play import StoryGame, walkthrough
@@ -125,7 +132,7 @@ class TextWorldEnvironment(GameEnvironment):
     Every environment has an interpreter of its own, so several may run in threads.
     """
 
-    family = "TextWorld"
+    name = "TextWorld"
     metrics = ("score", "max_score", "num_moves", "num_turns", "num_invalid", "lost", "cut_by_moves")
 
     def _find_problem(self, command: str) -> str:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.task_sets import Split
+from outrider.environments.base import Split
 from outrider.environments.textworld.play import StoryGame, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault
 from outrider.seeding import stream
@@ -176,7 +176,7 @@ class GameShelf:
                     root=self.root,
                     game=self.game,
                     game_seed=self.game_seed,
-                    wanted=tuple(keys),
+                    keys=tuple(keys),
                     work=Path(work).absolute(),
                 )
                 finished = _run_child(order, limit_s=_LEAD_S + self.make_limit_s * len(keys))
@@ -195,7 +195,7 @@ class _Order(Settings):
     root: Path
     game: GameSettings
     game_seed: int
-    wanted: tuple[tuple[Split, int], ...]
+    keys: tuple[tuple[Split, int], ...]
     work: Path
 
 
@@ -217,7 +217,7 @@ def main() -> int:
     parent = os.getppid()
     order = _Order.model_validate_json(sys.stdin.read())
     shelf = GameShelf(root=order.root, game=order.game, game_seed=order.game_seed)
-    for split, index in order.wanted:
+    for split, index in order.keys:
         if os.getppid() != parent:  # the parent was killed
             return 1
         target = shelf.story(split, index).parent

@@ -17,7 +17,7 @@ from outrider.environments.agent.programs import (
     WorkerProcess,
     recipe_folders,
 )
-from outrider.environments.task_sets import SPLITS, Split, known_split, require_tasks, split_size
+from outrider.environments.base import SPLITS, Split, known_split, require_tasks, split_size
 from outrider.errors import DataError, ToolUnavailable
 from outrider.types import Step, Task
 

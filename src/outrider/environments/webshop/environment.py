@@ -14,10 +14,9 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
-from outrider.environments.task_sets import known_split, split_size
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, known_split, split_size
 from outrider.environments.text_games import STOP, TAGGED, SimpleFactory
-from outrider.environments.tool_qa.tag_protocol import neutralise
+from outrider.environments.tool_qa.rewards import neutralise
 from outrider.environments.webshop import catalogue as webshop_goals
 from outrider.environments.webshop import pages as webshop_pages
 from outrider.environments.webshop import reward as webshop_reward
@@ -214,9 +213,7 @@ class WebShopEnvironment:
             price=self._shop.prices[page.product_id],
             chosen=page.chosen,
             target=self._shop.products[goal.product_id],
-            attributes=goal.attributes,
-            options=goal.options,
-            price_limit=goal.price_limit,
+            goal=goal,
             option_scoring=self._config.option_scoring,
         )
         return StepResult(

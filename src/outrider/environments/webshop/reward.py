@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Final, Literal, TypeAlias
 
-from outrider.environments.webshop.catalogue import Product
+from outrider.environments.webshop.catalogue import Goal, Product
 
 OptionScoring: TypeAlias = Literal["fixed", "released"]
 RewardKind: TypeAlias = Literal["score", "success10"]
@@ -77,9 +77,7 @@ def score_purchase(
     price: float,
     chosen: Mapping[str, str],
     target: Product,
-    attributes: Sequence[str],
-    options: Sequence[tuple[str, str]],
-    price_limit: float | None,
+    goal: Goal,
     option_scoring: OptionScoring,
 ) -> PurchaseScore:
     """Score a purchase for a goal.
@@ -89,17 +87,15 @@ def score_purchase(
         price: its price in dollars.
         chosen: the chosen options by name.
         target: the goal's product.
-        attributes: the goal's attributes.
-        options: the goal's options as pairs of name and value.
-        price_limit: the goal's limit in dollars, or None.
+        goal: the goal.
         option_scoring: see :func:`num_options_hit`.
     """
     return PurchaseScore(
-        num_attributes_hit=num_attributes_hit(bought, attributes),
-        num_attributes=len(attributes),
-        num_options_hit=num_options_hit(tuple(chosen.values()), options, option_scoring),
-        num_options=len(options),
-        price_ok=price_limit is None or price <= price_limit,
+        num_attributes_hit=num_attributes_hit(bought, goal.attributes),
+        num_attributes=len(goal.attributes),
+        num_options_hit=num_options_hit(tuple(chosen.values()), goal.options, option_scoring),
+        num_options=len(goal.options),
+        price_ok=goal.price_limit is None or price <= goal.price_limit,
         type_factor=type_factor(bought, target),
     )
 

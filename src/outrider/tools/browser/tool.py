@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from outrider.engines.chat import ChatEndpoint, Refusal
 from outrider.errors import ConfigError, DataError, EngineFault, ModelError, ToolFault, ToolUnavailable
-from outrider.tokens.thoughts import without_thoughts
+from outrider.tokens.tool_calls import without_thoughts
 from outrider.tools.base import ToolContext, ToolOutput
 from outrider.tools.browser.pages import (
     BrowserSettings,
