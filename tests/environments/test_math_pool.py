@@ -25,13 +25,22 @@ BOMBS = (
 )
 
 
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[MathPool]:
-    """One process and a limit of a second, in place of the pool that everybody shares."""
+def new_pool() -> Iterator[MathPool]:
+    """One process and a limit of a second."""
     made = MathPool(num_processes=1, cpu_seconds=1)
-    monkeypatch.setattr(math_answers, "math_pool", lambda: made)
     yield made
     made.close()
+
+
+shared_pool = pytest.fixture(scope="module")(new_pool)
+own_pool = pytest.fixture(new_pool)
+
+
+@pytest.fixture
+def pool(shared_pool: MathPool, monkeypatch: pytest.MonkeyPatch) -> MathPool:
+    """In place of the pool of the process. Its worker loads the algebra system once for these tests."""
+    monkeypatch.setattr(math_answers, "math_pool", lambda: shared_pool)
+    return shared_pool
 
 
 def test_a_bomb_is_undecided_and_the_next_answer_is_graded(pool: MathPool) -> None:
@@ -102,20 +111,20 @@ def test_a_lost_process_is_started_again_and_no_verdict_is_lost(pool: MathPool) 
 
 
 def test_processes_that_cannot_be_started_are_a_fault(
-    pool: MathPool, monkeypatch: pytest.MonkeyPatch
+    own_pool: MathPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(EnvironmentFault, match="lost twice"):
-        pool.same_values([("1", "2")])
+        own_pool.same_values([("1", "2")])
     monkeypatch.undo()
-    assert pool.same_values([("1", "1.0")]) == [True]
+    assert own_pool.same_values([("1", "1.0")]) == [True]
 
 
-def test_nothing_is_left_of_a_closed_pool(pool: MathPool) -> None:
-    pool.same_values([("1/2", "0.5")])
-    family = processes_of(pool)
-    pool.close()
-    assert family and processes_of(pool) == []
+def test_nothing_is_left_of_a_closed_pool(own_pool: MathPool) -> None:
+    own_pool.same_values([("1/2", "0.5")])
+    family = processes_of(own_pool)
+    own_pool.close()
+    assert family and processes_of(own_pool) == []
     assert not Path(f"/proc/{family[0]}").exists()
 
 

@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "rapo": {"num_hybrid": 0},
 }
 OF_ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "factbook": {"hops": [1], "passages": "facts", "num_train": 2},  # quick to make
     "openenv": {"command": ("{python}", "-m", "tests.environments.openenv_worlds", "{port}")},
 }
 

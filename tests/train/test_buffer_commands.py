@@ -119,9 +119,8 @@ def test_an_experts_fault_is_retried_counted_and_named(
 
 
 def test_a_real_expert_gets_the_real_return() -> None:
-    settings = validate(
-        RunSettings, {"environment": {"type": "factbook", "num_train": 2}, "algorithm": {"type": "grpo"}}
-    )
+    quick = {"type": "factbook", "num_train": 2, "hops": [1], "passages": "facts"}
+    settings = validate(RunSettings, {"environment": quick, "algorithm": {"type": "grpo"}})
     factbook = make_task_set(settings.environment)
     factory = factbook.make()
     task = factbook.tasks("train")[0]
