@@ -24,10 +24,7 @@ from outrider.algorithms.advantages import (
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
-from outrider.algorithms.retrieval import (
-    combined_advantages_per_rollout,
-    retrieval_reward_per_rollout,
-)
+from outrider.algorithms.retrieval import combined_advantages_per_rollout, retrieval_reward_per_rollout
 
 Float64Array: TypeAlias = NDArray[np.float64]
 Credit: TypeAlias = Callable[[Sequence[int]], RolloutAdvantages]

@@ -31,8 +31,8 @@ from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import Settings, validate
 from outrider.environments.webshop.environment import WebShopConfig
 from outrider.errors import ConfigError, DataError
-from outrider.rollout.base import Limits
 from outrider.rollout.experts import play_experts
+from outrider.rollout.settings import Limits
 from outrider.training.cold_start import cold_start, successful_paths
 from outrider.training.settings import AlgorithmSettings, ColdStartSettings, RunSettings, TrainSettings
 from outrider.training.setup import make_algorithm

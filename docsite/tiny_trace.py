@@ -14,10 +14,10 @@ from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, StatelessHook, format_retrieved
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Step, Task

@@ -13,9 +13,9 @@ from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import load_model
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.training.packing import pack
 from outrider.training.policy import Policy

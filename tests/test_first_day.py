@@ -13,8 +13,8 @@ import pytest
 from outrider import files as atomic_io
 from outrider.cli import main
 from outrider.config import load_settings, validate
+from outrider.engines.base import require_known_model
 from outrider.engines.local import model
-from outrider.engines.names import require_known_model
 from outrider.errors import ConfigError, ModelError
 from outrider.evaluation.tasks import find_benchmark
 from outrider.training import adaptation

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.environments.base import StepResult
 from outrider.errors import ModelError
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, decode_text
 from outrider.types import Message, Outcome, Role
 from tests.rollout.fakes import Factory, Fake, say, scripted, tasks

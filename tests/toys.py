@@ -31,9 +31,9 @@ from outrider.engines.local.sampling import request_stream, sample
 from outrider.environments.base import Env, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.training.policy import Policy

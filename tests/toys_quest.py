@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from outrider.engines.base import Generation, Request
-from outrider.rollout.base import Limits
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.seeding import stream
 from outrider.tokens import Tokenizer
 from outrider.types import Task, Trajectory

@@ -213,7 +213,7 @@ def evaluate_tasks(
 ) -> int:
     """Evaluate on named task sets or an environment's own tasks (docs/evaluation.md); 0 where all was
     scored."""
-    from outrider.engines.names import require_known_model
+    from outrider.engines.base import require_known_model
 
     folder = _new_folder(run)
     if settings.model is not None:
@@ -320,7 +320,7 @@ def _task_set(plugin: Any) -> Any:
 
 def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
     """Refuses, before torch is imported, what can be refused without it; the new folder."""
-    from outrider.engines.names import require_known_model
+    from outrider.engines.base import require_known_model
     from outrider.training.run_dir import require_free
     from outrider.training.settings import require_experts
 

@@ -310,7 +310,7 @@ def _cuda() -> str:
 
 def _packaged_models() -> str:
     # fine if one of them can be used; the line names what the others need
-    from outrider.engines.names import PACKAGED, cache_folder
+    from outrider.engines.base import PACKAGED, cache_folder
 
     usable, others = [], []
     for name, model in PACKAGED.items():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from outrider import __version__
 from outrider.config import NONE, to_toml
-from outrider.engines.names import cache_folder
+from outrider.engines.base import cache_folder
 from outrider.files import first_folder
 from outrider.memory.step_store import check_file
 from outrider.training.run_dir import RECORD

@@ -26,8 +26,7 @@ from outrider.algorithms.sampler_correction import (
     sampler_weights_per_token,
     shaped_ratio,
 )
-from outrider.training.update import sft_loss, success_weights
-from outrider.training.update_metrics import MetricAccumulator
+from outrider.training.update import MetricAccumulator, sft_loss, success_weights
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case

@@ -11,9 +11,9 @@ from outrider.algorithms.entropy_branching import BranchHook, BranchSettings, br
 from outrider.engines.base import Request
 from outrider.environments.tool_qa.environment import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
 from outrider.errors import ToolFault
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
 from outrider.types import Outcome

@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.entropy_branching import (
-    branches,
-    first_wave_budget,
-    require_countable,
-)
+from outrider.algorithms.entropy_branching import branches, first_wave_budget, require_countable
 from outrider.algorithms.loss_settings import (
     CispoLoss,
     GppoLoss,

@@ -19,7 +19,7 @@ from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.rollout.base import HYBRID, has_part
+from outrider.rollout.hooks import HYBRID, has_part
 from outrider.trace import Trace, without_memory
 from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Task

@@ -20,8 +20,7 @@ from outrider.config import validate
 from outrider.memory.embedders import HashEmbedder
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.packing import pack
-from outrider.training.update import rollout_paths
-from outrider.training.update_metrics import MetricAccumulator
+from outrider.training.update import MetricAccumulator, rollout_paths
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="assistant", content="")

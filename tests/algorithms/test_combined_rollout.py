@@ -18,7 +18,7 @@ from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.trace import Node, Trace, policy_turns, without_memory
 from outrider.training.packing import pack
 from outrider.training.policy import Policy

@@ -27,8 +27,8 @@ from outrider.environments.base import StepResult
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.metrics.registry import declared_metric
-from outrider.rollout.base import Limits
 from outrider.rollout.hooks import EpisodeState
+from outrider.rollout.settings import Limits
 from outrider.trace import Node, Trace
 from outrider.training.step_metrics import retrieval_metrics
 from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory

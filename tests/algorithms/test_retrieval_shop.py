@@ -15,10 +15,10 @@ from outrider.environments.webshop import environment as webshop_text
 from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.experts import to_trajectory
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
 from outrider.types import Origin, Trajectory

@@ -26,7 +26,7 @@ from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError, EnvironmentFault
 from outrider.evaluation.recorded import build_trajectories
 from outrider.memory.embedders import HashEmbedder, load_embedder
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, decode_text
 from outrider.trace import Trace
 from outrider.training.settings import RunSettings

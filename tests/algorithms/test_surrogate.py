@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.algorithms.losses import (
-    clipped_surrogate_per_token,
-    kl_per_token,
-    token_weights,
-    weighted_loss,
-)
+from outrider.algorithms.losses import clipped_surrogate_per_token, kl_per_token, token_weights, weighted_loss
 
 CASES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "vectors" / "surrogate_losses.json").read_text()

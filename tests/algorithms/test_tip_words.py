@@ -10,8 +10,8 @@ from outrider.algorithms.tips import PLAIN, TIPS_ON, MemorySettings, TipHook, en
 from outrider.environments.house import HouseConfig, HouseTaskSet, make_house
 from outrider.environments.text_games import render_action
 from outrider.memory.embedders import HashEmbedder
-from outrider.rollout.base import Limits
 from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.settings import Limits
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Task
 from tests.algorithms.tip_groups import played

@@ -15,7 +15,7 @@ from outrider.algorithms.advantages import group_normalized_advantages_per_rollo
 from outrider.algorithms.tree_grpo import TreeGrpo, TreeGrpoSettings
 from outrider.config import load_settings, validate
 from outrider.errors import ConfigError
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.trace import Trace
 from outrider.training.packing import RolloutPath
 from outrider.training.settings import RunSettings, UpdateSettings
@@ -25,10 +25,9 @@ from tests.rollout.fakes import Factory, scheduler, tasks
 from tests.rollout.test_branch import Copying, answers
 from tests.rollout.test_scheduler import chatty
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (  # noqa: F401
+from tests.train.test_pack_update import (
     Recorder,
     assert_equal_gradients,
-    double_precision,
     eager,
     gradients_of,
     padded_logprobs,

@@ -17,8 +17,8 @@ from outrider.engines.local import attention as segment_attention
 from outrider.engines.local import cpu_kernels as fused
 from outrider.engines.local import cpu_kernels as rotary
 from outrider.engines.local.attention import IMPLEMENTATION, Segment, TreePlan, register
-from outrider.training import logprobs as chunked_logprobs
-from outrider.training.logprobs import score_tokens
+from outrider.training import policy as chunked_logprobs
+from outrider.training.policy import score_tokens
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.engines.base import Request
+from outrider.engines.base import PACKAGED, PackagedModel, Request, cache_folder
 from outrider.engines.local.engine import make_engine
 from outrider.engines.local.model import Forward, load_model, resolve_model
-from outrider.engines.names import PACKAGED, PackagedModel, cache_folder
 from outrider.errors import ModelError
 
 GEMMA = "gemma3-270m"

@@ -16,7 +16,7 @@ from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, TurnClosing
 from outrider.types import Message
 from tests.rollout.fakes import Factory, Fake, scheduler, tasks

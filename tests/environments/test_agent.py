@@ -30,9 +30,9 @@ from outrider.environments.agent.programs import Programs, Report
 from outrider.environments.agent.server import Gateway, PendingRequest, ProgramExit, Session
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
-from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.episode import Sampling  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
+from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402

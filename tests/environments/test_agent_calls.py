@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
-from outrider.rollout.base import Limits  # noqa: E402
+from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.tokens.call_formats import CALL_FORMATS, find_call_error, read_turn, read_turn_unchecked  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402

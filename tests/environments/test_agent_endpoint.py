@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.chat import ChatEndpoint, EndpointSettings  # noqa: E402
-from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.endpoint import Collected, Collector  # noqa: E402
+from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.tokens.call_formats import CallFormatName  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.chat_server import Answer, ChatServer, chat_server, completion  # noqa: E402

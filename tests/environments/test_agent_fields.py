@@ -13,12 +13,12 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from pydantic import ValidationError  # noqa: E402
 
 from outrider.environments.agent.environment import AgentConfig  # noqa: E402
-from outrider.environments.agent.requests import (  # noqa: E402
+from outrider.environments.agent.requests import (
     CHAT,
     FIELDS,
     IGNORABLE,
     RESPONSES,
-    BadRequest,  # noqa: E402
+    BadRequest,
     PolicyRequest,
     RequestField,
     RequestPath,

@@ -12,16 +12,12 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.requests import read_chat  # noqa: E402
-from outrider.environments.base import (  # noqa: E402
-    ExternalEpisode,
-    StepResult,  # noqa: E402
-    open_episode,
-)
+from outrider.environments.base import ExternalEpisode, StepResult, open_episode
 from outrider.environments.conversations import ExternalAgent, Refusal  # noqa: E402
 from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult  # noqa: E402
-from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.external_agent import Unanswerable, opening_ids  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport  # noqa: E402
+from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402

@@ -17,7 +17,7 @@ from outrider.environments.agent.responses import response as written  # noqa: E
 from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
 from outrider.environments.base import Episode  # noqa: E402
 from outrider.errors import EnvironmentFault  # noqa: E402
-from outrider.rollout.base import Limits  # noqa: E402
+from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
@@ -285,6 +285,6 @@ def test_or_whose_tools_break_the_reading(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: Any) -> Any:
         raise SystemExit(3)
 
-    monkeypatch.setattr("outrider.environments.base.read_turn", broken)
+    monkeypatch.setattr("outrider.tokens.call_formats.read_turn", broken)
     with pytest.raises(EnvironmentFault, match="BadTools cannot read a turn: SystemExit: 3"):
         Episode(BadTools()).read("x")

@@ -10,7 +10,7 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from outrider.engines.base import Request  # noqa: E402
 from outrider.environments.agent.requests import Answer, BadRequest, read_chat
 from outrider.environments.agent.responses import read_response, response  # noqa: E402
-from outrider.rollout.base import Limits  # noqa: E402
+from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.tokens.renderer import HistoryThinking  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402

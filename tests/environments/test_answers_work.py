@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.environments.grading import answers
-from outrider.environments.grading.answers import (
-    extract_answer,
-    last_boxed,
-    normalize_answer,
-)
+from outrider.environments.grading.answers import extract_answer, last_boxed, normalize_answer
 
 
 class Counting:

@@ -10,12 +10,11 @@ import pytest
 
 from outrider.engines.base import Request
 from outrider.environments.tool_qa.environment import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
-from outrider.tools.base import ToolOutput
-from outrider.tools.concurrency import CallBudget
+from outrider.tools.base import CallBudget, ToolOutput
 from outrider.trace import Trace
 from outrider.training.step_metrics import rollout_metrics
 from tests.rollout.fakes import scripted, tasks

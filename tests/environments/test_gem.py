@@ -8,10 +8,7 @@ import pytest
 pytest.importorskip("gem", reason="needs the package gem-llm")
 
 from outrider.environments.base import CopyableEnvironment  # noqa: E402
-from outrider.environments.gym.environment import (
-    GymEnvironment,  # noqa: E402
-    GymTaskSet,  # noqa: E402
-)
+from outrider.environments.gym.environment import GymEnvironment, GymTaskSet
 from outrider.environments.gym.making import GymConfig  # noqa: E402
 from outrider.types import Message  # noqa: E402
 

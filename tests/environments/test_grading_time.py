@@ -17,12 +17,12 @@ from outrider.environments.grading.math_answers import MathPool, compare_math
 from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import EnvironmentFault
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.faults import run_guarded, run_timed
 from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
-from outrider.tools.concurrency import CallAbandoned, FairPool, SingleFlightCache, uncounted
+from outrider.tools.base import CallAbandoned, FairPool, SingleFlightCache, uncounted
 from outrider.tools.python.tool import PythonTool, PythonToolConfig
 from outrider.tools.search import stream_safe, terms
 from outrider.training.step_metrics import rollout_metrics

@@ -18,17 +18,11 @@ import pytest
 pytest.importorskip("openenv.core.env_server.http_server", reason="needs the package openenv-core")
 
 from outrider.environments.base import CopyableEnvironment  # noqa: E402
-from outrider.environments.openenv.environment import (
-    OpenEnvEnvironment,  # noqa: E402
-    OpenEnvTaskSet,  # noqa: E402
-)
-from outrider.environments.openenv.server import (
-    OpenEnvConfig,  # noqa: E402
-    Server,  # noqa: E402
-)
+from outrider.environments.openenv.environment import OpenEnvEnvironment, OpenEnvTaskSet
+from outrider.environments.openenv.server import OpenEnvConfig, Server
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.plugins.listing import plugin_digests  # noqa: E402
-from outrider.rollout.base import Limits  # noqa: E402
+from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.types import Message, Outcome  # noqa: E402
 from tests.environments.openenv_worlds import NUM_SESSIONS  # noqa: E402
 from tests.rollout.fakes import scheduler, scripted  # noqa: E402

@@ -12,17 +12,14 @@ from pydantic import ValidationError
 
 pytest.importorskip("websockets", reason="needs the extra openenv")
 
-from outrider.environments.openenv.environment import (
-    OpenEnvEnvironment,  # noqa: E402
-    OpenEnvTaskSet,  # noqa: E402
-)
+from outrider.environments.openenv.environment import OpenEnvEnvironment, OpenEnvTaskSet
 from outrider.environments.openenv.server import OpenEnvConfig  # noqa: E402
-from outrider.environments.openenv.spaces import (  # noqa: E402
+from outrider.environments.openenv.spaces import (
     describe_errors,
     field_action,
     json_action,
     make_action,
-    observation_text,  # noqa: E402
+    observation_text,
 )
 from outrider.errors import EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.training.settings import RunSettings  # noqa: E402

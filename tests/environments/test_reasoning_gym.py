@@ -11,11 +11,11 @@ from pydantic import ValidationError
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
 
 from outrider.environments.base import Env  # noqa: E402
-from outrider.environments.reasoning_gym.environment import (  # noqa: E402
-    ReasoningGymConfig,  # noqa: E402
+from outrider.environments.reasoning_gym.environment import (
+    ReasoningGymConfig,
     ReasoningGymFactory,
     ReasoningGymTaskSet,
-    SandboxedVerifier,  # noqa: E402
+    SandboxedVerifier,
 )
 from outrider.errors import ConfigError, DataError, ToolFault  # noqa: E402
 from outrider.tools.python import sandbox  # noqa: E402

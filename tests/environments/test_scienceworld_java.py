@@ -18,8 +18,8 @@ from outrider.environments.scienceworld.environment import (
 )
 from outrider.environments.scienceworld.simulator import JavaSimulator
 from outrider.errors import EnvironmentFault
-from outrider.rollout.base import Limits
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
+from outrider.rollout.settings import Limits
 from outrider.types import Message, Outcome
 from tests.rollout.fakes import scheduler, scripted
 

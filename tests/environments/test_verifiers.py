@@ -23,9 +23,9 @@ from outrider.environments.agent.programs import Report  # noqa: E402
 from outrider.environments.verifiers.environment import Episodes, VerifiersConfig, VerifiersTaskSet
 from outrider.errors import DataError, EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.plugins.imports import add_search_folder  # noqa: E402
-from outrider.rollout.base import Limits  # noqa: E402
 from outrider.rollout.episode import Sampling  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
+from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.training.experts import read_demonstrations  # noqa: E402
 from outrider.types import Outcome  # noqa: E402

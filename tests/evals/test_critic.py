@@ -18,7 +18,7 @@ from outrider.engines.base import Engine, Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.evaluation.recorded import build_trajectories, recorded_trajectories
 from outrider.memory.embedders import HashEmbedder
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.trace import Trace
 from outrider.training.step_records import trace_rows
 from outrider.types import Message

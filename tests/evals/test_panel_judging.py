@@ -9,7 +9,7 @@ from outrider.evaluation.grading import Grader, find_variant
 from outrider.evaluation.results import EvalTasksStore, SampleResult
 from outrider.evaluation.run import play_eval_tasks
 from outrider.evaluation.tasks import BENCHMARKS, EvalSetup, EvalTasks
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.types import Outcome, Task
 from outrider.viewer.progress import Progress
 from tests.rollout.fakes import Factory, Fake

@@ -21,7 +21,7 @@ from outrider.evaluation.report import build_report
 from outrider.evaluation.results import EvalTasksStore
 from outrider.evaluation.run import LocalPlayer, play_eval_tasks, run_evaluation
 from outrider.evaluation.tasks import BENCHMARKS, EvalSetup, EvalTasks, EvalTasksSettings
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.training.checkpoint import save_checkpoint
 from outrider.training.policy import Policy
 from outrider.training.settings import ModelSettings, OptimizerSettings, RunSettings

@@ -17,7 +17,7 @@ from outrider.errors import DataError
 from outrider.evaluation.recorded import build_trajectories, recorded_trajectories
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.trace import Trace
 from outrider.training.step_records import trace_rows
 from outrider.types import Origin, Step, Task, Trajectory

@@ -18,8 +18,7 @@ from outrider.trace import Trace
 from outrider.training.packing import RolloutPath
 from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings, UpdateSettings
-from outrider.training.update import rollout_paths, update
-from outrider.training.update_metrics import MetricAccumulator
+from outrider.training.update import MetricAccumulator, rollout_paths, update
 from outrider.types import Message
 from tests.tiny import save_tiny_model, tiny_model
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.memory.index import GrowingMatrix, search
+from outrider.memory.step_buffer import GrowingMatrix, search
 
 
 def brute_force(vectors: np.ndarray, query: np.ndarray, mask: np.ndarray, k: int) -> list[tuple[int, float]]:

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.memory.embedders import HashEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.memory.step_store import (
-    StepFilter,
-    StepRecord,
-    history_text,
-    prompt_question,
-    select_best,
-)
+from outrider.memory.step_store import StepFilter, StepRecord, history_text, prompt_question, select_best
 from outrider.types import Message, Step, Trajectory
 from tests.memory.builders import make_trajectory
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import Env, EpisodeResult, StepResult
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Hook
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.types import Message, Role, Task
 from tests.tiny import tiny_tokenizer

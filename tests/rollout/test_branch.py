@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from outrider.engines.base import Request
 from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.base import Limits
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
+from outrider.rollout.settings import Limits
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Origin, Outcome

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.errors import EngineFault, EnvironmentFault, ModelError
-from outrider.rollout.base import Limits
 from outrider.rollout.endpoint import Collected, Collector
+from outrider.rollout.settings import Limits
 from outrider.types import Message, Outcome, Task
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.toy import ToyTaskSet

@@ -13,10 +13,10 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversations import Conversation, ExternalAgent, SampledTurn, ServedTurn
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, StatelessHook
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tokens.renderer import HistoryThinking
 from outrider.trace import Node, Trace, split_contexts, without_memory

@@ -10,11 +10,11 @@ import pytest
 from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
-from outrider.rollout.base import Limits
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling, play_texts
 from outrider.rollout.experts import play_experts
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, Outcome, Step, Task

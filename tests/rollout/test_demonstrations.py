@@ -10,8 +10,9 @@ import pytest
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import validate
 from outrider.errors import EnvironmentFault
-from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.experts import join_demonstration, play_experts
+from outrider.rollout.hooks import RolloutStatus
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
 from outrider.training.components import Components

@@ -17,8 +17,8 @@ from outrider.engines.chat import (
 )
 from outrider.environments.base import Episode
 from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
-from outrider.rollout.base import Limits
 from outrider.rollout.endpoint import Collected, Collector, endpoint_turn
+from outrider.rollout.settings import Limits
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, read_turn
 from outrider.types import Outcome
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
@@ -124,7 +124,7 @@ def test_a_turn_that_breaks_its_reader_is_a_fault_of_its_rollout(monkeypatch: py
     def broken(*_: Any) -> Any:
         raise TypeError("'int' object is not iterable")
 
-    monkeypatch.setattr("outrider.rollout.endpoint.read_turn", broken)
+    monkeypatch.setattr("outrider.tokens.call_formats.read_turn", broken)
     played, _, _ = play(ANSWER)
     assert played.outcome == Outcome.ENVIRONMENT_FAULT and "not iterable" in played.detail
 

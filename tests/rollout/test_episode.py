@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import CUT_MARK
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
+from outrider.rollout.settings import Limits
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks

@@ -10,8 +10,8 @@ import pytest
 
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.base import Limits
 from outrider.rollout.branching import Expansion
+from outrider.rollout.settings import Limits
 from outrider.trace import Node, Trace
 from outrider.types import Outcome
 from tests.rollout.fakes import Factory, Fake, say, scheduler, tasks

@@ -6,9 +6,9 @@ import pytest
 
 from outrider.environments.base import StepResult
 from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
-from outrider.rollout.base import Limits
 from outrider.rollout.experts import play_experts, to_trajectory
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
+from outrider.rollout.settings import Limits
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome, Step, Task

@@ -9,9 +9,9 @@ import pytest
 
 from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
 from outrider.memory.chat_files import import_trajectories
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import play_texts
 from outrider.rollout.experts import join_demonstration, play_experts
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tokens.call_formats import CALL_FORMATS, convert_calls, get_call_format, read_turn
 from outrider.tools.base import ToolOutput

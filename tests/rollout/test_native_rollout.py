@@ -9,9 +9,9 @@ import pytest
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling, play_texts
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import Tool, ToolOutput
 from outrider.trace import Trace

@@ -21,9 +21,9 @@ from outrider.config import validate
 from outrider.engines.base import Generation, Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.base import Limits
 from outrider.rollout.branching import Expansion
 from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.settings import Limits
 from outrider.training.step_metrics import rollout_metrics
 from outrider.types import Message, Task
 from tests.rollout.fakes import TOKENIZER, Factory, RawEngine, scheduler, tasks

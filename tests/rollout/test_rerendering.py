@@ -18,10 +18,10 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import ConfigError, ModelError
 from outrider.evaluation.tasks import EvalTasksSettings
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling, require_no_rerendering
 from outrider.rollout.experts import join_demonstration
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tokens.renderer import HistoryThinking
 from outrider.tokens.template_check import check_template

@@ -16,8 +16,8 @@ from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.base import Limits
 from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.settings import Limits
 from outrider.seeding import stream
 from outrider.types import Message, Origin, Outcome
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks

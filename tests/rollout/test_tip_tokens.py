@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from outrider.algorithms.tips import render_tips
 from outrider.environments.base import StepResult
 from outrider.memory.tips import Tip
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Node, without_memory
 from outrider.types import Origin

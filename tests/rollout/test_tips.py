@@ -17,10 +17,10 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace, policy_turns, without_memory
 from outrider.types import Message, Origin, Outcome, Role

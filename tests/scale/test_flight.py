@@ -16,8 +16,7 @@ import pytest
 from outrider.distributed.rollouts import RemoteGroupPlayer
 from outrider.distributed.worker import Heartbeat, Job, JobResult, RolloutSlots
 from outrider.errors import ProcessLost
-from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import StatelessHook
+from outrider.rollout.hooks import RolloutStatus, StatelessHook
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Trace
 from outrider.training.async_rollouts import (

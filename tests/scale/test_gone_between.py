@@ -25,7 +25,7 @@ from outrider.errors import CheckpointError, ClusterFault, ConfigError, NoRepair
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.listing import server_digests
-from outrider.rollout.base import RolloutStatus
+from outrider.rollout.hooks import RolloutStatus
 from outrider.trace import Leaf, Trace
 from outrider.training.async_rollouts import RolloutPrefetch
 from outrider.training.data import SampledStep

@@ -18,10 +18,9 @@ from outrider.distributed.ray_session import Recipe
 from outrider.distributed.rollouts import WorkerRollouts
 from outrider.distributed.worker import Heartbeat, Job, JobResult
 from outrider.errors import ConfigError, ProcessLost
-from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import Hook, StatelessHook
+from outrider.rollout.hooks import Hook, RolloutStatus, StatelessHook
 from outrider.rollout.scheduler import RolloutReport
-from outrider.tools.concurrency import CallBudget
+from outrider.tools.base import CallBudget
 from outrider.trace import Trace
 from outrider.training.settings import RunSettings
 from outrider.types import Outcome, Task

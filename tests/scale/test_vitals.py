@@ -11,7 +11,7 @@ import pytest
 from outrider.distributed import rollouts
 from outrider.distributed.ray_session import SharedRolloutStatus, cpu_seconds, read_location
 from outrider.distributed.rollouts import HeartbeatMonitor
-from outrider.rollout.base import RolloutStatus
+from outrider.rollout.hooks import RolloutStatus
 
 
 class Unanswered:

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet
 from outrider.errors import ToolUnavailable
-from outrider.tools.concurrency import FairPool
+from outrider.tools.base import FairPool
 from outrider.tools.python import sandbox
 from outrider.tools.python.tool import PythonTool, PythonToolConfig
 

@@ -11,7 +11,7 @@ from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.tool_qa.environment import ToolEnvironment
 from outrider.errors import EnvironmentFault
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.runs import Run
 from outrider.trace import Trace
 from outrider.training.settings import RunSettings

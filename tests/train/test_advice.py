@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.rollout.base import HYBRID, Limits
 from outrider.rollout.faults import count_cut, failure_reasons, limiting_setting, require_room
+from outrider.rollout.hooks import HYBRID
+from outrider.rollout.settings import Limits
 from outrider.trace import Leaf, Trace
 from outrider.training.settings import RunSettings
 from outrider.training.step_metrics import Advice

@@ -8,8 +8,8 @@ import pytest
 from outrider.config import validate
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.rollout.base import Limits
 from outrider.rollout.experts import play_experts
+from outrider.rollout.settings import Limits
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
 from outrider.training.experts import evolve_buffer, fill_buffer

@@ -9,8 +9,8 @@ import pytest
 
 from outrider.config import validate
 from outrider.errors import ConfigError, EnvironmentFault
-from outrider.rollout.base import Limits
 from outrider.rollout.experts import play_experts
+from outrider.rollout.settings import Limits
 from outrider.training.experts import play_expert, request_expert_paths
 from outrider.training.settings import RunSettings
 from outrider.types import Step, Task

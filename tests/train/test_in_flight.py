@@ -27,12 +27,11 @@ from outrider.training.async_rollouts import (
     GroupName,
     GroupResult,
     PendingStep,
-    QueuedStep,
     QueueSnapshot,
     read_snapshot,
     write_snapshot,
 )
-from outrider.training.data import TaskOrder
+from outrider.training.data import QueuedStep, TaskOrder
 from outrider.training.settings import RunSettings, StageSettings
 from outrider.training.step_metrics import staleness_metrics
 from outrider.types import Message, Origin, Outcome, Task

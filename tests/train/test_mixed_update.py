@@ -25,15 +25,13 @@ from outrider.trace import Trace
 from outrider.training.data import interleave
 from outrider.training.packing import PackedBatch, RolloutPath
 from outrider.training.settings import UpdateSettings
-from outrider.training.update import UpdateReport, loss_inputs, rollout_paths, update
-from outrider.training.update_metrics import MetricAccumulator
+from outrider.training.update import MetricAccumulator, UpdateReport, loss_inputs, rollout_paths, update
 from outrider.types import Origin, Task
 from tests.objectives import nested
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (  # noqa: F401
+from tests.train.test_pack_update import (
     Recorder,
     assert_equal_gradients,
-    double_precision,
     eager,
     gradients_of,
     random_trace,

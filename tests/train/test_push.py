@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.cli import main
-from outrider.engines.names import PACKAGED
+from outrider.engines.base import PACKAGED
 from outrider.errors import CheckpointError, ConfigError, HubError
 from outrider.evaluation.hub import (
     BASES,

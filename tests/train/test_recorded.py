@@ -9,10 +9,7 @@ from outrider.algorithms.loss_settings import ClipLoss, SamplerCorrection, migra
 from outrider.api import run_settings
 from outrider.config import Settings, to_toml
 from outrider.errors import ConfigError
-from outrider.training.run_dir import (
-    _plain,
-    recorded_settings,
-)
+from outrider.training.run_dir import _plain, recorded_settings
 
 OLD = """
 [environment]

@@ -13,10 +13,10 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import DataError
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
 from outrider.training import replay

@@ -21,8 +21,7 @@ from outrider.config import validate
 from outrider.engines.local.unpacked import segment_paths
 from outrider.trace import Leaf, Node, Trace, split_contexts
 from outrider.training.packing import advantages_by_rollout, pack
-from outrider.training.update import rollout_paths
-from outrider.training.update_metrics import MetricAccumulator
+from outrider.training.update import MetricAccumulator, rollout_paths
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="assistant", content="")

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.rollout.base import RolloutStatus
+from outrider.rollout.hooks import RolloutStatus
 from outrider.types import Message, Task
 from outrider.viewer.progress import PlainProgress, Progress, WatchedProgress
 from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks

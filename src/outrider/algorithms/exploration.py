@@ -58,8 +58,7 @@ from outrider.memory.embedders import Embedder
 from outrider.memory.novelty import NoveltyStore, RandomDistillation
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.tips import MemoryChange
-from outrider.rollout.base import HYBRID, ON_POLICY, join_modes
-from outrider.rollout.hooks import Hook
+from outrider.rollout.hooks import HYBRID, ON_POLICY, Hook, join_modes
 from outrider.trace import Trace
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ from outrider.algorithms.presets import (
     ReinforcePlusPlusPreset,
 )
 from outrider.config import Settings
-from outrider.rollout.base import ON_POLICY, Limits
-from outrider.rollout.hooks import Hook
+from outrider.rollout.hooks import ON_POLICY, Hook
+from outrider.rollout.settings import Limits
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin, Task
 

@@ -20,8 +20,16 @@ from outrider.config import Settings
 from outrider.environments.base import StepResult
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import Hit, StepFilter, StepRecord, history_text
-from outrider.rollout.base import HYBRID, has_part
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, format_retrieved, join_observation
+from outrider.rollout.hooks import (
+    HYBRID,
+    Attempt,
+    EpisodeState,
+    Hook,
+    Splice,
+    format_retrieved,
+    has_part,
+    join_observation,
+)
 from outrider.trace import Node, Trace
 from outrider.types import Origin, Step
 

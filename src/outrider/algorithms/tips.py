@@ -20,8 +20,7 @@ from outrider.memory.embedders import Embedder
 from outrider.memory.novelty import DistillationSettings, NoveltyStore, RandomDistillation
 from outrider.memory.tips import Eviction, Key, Rank, Tip, TipHit, TipMemory
 from outrider.plugins.registry import EmbedderName
-from outrider.rollout.base import has_part
-from outrider.rollout.hooks import EpisodeState, Hook, Splice
+from outrider.rollout.hooks import EpisodeState, Hook, Splice, has_part
 from outrider.seeding import stream
 from outrider.tokens.tool_calls import without_thoughts
 from outrider.trace import Leaf, Node, Trace, policy_turns

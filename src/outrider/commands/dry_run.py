@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from outrider.config import require_paths
-from outrider.engines.names import find_model
+from outrider.engines.base import find_model
 from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, open_episode
 from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders

@@ -50,7 +50,7 @@ def _print_prompt(parsed: argparse.Namespace) -> int:
     from outrider import api
     from outrider.commands.dry_run import first_prompt, load_renderer, rendered_ids, rendered_text
     from outrider.config import require_paths
-    from outrider.engines.names import require_known_model
+    from outrider.engines.base import require_known_model
     from outrider.environments.base import make_task_set, split_tasks
     from outrider.plugins.imports import search_folders
     from outrider.training.run_dir import RECORD

@@ -125,7 +125,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    from outrider import api
+    from outrider.api import run_settings
+    from outrider.api import train as train_run
 
     # no recipe, but the first override in its place
     if parsed.resume is not None and "=" in str(parsed.recipe or ""):
@@ -147,16 +148,16 @@ def _train(parsed: argparse.Namespace) -> int:
         recipe_overrides.append(f"cluster.ray_address={parsed.ray_address}")
     is_dry_run = parsed.dry_run and parsed.recipe is not None and parsed.resume is None
     with smoke(
-        lambda values: api.run_settings(parsed.recipe, overrides=values),
+        lambda values: run_settings(parsed.recipe, overrides=values),
         recipe_overrides,
         enabled=parsed.smoke and parsed.recipe is not None,
         dry_run=is_dry_run,
     ) as more:
         if is_dry_run:
-            settings = api.run_settings(parsed.recipe, overrides=[*recipe_overrides, *more])
+            settings = run_settings(parsed.recipe, overrides=[*recipe_overrides, *more])
             return print_settings(settings, parsed.recipe, recipe_overrides, smoke=more)
         return stoppable(
-            lambda stop: api.train(
+            lambda stop: train_run(
                 parsed.recipe,
                 run=parsed.run,
                 resume=parsed.resume,

@@ -36,13 +36,13 @@ from outrider.engines.local.cpu_kernels import fuse
 from outrider.engines.local.model import LanguageModel, longest_context
 from outrider.errors import ModelError
 from outrider.training.adapters import choose_trained, layer_prefix, plain_names
-from outrider.training.logprobs import Scoring
 from outrider.training.packing import PackedBatch, RolloutPath
 from outrider.training.policy import (
     SHARDS,
     Policy,
     Ranks,
     Scorer,
+    Scoring,
     TokenScores,
     require_shapes,
     sum_of_squares,

@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 from outrider.errors import ClusterFault, ConfigError, NoRepair, OutriderError, ProcessLost
 from outrider.plugins.imports import add_search_folder, search_folders
 from outrider.plugins.registry import substituted_kinds
-from outrider.rollout.base import RolloutStatus
+from outrider.rollout.hooks import RolloutStatus
 from outrider.training.settings import ClusterSettings, RunSettings
 
 AGAIN: Final = "continue from the newest checkpoint with --resume"

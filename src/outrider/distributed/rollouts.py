@@ -18,9 +18,8 @@ from outrider.distributed.ray_session import (
 )
 from outrider.distributed.worker import Heartbeat, Job, JobResult
 from outrider.errors import ConfigError, ProcessLost
-from outrider.rollout.base import RolloutStatus
 from outrider.rollout.faults import lost_leaf
-from outrider.rollout.hooks import Hook
+from outrider.rollout.hooks import Hook, RolloutStatus
 from outrider.rollout.scheduler import Modes, RolloutReport, largest
 from outrider.trace import Trace
 from outrider.training.async_rollouts import GroupName, GroupResult, PendingStep, RolloutPrefetch

@@ -24,7 +24,7 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.listing import server_digests
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
-from outrider.tools.concurrency import CallBudget
+from outrider.tools.base import CallBudget
 from outrider.training.components import Components
 from outrider.training.policy import set_threads
 from outrider.training.setup import make_algorithm, make_renderer

@@ -33,10 +33,10 @@ from outrider.evaluation.tasks import (
 )
 from outrider.files import replace_file
 from outrider.printing import Terminal, print_lines
-from outrider.rollout.base import RolloutStatus
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling
 from outrider.rollout.faults import require_results, require_room
+from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.scheduler import Scheduler
 from outrider.training.policy import set_threads
 from outrider.training.settings import ModelSettings

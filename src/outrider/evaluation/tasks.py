@@ -36,7 +36,7 @@ from outrider.plugins.imports import add_search_folder
 from outrider.plugins.listing import plugin_digests, write_origins
 from outrider.plugins.registry import is_import_path, is_known, known_names
 from outrider.records import SUFFIXES, Row, read_rows
-from outrider.rollout.base import Limits
+from outrider.rollout.settings import Limits
 from outrider.suggestions import did_you_mean
 from outrider.training.settings import ModelSettings
 from outrider.types import Json, Message, Task

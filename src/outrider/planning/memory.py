@@ -22,7 +22,7 @@ MARGIN: Final = 1.1  # allocator's gaps, and buffers that no formula has
 CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffers, per GPU
 PROCESS_BYTES: Final = 500_000_000  # on a CPU: interpreter and libraries of one process
 SLEEPING_BYTES: Final = 2_000_000_000  # what an engine that sleeps leaves on its GPU
-HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.training.logprobs
+HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.training.policy
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
 VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
@@ -145,7 +145,7 @@ def activations_per_token(shape: ModelShape) -> int:
 
 def head_bytes(shape: ModelShape, value_bytes: int) -> float:
     """Logits of a block of tokens in the working precision, and log-probs and probabilities of a chunk of
-    it in float32: ``(512 b + 128 * 8) V`` (:mod:`outrider.training.logprobs`).
+    it in float32: ``(512 b + 128 * 8) V`` (:mod:`outrider.training.policy`).
     """
     return (HEAD_ROWS * value_bytes + 2 * 4 * HEAD_CHUNK) * shape.vocabulary
 

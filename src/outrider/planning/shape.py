@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.engines.names import PACKAGED, cache_folder, require_known_model
+from outrider.engines.base import PACKAGED, cache_folder, require_known_model
 from outrider.errors import ConfigError, ModelError
 
 

@@ -21,10 +21,11 @@ from outrider.environments.base import (
 from outrider.environments.conversations import Refusal as ProgramRefusal
 from outrider.environments.conversations import ServedTurn, before_stop
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
-from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.episode import close_quietly, episode_outcome
 from outrider.rollout.external_agent import MAX_REFUSALS
 from outrider.rollout.faults import fault_outcome, locate_invalid_result, run_timed
+from outrider.rollout.hooks import RolloutStatus
+from outrider.rollout.settings import Limits
 from outrider.seeding import stream_seed
 from outrider.tokens.call_formats import get_call_format, read_turn, read_turn_unchecked
 from outrider.tokens.tool_calls import CallFormat, split_thinking

@@ -21,10 +21,10 @@ from outrider.environments.base import (
     open_episode,
 )
 from outrider.errors import ConfigError, EngineFault, EnvironmentFault, InvalidResult, ToolFault
-from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.branching import Fork, GroupScheduler, make_fork
 from outrider.rollout.faults import cancelled_leaf, locate_invalid_result, run_guarded, run_timed
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, to_message
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, RolloutStatus, Splice, to_message
+from outrider.rollout.settings import Limits
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace

@@ -4,46 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field, model_validator
 
-from outrider.config import Settings
 from outrider.printing import points
 from outrider.rollout.faults import require_results
 from outrider.rollout.scheduler import Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Task
-
-
-class EvaluationSettings(Settings):
-    """``num_tasks`` first tasks of ``split``, ``num_samples`` rollouts each at ``temperature`` (0: greedy).
-
-    It is played before training (``at_start``), after the cold start, after ``every`` training steps (0:
-    never) and at the end. ``panel`` is the SHA-256 of these tasks: a run on other ones is refused (None: any;
-    ``evaluations.jsonl`` has it). ``num_trials`` of ``outrider eval --adapt`` with ``memory`` (0: an
-    evaluation without any).
-    """
-
-    split: str = "test"
-    num_tasks: int = Field(200, ge=1)
-    num_samples: int = Field(1, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    every: int = Field(0, ge=0)
-    at_start: bool = True
-    panel: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    num_trials: int = Field(0, ge=0)
-    memory: Literal["tips", "reflexion"] = "tips"
-
-    @model_validator(mode="after")
-    def _validate(self) -> "EvaluationSettings":
-        if self.num_trials and self.memory == "reflexion" and self.num_samples > 1:
-            raise ValueError(
-                "evaluation.memory = reflexion tries every task again on its own: num_samples must be 1"
-            )
-        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

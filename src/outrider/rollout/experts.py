@@ -11,10 +11,18 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EnvironmentFactory, StepResult
 from outrider.memory.step_store import TokenCounter
-from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, format_retrieved, join_observation
+from outrider.rollout.hooks import (
+    Attempt,
+    EpisodeState,
+    Hook,
+    RolloutStatus,
+    Splice,
+    format_retrieved,
+    join_observation,
+)
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.trace import Node, Trace

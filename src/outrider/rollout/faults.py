@@ -20,8 +20,8 @@ from outrider.errors import (
     ToolFault,
     UnusableReward,
 )
-from outrider.rollout.base import Limits
-from outrider.tools.concurrency import CallClock
+from outrider.rollout.settings import Limits
+from outrider.tools.base import CallClock
 from outrider.trace import Leaf, Node, Trace, split_contexts
 from outrider.types import Origin, Outcome
 
@@ -138,7 +138,7 @@ async def run_guarded(call: Callable[..., ResultT], *arguments: object, timeout_
     Raises ToolFault, EnvironmentFault or InvalidResult and nothing else; a cancellation always gets through.
     The thread is a daemon and not one of a pool: a call that hangs can take no place from others (whose wait
     would then look like slowness) and cannot keep the process alive. Waiting for shared processes is not
-    counted (:mod:`outrider.tools.concurrency`); a call that nobody waits for any more leaves their queues.
+    counted (:mod:`outrider.tools.base`); a call that nobody waits for any more leaves their queues.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Outcome[ResultT]] = loop.create_future()

@@ -1,9 +1,11 @@
 """Hooks: what acts inside the rollout loop, and the state that it sees."""
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from threading import Lock
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 
@@ -12,6 +14,20 @@ from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task
+
+# The mode of a rollout: one word per method, joined by "+" if several methods act in one rollout.
+ON_POLICY: Final = "on_policy"
+HYBRID: Final = "hybrid"  # may retrieve steps (RAPO)
+
+
+def join_modes(*parts: str) -> str:
+    """Join the modes of several methods."""
+    return "+".join(parts)
+
+
+def has_part(mode: str, part: str) -> bool:
+    """Whether ``part`` is one of the modes that ``mode`` joins."""
+    return part in mode.split("+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +219,61 @@ def join_observation(text: str, observation: str) -> str:
 def to_message(splice: Splice) -> Message:
     """The message that renders a splice: it continues the assistant's message."""
     return Message(role="inline", content=splice.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLocation:
+    """``num_rollouts`` rollouts are in ``location``; ``longest`` entered first, ``seconds`` ago."""
+
+    location: str
+    num_rollouts: int
+    longest: str
+    seconds: float
+
+
+class RolloutStatus:
+    """Where the unfinished rollouts are; the watchdog and the display read it.
+
+    ``changed`` is the time (of ``clock``) at which a rollout last moved on.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._locations: dict[str, tuple[float, str]] = {}
+        self.changed = clock()
+
+    def set(self, rollout: str, location: str) -> None:
+        """Record that a rollout entered ``location``: a call of its environment, or the engine."""
+        with self._lock:
+            self.changed = self._clock()
+            self._locations[rollout] = (self.changed, location)
+
+    def remove(self, rollout: str) -> None:
+        """Remove a finished rollout."""
+        with self._lock:
+            self.changed = self._clock()
+            self._locations.pop(rollout, None)
+
+    def snapshot(self) -> list[RolloutLocation]:
+        """Return all locations, the one with the longest wait first."""
+        with self._lock:
+            entries = sorted(
+                (since, location, rollout) for rollout, (since, location) in self._locations.items()
+            )
+            now = self._clock()
+        by_location: dict[str, list[tuple[float, str]]] = {}
+        for since, location, rollout in entries:
+            by_location.setdefault(location, []).append((since, rollout))
+        return [
+            RolloutLocation(
+                location=location,
+                num_rollouts=len(waiting),
+                longest=waiting[0][1],
+                seconds=now - waiting[0][0],
+            )
+            for location, waiting in by_location.items()
+        ]
 
 
 deprecated.keep_old_names(__name__)

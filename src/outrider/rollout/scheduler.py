@@ -18,7 +18,6 @@ from outrider.engines.base import Engine, Generation, Request
 from outrider.environments.base import Env, EnvironmentFactory
 from outrider.environments.conversations import ExternalAgent
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
-from outrider.rollout.base import Limits, RolloutStatus
 from outrider.rollout.branching import (
     BranchingGroupScheduler,
     Copies,
@@ -40,9 +39,10 @@ from outrider.rollout.faults import (
     rejoin,
     run_guarded,
 )
-from outrider.rollout.hooks import Hook, as_hooks
+from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
+from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
-from outrider.tools.concurrency import CallBudget
+from outrider.tools.base import CallBudget
 from outrider.trace import Leaf, Trace
 from outrider.types import Origin, Task
 

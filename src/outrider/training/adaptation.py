@@ -20,10 +20,10 @@ from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
 from outrider.memory.embedders import load_embedder
 from outrider.printing import Terminal, score
-from outrider.rollout.base import RolloutStatus
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.rollout.faults import fault_line, lost_reasons, require_room
+from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Leaf
 from outrider.training.components import Components

@@ -21,14 +21,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import CheckpointError
-from outrider.files import (
-    remove,
-    remove_leftovers,
-    replace_file,
-    replacing_by_name,
-    replacing_folder,
-    sync,
-)
+from outrider.files import remove, remove_leftovers, replace_file, replacing_by_name, replacing_folder, sync
 from outrider.training.policy import Policy, Scorer, tensor_files
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from outrider.algorithms.base import Algorithm
 from outrider.engines.base import Engine
 from outrider.environments.base import EnvironmentFactory, TaskSet
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.rollout.base import RolloutStatus
+from outrider.rollout.hooks import RolloutStatus
 from outrider.tokens import ChatRenderer
 from outrider.training.settings import RunSettings
 from outrider.types import Step, Task

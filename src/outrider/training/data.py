@@ -18,9 +18,9 @@ from outrider.config import Settings
 from outrider.environments.base import TaskSet, split_tasks
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import DataError, OutriderError
-from outrider.rollout.evaluate import EvaluationSettings
 from outrider.rollout.faults import count_cut, cut_line, fault_line
 from outrider.rollout.scheduler import Rollouts, largest
+from outrider.rollout.settings import EvaluationSettings
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.training.cold_start import expert_rollouts

@@ -8,13 +8,11 @@ from pydantic import Field, field_validator, model_validator
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
-from outrider.engines.base import EngineSettings, LocalSettings
-from outrider.engines.names import PACKAGED
+from outrider.engines.base import PACKAGED, EngineSettings, LocalSettings
 from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
-from outrider.rollout.base import Limits
-from outrider.rollout.evaluate import EvaluationSettings
+from outrider.rollout.settings import EvaluationSettings, Limits
 
 ALL_LINEAR: Final = "all-linear"
 """peft's shorthand for every linear layer but the projection onto the vocabulary."""

@@ -32,8 +32,7 @@ from outrider.memory.step_store import TokenCounter, copy_database
 from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
-from outrider.rollout.base import RolloutStatus
-from outrider.rollout.hooks import Hook, as_hooks
+from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
 from outrider.training.adapters import coverage

@@ -13,9 +13,9 @@ from outrider.algorithms.advantages import NoSignalReason
 from outrider.algorithms.base import GroupAdvantages
 from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
-from outrider.rollout.base import HYBRID, has_part
 from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
+from outrider.rollout.hooks import HYBRID, has_part
 from outrider.trace import Node, Trace
 from outrider.training.components import Components
 from outrider.training.data import SampledStep

@@ -13,8 +13,7 @@ from outrider.tokens.template import Continuation
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
 from outrider.training.components import Components
 from outrider.training.packing import RolloutPath, advantages_by_rollout
-from outrider.training.update import UpdateReport, split_mini_batches
-from outrider.training.update_metrics import Floats, TokenRecord
+from outrider.training.update import Floats, TokenRecord, UpdateReport, split_mini_batches
 from outrider.types import Origin
 from outrider.viewer.records import (
     MemoryWriter,

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from outrider.errors import ConfigError
 from outrider.printing import Terminal, one_line
-from outrider.rollout.base import RolloutStatus
+from outrider.rollout.hooks import RolloutStatus
 from outrider.signals import STOPPING, clear_before_exit
 
 Field: TypeAlias = float | int | str

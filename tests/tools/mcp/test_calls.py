@@ -14,12 +14,7 @@ import pytest
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.errors import ToolFault, ToolUnavailable  # noqa: E402
-from outrider.tools.base import (  # noqa: E402
-    SchemaTool,
-    Tool,
-    ToolOutput,
-    Toolset,  # noqa: E402
-)
+from outrider.tools.base import SchemaTool, Tool, ToolOutput, Toolset
 from outrider.tools.mcp.tool import McpServer  # noqa: E402
 from outrider.types import ToolCall  # noqa: E402
 from tests.tools.mcp.servers import HERE, built, is_running, numbers, over_http  # noqa: E402

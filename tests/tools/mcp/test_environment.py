@@ -9,9 +9,9 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.environments.base import Episode  # noqa: E402
 from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet  # noqa: E402
-from outrider.rollout.base import Limits
 from outrider.rollout.episode import Sampling  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
+from outrider.rollout.settings import Limits
 from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402

@@ -13,10 +13,7 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable  # noqa: E402
 from outrider.tools.base import ToolOutput  # noqa: E402
 from outrider.tools.mcp import session as session_module  # noqa: E402
-from outrider.tools.mcp.tool import (
-    McpConfig,  # noqa: E402
-    McpServer,  # noqa: E402
-)
+from outrider.tools.mcp.tool import McpConfig, McpServer
 from tests.tools.mcp.servers import built, hostile, numbers, over_http  # noqa: E402
 
 AGAIN = "; it is started again for the next call"

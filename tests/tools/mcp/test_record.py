@@ -10,7 +10,7 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 from outrider.cli import main  # noqa: E402
 from outrider.errors import CheckpointError, PackError  # noqa: E402
 from outrider.evaluation.packs import read_recipe  # noqa: E402
-from outrider.tools.concurrency import SingleFlightCache  # noqa: E402
+from outrider.tools.base import SingleFlightCache  # noqa: E402
 from outrider.tools.mcp import tool as asking  # noqa: E402
 from outrider.tools.mcp.session import Listing, origins  # noqa: E402
 from outrider.tools.mcp.tool import McpConfig  # noqa: E402

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from outrider.config import Settings
+from outrider.engines.base import PACKAGED, cache_folder, require_known_model
 from outrider.engines.local import cpu_kernels as onednn
 from outrider.engines.local.attention import (
     IMPLEMENTATION,
@@ -43,7 +44,6 @@ from outrider.engines.local.attention import (
 from outrider.engines.local.cpu_kernels import fuse
 from outrider.engines.local.processor import read_processor
 from outrider.engines.local.unpacked import EAGER, Unpacked, examine, longrope_lengths
-from outrider.engines.names import PACKAGED, cache_folder, require_known_model
 from outrider.errors import ConfigError, ModelError
 from outrider.files import first_folder
 from outrider.tokens import ChatRenderer

@@ -25,7 +25,7 @@ from outrider.environments.grading.math_comparison import is_same_unit
 from outrider.environments.grading.math_normal_form import normalize_spelling, split_unit
 from outrider.environments.grading.math_worker import ALIVE, STALL_SECONDS
 from outrider.errors import EnvironmentFault
-from outrider.tools.concurrency import FairPool, SingleFlightCache, uncounted
+from outrider.tools.base import FairPool, SingleFlightCache, uncounted
 
 _DROPPED: Final = (
     ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""),

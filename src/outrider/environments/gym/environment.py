@@ -17,13 +17,7 @@ from outrider.environments.gym.making import (
     package_version,
 )
 from outrider.environments.gym.spaces import observation_text
-from outrider.environments.seeded import (
-    MAX_EXPERT_TURNS,
-    MoveRecord,
-    SeedTaskSet,
-    opening_message,
-    task_seed,
-)
+from outrider.environments.seeded import MAX_EXPERT_TURNS, MoveRecord, SeedTaskSet, opening_message, task_seed
 from outrider.environments.text_games import STOP, SimpleFactory
 from outrider.errors import EnvironmentFault, OutriderError
 from outrider.types import Message, Step, Task

@@ -25,13 +25,7 @@ from outrider.environments.openenv.spaces import (
     observation_text,
     require_fields,
 )
-from outrider.environments.seeded import (
-    MAX_EXPERT_TURNS,
-    MoveRecord,
-    SeedTaskSet,
-    opening_message,
-    task_seed,
-)
+from outrider.environments.seeded import MAX_EXPERT_TURNS, MoveRecord, SeedTaskSet, opening_message, task_seed
 from outrider.environments.text_games import STOP
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message, Step, Task

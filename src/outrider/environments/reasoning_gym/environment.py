@@ -29,7 +29,7 @@ from outrider.environments.tool_qa.environment import (
 from outrider.environments.tool_qa.rewards import RewardConfig, stop_strings
 from outrider.errors import ConfigError, DataError, ToolFault, ToolUnavailable
 from outrider.tokens.call_formats import ProtocolName
-from outrider.tools.concurrency import SingleFlightCache
+from outrider.tools.base import SingleFlightCache
 from outrider.tools.python.tool import PythonTool, PythonToolConfig
 from outrider.types import Step, Task
 

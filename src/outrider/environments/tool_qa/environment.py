@@ -39,8 +39,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.plugins.registry import Entry, build_by_name, load_settings_class, resolve
 from outrider.tokens.call_formats import ProtocolName, describe_unwritable
 from outrider.tokens.tool_calls import call_id, without_thoughts
-from outrider.tools.base import Tool, ToolContext, ToolGroup, ToolOutput, Toolset, ToolSettings
-from outrider.tools.concurrency import CallBudget
+from outrider.tools.base import CallBudget, Tool, ToolContext, ToolGroup, ToolOutput, Toolset, ToolSettings
 from outrider.tools.python.tool import PythonToolConfig
 from outrider.tools.search import SearchConfig
 from outrider.types import Message, Step, Task, ToolCall, ToolSchema

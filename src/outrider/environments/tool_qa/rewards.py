@@ -23,7 +23,7 @@ from outrider.environments.grading.math_answers import Verdict, compare_all, str
 from outrider.errors import ConfigError, EngineFault, ModelError, ToolFault, ToolUnavailable
 from outrider.seeding import stream_seed
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.tools.concurrency import SingleFlightCache
+from outrider.tools.base import SingleFlightCache
 from outrider.types import Message, Task
 
 # The papers' tag protocol: think, call a tool, read its result and answer, all inside one assistant

@@ -21,7 +21,7 @@ from outrider.engines.chat import AnswerTooLarge, EndpointSettings, HttpAnswer, 
 from outrider.errors import DataError, ToolFault
 from outrider.printing import one_line
 from outrider.records import Row, read_rows
-from outrider.tools.concurrency import SingleFlightCache
+from outrider.tools.base import SingleFlightCache
 from outrider.tools.search import row_title
 
 _HOST = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*(?::[0-9]{1,5})?|\[[0-9a-f:.]+\](?::[0-9]{1,5})?")

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from outrider.engines.chat import ChatEndpoint, Refusal
 from outrider.errors import ConfigError, DataError, EngineFault, ModelError, ToolFault, ToolUnavailable
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.tools.base import ToolContext, ToolOutput
+from outrider.tools.base import SingleFlightCache, ToolContext, ToolOutput
 from outrider.tools.browser.pages import (
     BrowserSettings,
     EndpointReader,
@@ -21,7 +21,6 @@ from outrider.tools.browser.pages import (
     Refused,
     without_controls,
 )
-from outrider.tools.concurrency import SingleFlightCache
 from outrider.tools.search import Passage, SearchConfig, SearchTool, terms
 from outrider.types import Message
 

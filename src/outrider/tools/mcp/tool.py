@@ -19,8 +19,7 @@ from pydantic import Field, model_validator
 
 from outrider.errors import ToolUnavailable
 from outrider.plugins.imports import search_folders
-from outrider.tools.base import Tool, ToolContext, ToolGroup, ToolOutput, ToolSettings
-from outrider.tools.concurrency import SingleFlightCache
+from outrider.tools.base import SingleFlightCache, Tool, ToolContext, ToolGroup, ToolOutput, ToolSettings
 from outrider.tools.functions import CalledByText
 from outrider.types import Json
 

@@ -19,8 +19,7 @@ from typing import Final, Literal, Self, TypeAlias, cast
 
 from outrider.config import NONE, Settings
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable
-from outrider.tools.base import ToolContext, ToolOutput
-from outrider.tools.concurrency import FairPool, uncounted
+from outrider.tools.base import FairPool, ToolContext, ToolOutput, uncounted
 from outrider.tools.python import sandbox
 from outrider.tools.python.server import REPLY, REQUEST, STATUSES, ServerSettings, receive
 
