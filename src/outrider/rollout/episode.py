@@ -1,8 +1,8 @@
-"""One rollout, in order: prompt, then turns of policy and environment, then the leaf.
+"""The loop of one rollout: the prompt, alternating turns of policy and environment, then the leaf.
 
-:class:`EpisodeRunner` plays a rollout for an ordinary environment; :mod:`outrider.rollout.external_agent`
-overrides the places where an external program keeps the conversation. What follows the class are its helpers:
-truncation, tips, reflections, and episodes of known texts without a model.
+:class:`EpisodeRunner` runs a rollout of an ordinary environment. :mod:`outrider.rollout.external_agent`
+overrides the methods that differ if an external program manages the conversation. The functions below the
+class truncate observations, insert tips, request reflections and replay recorded texts without a model.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ StateT = TypeVar("StateT", bound=EpisodeState)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the policy's turns are sampled; evaluation may be greedy (temperature 0)."""
+    """Sampling parameters of the policy's turns. Temperature 0 is greedy decoding, as evaluations may use."""
 
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRunner:
-    """Plays rollouts of one scheduler run, which share these fields."""
+    """Runs rollouts of one scheduler run. All of them share these fields."""
 
     batcher: "RoundBatcher | StreamBatcher"
     renderer: ChatRenderer
@@ -70,11 +70,20 @@ class EpisodeRunner:
         fork: Fork | None = None,
         is_late: Callable[[], bool] = lambda: False,
     ) -> Leaf:
-        """Play one rollout into ``trace``, from the prompt or from ``fork`` on. If ``is_late`` becomes true,
-        it is cancelled before its next turn.
+        """Run one rollout and append its nodes to ``trace``.
 
-        Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or
-        records it.
+        Args:
+            task: the task of the group.
+            trace: the tree of the group.
+            environment: a new environment, or a copy if ``fork`` has one.
+            rollout: the number of the rollout in its group.
+            mode: the mode of the rollout, see :mod:`outrider.rollout.hooks`.
+            fork: where the rollout starts; None: at the prompt.
+            is_late: checked before every turn. If it returns True, the rollout is cancelled.
+
+        Raises:
+            ToolFault, EnvironmentFault, EngineFault: if infrastructure fails. The caller retries the rollout
+                or records the fault.
         """
         self.rollout_status.set(f"{task.key}/{rollout}", "the start of its environment")
         episode = open_episode(environment)
@@ -107,7 +116,7 @@ class EpisodeRunner:
     async def _open(
         self, task: Task, trace: Trace, episode: Episode, rollout: int, mode: str
     ) -> EpisodeState:
-        """The state of a rollout whose environment has started."""
+        """Create the state of a rollout after its environment was reset."""
         token_ids = self.renderer.prompt(episode.prompt, episode.tools)
         return self._new_state(EpisodeState, task, trace, episode, rollout, mode, token_ids, episode.tools)
 
@@ -122,14 +131,14 @@ class EpisodeRunner:
         token_ids: tuple[int, ...],
         tools: Sequence[ToolSchema],
     ) -> StateT:
-        # The group shares its prompt node; a simulator without a seed may open differently and then gets its
-        # own.
+        # All rollouts of a group share one prompt node, so that engines and packing reuse the prefix. If a
+        # simulator ignores the seed, prompts may differ; each distinct prompt then has its own node.
         root = next(
             (node for node in trace.nodes if node.parent is None and node.token_ids == token_ids), None
         )
         if root is None:
             text = "\n".join(message.content for message in episode.prompt)
-            # The message has the words of the environment alone; the ids also describe the tools.
+            # The message contains only the environment's text; the token ids also contain the tool schemas.
             metadata = {DESCRIBED_TOOLS: [str(tool["name"]) for tool in tools]} if tools else {}
             root = trace.append(
                 parent=None, origin=Origin.PROMPT, token_ids=token_ids, metadata=metadata,
@@ -148,8 +157,9 @@ class EpisodeRunner:
         )
 
     async def _continue(self, fork: Fork, episode: Episode, rollout: int, mode: str) -> EpisodeState:
-        """The state of a rollout that leaves another one: its environment is a copy, or the steps are
-        replayed.
+        """Create the state of a forked rollout.
+
+        If the fork has no copy of the environment, replay the parent's actions in the new one.
         """
         state = fork.state.snapshot()
         if fork.environment is None:
@@ -164,12 +174,13 @@ class EpisodeRunner:
     # 2. One turn
 
     async def _turn(self, state: EpisodeState) -> Outcome | None:
-        """One policy turn with what hooks put before it; None while the episode goes on."""
+        """Run the hooks and one policy turn. Returns the outcome, or None if the episode continues."""
         if state.turn >= self.limits.max_turns:
             return Outcome.TRUNCATED_TURNS
         if self._num_tokens_left(state) <= 0:
             return Outcome.TRUNCATED_TOKENS
-        # Where a fork begins, hooks have acted and its point was decided about in the rollout that it left.
+        # In the first turn of a fork, skip the hooks and the branching decision: both already took place in
+        # the parent rollout before this turn.
         was_forked, state.is_forked = state.is_forked, False
         for hook in () if was_forked else self.hooks:
             for intervention in hook.before_turn(state):
@@ -180,8 +191,8 @@ class EpisodeRunner:
         context = state.last_node
         finish, text = await self._generate(state)
         turn = state.episode.read(text)
-        # Rollouts may fork before the turn that was just written, now or later; its own tokens stay with this
-        # rollout. Before the environment acts: a copy has to be of the state that this turn was written in.
+        # A fork starts before the turn that was just sampled and does not share its tokens. The copy must be
+        # made before the environment steps, so that it has the state in which this turn was sampled.
         fork: Fork | None = None
         if self.scheduler.on_turn_start(state, is_known=was_forked):
             self._set_status(state, "a copy of its environment")
@@ -207,7 +218,7 @@ class EpisodeRunner:
         return outcome
 
     async def _generate(self, state: EpisodeState) -> tuple[FinishReason, str]:
-        """Sample the turn and append its node; the text, and why it ended."""
+        """Sample a turn and append its node. Returns the finish reason and the text."""
         max_tokens, stop = self._turn_limits(state)
         generation, text = await self._sample(state, max_tokens=max_tokens, stop=stop)
         state.last_node = state.trace.append(
@@ -237,7 +248,7 @@ class EpisodeRunner:
         key = (state.task.key, state.rollout, state.turn)
         generation = await self.batcher.generate(
             Request(
-                # Padded: batches are ordered by this text.
+                # Zero-padded because batches are sorted by this string.
                 request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}",
                 token_ids=context,
                 max_tokens=max_tokens,
@@ -251,21 +262,21 @@ class EpisodeRunner:
         return generation, self.renderer.turn_text(generation.token_ids, context=context, is_closed=is_closed)
 
     def _turn_limits(self, state: EpisodeState) -> tuple[int, tuple[str, ...]]:
-        """The most tokens of the turn, and its stop strings."""
+        """Maximum number of tokens of the turn, and its stop strings."""
         return min(self.limits.max_turn_tokens, self._num_tokens_left(state)), self.sampling.stop
 
     async def _act(self, state: EpisodeState, text: str, turn: Message | None = None) -> StepResult:
-        """Step the environment."""
+        """Step the environment in a thread with the step time limit."""
         self._set_status(state, "an environment's step")
         return await self._run_guarded(state.episode.act, text, turn)
 
     def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:
-        """Append the observation; an outcome if the rollout ends here."""
+        """Append the observation. Returns an outcome if the rollout ends here, otherwise None."""
         observations = result.observations
         if not observations:
             raise EnvironmentFault("the environment neither answered nor ended the episode")
         if finish is FinishReason.EOS and observations[0].role == "inline":
-            return Outcome.INVALID  # the policy closed the one assistant message that the protocol has
+            return Outcome.INVALID  # inline protocols have one assistant message, and the policy closed it
         limit = self.limits.max_observation_tokens
         if self.renderer.history_thinking == "strip":
             appended = self._append_rerendered(state, observations, limit)
@@ -276,7 +287,10 @@ class EpisodeRunner:
     # 3. Interventions of hooks
 
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
-        """Do a hook's action in the environment; the action counts also where its text finds no room."""
+        """Execute a hook's action in the environment.
+
+        The environment's state changes even if the text of the splice does not fit into the context.
+        """
         before = state.last_node
         action = state.episode.convert(attempt.action)
         result = await self._act(state, action)
@@ -287,15 +301,16 @@ class EpisodeRunner:
             state.last_node.reward = result.reward
             state.last_node.metadata |= {"action": action, "observation": result.text}
         else:
-            # no text shows it, so the record does
+            # The context does not contain the action, so record it in the metadata.
             before.metadata.setdefault("attempted", []).append(action)
             if splice is not None and not result.done:
-                return Outcome.TRUNCATED_TOKENS  # the state has changed and the policy could not see it
+                return Outcome.TRUNCATED_TOKENS  # the state changed, but the policy cannot see how
         return episode_outcome(result) if result.done else None
 
     def _splice(self, state: EpisodeState, splice: Splice, *, room: int) -> None:
-        """Insert a hook's text, unless it would leave the policy less than ``room`` tokens: a step must not
-        end the episode.
+        """Insert a hook's text, unless fewer than ``room`` tokens would remain for the policy.
+
+        A dropped splice is counted and does not end the episode.
         """
         require_no_rerendering(self.renderer)
         if splice.origin is Origin.MEMORY:
@@ -312,7 +327,7 @@ class EpisodeRunner:
             state.steps.append(splice.step)
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
-        """The first reflection that a hook requests, and its number of tokens."""
+        """Generate the first reflection that a hook requests. Returns its text and number of tokens."""
         for hook in self.hooks:
             if hook.max_reflection_tokens:
                 self._set_status(state, "the wait for a reflection")
@@ -324,23 +339,24 @@ class EpisodeRunner:
                     batcher=self.batcher,
                     renderer=self.renderer,
                     max_ending_tokens=self.limits.max_observation_tokens,
-                    # "remark" is the name of the stream: another one is another draw
+                    # The stream is still called "remark": another name would change the draws of earlier
+                    # versions.
                     seed=stream_seed(self.run_seed, "remark", self.training_step, *key),
                 )
                 if reflection is not None:
                     return reflection
         return "", 0
 
-    # 4. The context. What is appended must leave the policy room for a token; else nothing is appended and
-    # the methods return False.
+    # 4. The context. These methods leave room for at least one token of the policy. If there is none, they
+    # append nothing and return False.
 
     @property
     def _context_length(self) -> int:
         return self.batcher.engine.context_length
 
     def _num_tokens_left(self, state: EpisodeState) -> int:
-        """Tokens that the rollout may still add."""
-        # The prompt and tips count here: the context holds them, whatever the budget of the response says.
+        """Number of tokens that the rollout may still add."""
+        # The prompt and tips do not count towards the response budget, but they do fill the context.
         used = len(state.trace.token_ids(state.last_node.node_id))
         return min(self.limits.max_response_tokens - state.num_response_tokens, self._context_length - used)
 
@@ -354,10 +370,10 @@ class EpisodeRunner:
         *,
         room: int = 1,
     ) -> bool:
-        """Append tokens that the policy did not write; False if they would leave it less than ``room``
-        tokens.
+        """Append messages that the policy did not write.
 
-        A cut at the limit is marked in the text and on the node; it is never silent.
+        Messages over ``limit`` tokens are truncated; the text and the node's metadata mark the cut. Returns
+        False and appends nothing if fewer than ``room`` tokens would remain for the policy.
         """
         context = state.trace.token_ids(state.last_node.node_id)
         token_ids, num_cut = render_bridge(context, messages, limit, renderer=self.renderer)
@@ -373,11 +389,11 @@ class EpisodeRunner:
         return True
 
     def _append_rerendered(self, state: EpisodeState, observations: Sequence[Message], limit: int) -> bool:
-        """As :meth:`_append`, with the whole conversation rendered again before every turn, as servers do
-        (``history_thinking = "strip"``): earlier turns lose their thinking.
+        """Append observations by rendering the whole conversation again (``history_thinking = "strip"``).
 
-        If the new rendering begins with the context so far, it continues it; else the context begins anew and
-        the rollout becomes one sample more.
+        Inference servers do the same: the template removes the thinking of earlier turns. If the new
+        rendering starts with the current context, only the new tokens are appended. Otherwise the context
+        restarts, and the rollout yields one more training sample.
         """
         context = state.trace.token_ids(state.last_node.node_id)
         tools = state.episode.tools
@@ -403,7 +419,11 @@ class EpisodeRunner:
         *,
         num_cut: int = 0,
     ) -> bool:
-        """Append an observation, after the context or as a new one; ``num_new`` tokens count as new."""
+        """Append an observation as a continuation of the context or, if ``restarts``, as a new context.
+
+        ``num_new`` is the number of tokens that count towards ``max_response_tokens``: a restart repeats
+        earlier tokens, which were counted before. Returns False if there is no room.
+        """
         context = 0 if restarts else len(state.trace.token_ids(state.last_node.node_id))
         remaining = self.limits.max_response_tokens - state.num_response_tokens - num_new
         if min(remaining, self._context_length - context - len(token_ids)) < 1:
@@ -425,10 +445,14 @@ class EpisodeRunner:
 
 
 def episode_outcome(result: StepResult, *, is_cut: bool = False, is_answer: bool = False) -> Outcome:
-    """How an episode that the environment has ended (``done``) ended.
+    """Return the outcome of an episode that the environment ended (``done``).
 
-    ``is_cut``: the token limit ended its last turn. It is unreadable for that reason then and not because it
-    is wrong, and if all of it was the answer (``is_answer``), it is not the one that was being written.
+    Args:
+        result: the last step.
+        is_cut: whether the token limit truncated the last turn. If the turn is invalid, truncation is the
+            reason, so the outcome is ``TRUNCATED_TOKENS`` and not ``INVALID``.
+        is_answer: whether the whole last turn is the answer. A truncated answer is not the one that the
+            policy was writing, so it also counts as ``TRUNCATED_TOKENS``.
     """
     if is_cut and (result.invalid or is_answer):
         return Outcome.TRUNCATED_TOKENS
@@ -437,20 +461,23 @@ def episode_outcome(result: StepResult, *, is_cut: bool = False, is_answer: bool
     return Outcome.INVALID if result.invalid else Outcome.FINISHED
 
 
-# A text that is longer than its budget loses its middle, because the end closes what the start opens. The
-# cut is marked.
+# Truncation: texts over the budget lose their middle and receive a mark there. The end stays because it
+# closes the tags and messages that the start opens.
 
 
 CUT_MARK = " [...] "
-_NUM_END_TOKENS = 24  # tokens: they close tags and messages and open the assistant's turn
+_NUM_END_TOKENS = 24  # tokens that close tags and messages and open the assistant's turn
 
 
 def render_bridge(
     context: Sequence[int], messages: Sequence[Message], limit: int, *, renderer: ChatRenderer
 ) -> tuple[tuple[int, ...], int]:
-    """At most ``limit`` ids that put the messages behind the context, and how many were cut.
+    """Render messages after the context with at most ``limit`` token ids.
 
-    Of several messages each loses its own middle, so that the template's words between them stay.
+    Several messages are truncated one by one, so that the template's text between them stays complete.
+
+    Returns:
+        The token ids and the number of tokens that were cut.
     """
     if len(messages) > 1:
         messages, num_lost = cut_messages(context, messages, limit, renderer=renderer)
@@ -463,8 +490,12 @@ def render_bridge(
 def cut_messages(
     context: Sequence[int], messages: Sequence[Message], limit: int, *, renderer: ChatRenderer
 ) -> tuple[Sequence[Message], int]:
-    """The messages with texts so short that at most ``limit`` ids put them behind the context, and how many
-    tokens they lost. Every one has an equal share of what there is.
+    """Truncate the texts of messages so that they render to at most ``limit`` token ids after the context.
+
+    All messages have equal shares of the budget.
+
+    Returns:
+        The messages and the number of tokens that were cut.
     """
     ids = renderer.bridge(context, messages)
     if len(ids) <= limit:
@@ -476,20 +507,23 @@ def cut_messages(
 
 
 def truncate_ids(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tuple[tuple[int, ...], int]:
-    """At most ``limit`` ids, and how many were cut."""
+    """Cut the middle of ``ids`` to at most ``limit`` ids.
+
+    Returns the ids and the number of ids that were cut.
+    """
     if len(ids) <= limit:
         return ids, 0
     num_end = min(_NUM_END_TOKENS, limit // 2)
     mark = renderer.bridge((), [Message(role="inline", content=CUT_MARK)])
     if num_end + len(mark) >= limit:
-        # A budget too small for the mark: the node's count alone tells of the cut.
+        # The mark does not fit; only the node's metadata records the cut.
         mark = ()
     num_start = limit - num_end - len(mark)
     return (*ids[:num_start], *mark, *ids[len(ids) - num_end :]), len(ids) - num_start - num_end
 
 
 def truncate_text(text: str, limit: int, *, renderer: ChatRenderer) -> str:
-    """The text of at most ``limit`` ids; as it is where it fits."""
+    """Truncate a text to at most ``limit`` token ids; a text that fits is returned unchanged."""
     token_ids, num_cut = truncate_ids(
         renderer.bridge((), [Message(role="inline", content=text)]), limit, renderer=renderer
     )
@@ -497,8 +531,10 @@ def truncate_text(text: str, limit: int, *, renderer: ChatRenderer) -> str:
 
 
 def require_no_rerendering(renderer: ChatRenderer) -> None:
-    """For text of a hook, which is no message. Raises ConfigError where conversations are rendered again: it
-    would be gone with the next observation.
+    """Check that a hook may insert text that is not a message of its own.
+
+    Raises:
+        ConfigError: if every observation renders the conversation again, which would remove such text.
     """
     if renderer.history_thinking == "strip":
         raise ConfigError(
@@ -507,8 +543,10 @@ def require_no_rerendering(renderer: ChatRenderer) -> None:
 
 
 def message_parts(messages: Sequence[Message]) -> dict[str, object]:
-    """What :func:`join_messages` loses, for the node's metadata: where each message of several ends, whose it
-    is, and the id of the call that it answers.
+    """Return node metadata that :func:`join_messages` drops.
+
+    For each message: its role, its number of characters and the id of the tool call that it answers. Empty
+    for a single message without a call id.
     """
     if len(messages) == 1 and not messages[0].tool_call_id:
         return {}
@@ -520,25 +558,32 @@ def message_parts(messages: Sequence[Message]) -> dict[str, object]:
 
 
 def join_messages(messages: Sequence[Message]) -> Message:
-    """Several messages as their node holds them."""
+    """Join messages into the one message that a node stores. The role is that of the first message."""
     text = "\n".join(message.content for message in messages)
     return Message(role=messages[0].role, content=text)
 
 
-# Two things that a memory needs from the loop: tips inside the newest user message, and a reflection after
-# the end (EMPO²).
+# Support for memories (EMPO²): tips inside the newest user message, and a reflection after the episode.
 
 
 def show_tip(
     state: EpisodeState, splice: Splice, *, renderer: ChatRenderer, context_length: int, reserve: int
 ) -> bool:
-    """Put a tip at the end of the newest user message, or inside the assistant's where that goes on; False
-    without room.
+    """Insert a tip at the end of the newest user message, or inside the assistant message if that is open.
 
-    The message's node is split there: what the template writes behind the text becomes a node behind the tip.
-    So the path without its memory nodes is, token by token, what a rollout without tips has. ``reserve`` are
-    the tokens that the rollout may still add: a tip that would leave fewer is not shown, and tips count in no
-    other budget, so that no episode ends because of them.
+    The node of the message is split: the tokens that the template writes after the text move to a node after
+    the tip. Without its memory nodes, the path is therefore token for token that of a rollout without tips.
+
+    Args:
+        state: the rollout.
+        splice: the tip.
+        renderer: renders the tip.
+        context_length: the engine's context length in tokens.
+        reserve: number of tokens that the rollout may still add. A tip that would leave fewer is not shown.
+            Tips count towards no other budget, so no episode ends because of a tip.
+
+    Returns:
+        Whether the tip was inserted.
     """
     ids = renderer.bridge((), [Message(role="inline", content=splice.text)])
     newest, trace = state.last_node, state.trace
@@ -570,13 +615,15 @@ def show_tip(
 
 
 def _without_end(state: EpisodeState, length: int) -> Node:
-    """The newest message's node without its last ids: shortened where it is this rollout's own, a shared one
-    of the group if the prompt.
+    """Return the newest message's node without its last ``length`` ids.
+
+    An observation belongs to this rollout alone and is shortened in place. The prompt is shared, so the group
+    has a second, shortened prompt node for rollouts with tips.
     """
     node, trace = state.last_node, state.trace
     token_ids = node.token_ids[:-length]
     if node.parent is not None:
-        node.token_ids = token_ids  # it was appended for this turn: nothing hangs under it yet
+        node.token_ids = token_ids  # it was appended for this turn and has no children yet
         return node
     for other in trace.nodes:
         if other.parent is None and other.token_ids == token_ids:
@@ -594,10 +641,11 @@ async def request_reflection(
     max_ending_tokens: int,
     seed: int,
 ) -> tuple[str, int] | None:
-    """The policy's reflection and its number of tokens; None where the hook asks nothing.
+    """Generate the policy's reflection on a finished episode.
 
-    ("", 0) where that cannot be: a reflection is never worth an episode, so an engine's fault or a full
-    context leaves the rollout as it is.
+    Returns:
+        The text and its number of tokens, or None if the hook requests no reflection. ("", 0) if the context
+        is full or the engine fails: a missing reflection must not fail the rollout.
     """
     room = batcher.engine.context_length - hook.max_reflection_tokens
     prompt_ids = _reflection_prompt(
@@ -617,7 +665,8 @@ async def request_reflection(
         generation = await batcher.generate(request)
     except EngineFault:
         return "", 0
-    # with the block of thinking that the template has opened: of one that was cut, nothing is a reflection
+    # turn_text includes a thinking block that the template opened, so that truncated thinking is not mistaken
+    # for a reflection.
     is_closed = generation.finish_reason is FinishReason.EOS
     text = renderer.turn_text(generation.token_ids, context=prompt_ids, is_closed=is_closed)
     return text, len(generation.token_ids)
@@ -632,11 +681,10 @@ def _reflection_prompt(
     room: int,
     max_ending_tokens: int,
 ) -> tuple[int, ...] | None:
-    """Ids of the episode and of what the hook asks; None where it asks nothing.
+    """Return the token ids of the episode followed by the hook's request, or None if it requests nothing.
 
-    The hook sees the environment's last message within the budget of an observation, and within what ``room``
-    leaves: it loses its middle and at last goes, so that it costs no reflection that there is room for
-    without it.
+    The environment's last message, which the hook may quote, is truncated to the budget of an observation and
+    to the remaining ``room``. It is dropped if the request only fits without it.
     """
     context = state.trace.token_ids(state.last_node.node_id)
     limit = max_ending_tokens
@@ -648,13 +696,14 @@ def _reflection_prompt(
         ids = (*context, *renderer.bridge(context, [message]))
         if len(ids) <= room or num_ending_tokens == 0:
             return ids
-        # And measured again: a shorter text need not have as many tokens fewer as were cut.
+        # Render again: tokenization is not additive, so the cut may save fewer tokens than intended.
         limit = max(0, num_ending_tokens - (len(ids) - room))
 
 
 def _with_ending(state: EpisodeState, limit: int, *, renderer: ChatRenderer) -> tuple[EpisodeState, int]:
-    """The state with at most ``limit`` tokens of the environment's last message, and how many are left of
-    it.
+    """Truncate the environment's last message to ``limit`` tokens.
+
+    Returns the changed state and the number of tokens that remain of the message.
     """
     last = state.last_result
     if last is None or not last.done or not last.observations:
@@ -665,16 +714,25 @@ def _with_ending(state: EpisodeState, limit: int, *, renderer: ChatRenderer) -> 
     return replace(state, last_result=replace(last, message=message, messages=())), num_ending_tokens
 
 
-# Episodes of known texts, without a model and without tokens.
+# Episodes of recorded texts, without a model and without tokens.
 
 
 def play_texts(
     factory: EnvironmentFactory, task: Task, texts: Sequence[str], *, seed: int, timeout_s: float
 ) -> tuple[Episode, EpisodeResult]:
-    """Play until the texts or the episode end, with at most ``timeout_s`` seconds for every call. Tool calls
-    in the Hermes form, as imported chats have them, are converted to the environment's own.
+    """Step an environment with recorded turns until the texts or the episode end.
 
-    Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
+    Tool calls in the Hermes format, as in imported chats, are converted to the environment's format.
+
+    Args:
+        factory: makes the environment.
+        task: the task of the episode.
+        texts: the policy's turns.
+        seed: the seed of the reset.
+        timeout_s: time limit of every call of the environment, in seconds.
+
+    Raises:
+        ToolFault, EnvironmentFault: if infrastructure fails or a call times out.
     """
     environment = run_timed(factory, task, timeout_s=timeout_s)
     episode = open_episode(environment)
@@ -692,6 +750,6 @@ def play_texts(
 
 
 def close_quietly(environment: Env, *, timeout_s: float) -> None:
-    """Close an environment whose episode is over; a close that fails or hangs changes nothing of it."""
+    """Close the environment of a finished episode and ignore failures, which do not affect its result."""
     with suppress(ToolFault, EnvironmentFault):
         run_timed(environment.close, timeout_s=timeout_s)
