@@ -46,16 +46,19 @@ from outrider.tools.base import CallBudget
 from outrider.trace import Leaf, Trace
 from outrider.types import Origin, Task
 
-# Collects the requests of all running episodes into one engine batch per round.
-#
-# A batch is formed only when every running episode waits for the engine, and new episodes begin only then. So
-# its content depends on ids and never on how fast a tool answered, and the same seed gives the same bits.
+# Batching of requests to the engine.
 
 
 class RoundBatcher:
-    """Shared by the workers of one scheduler run; each counts as running from :meth:`join` until it leaves.
+    """Collects the requests of all running rollouts into one engine batch per round.
 
-    ``admit`` is called whenever all of them wait: it may let more join, which the batch then waits for.
+    A batch is formed only when every running rollout waits for the engine, and new rollouts start only then.
+    The content of a batch therefore depends on request ids and not on the speed of tools, so the same seed
+    produces the same bits.
+
+    The workers of one scheduler run share the batcher. A worker counts as running from :meth:`join` to
+    :meth:`leave`. ``admit`` is called with the number of running workers when all of them wait. It may start
+    more workers; the batch then waits for their requests too.
     """
 
     def __init__(self, engine: Engine, *, admit: Callable[[int], None]) -> None:
@@ -66,7 +69,12 @@ class RoundBatcher:
         self.num_batches = 0
 
     async def generate(self, request: Request) -> Generation:
-        """Wait for the round's batch and return this request's part of it."""
+        """Wait for the round's batch and return the generation of this request.
+
+        Raises:
+            ValueError: if a request with this id is already waiting.
+            EngineFault: if the engine fails on the batch.
+        """
         if request.request_id in self._waiting:
             raise ValueError(f"request {request.request_id} is already waiting")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -75,25 +83,25 @@ class RoundBatcher:
         try:
             return await future
         finally:
-            self._waiting.pop(request.request_id, None)  # nobody waits for a cancelled request
+            self._waiting.pop(request.request_id, None)  # no worker waits for a cancelled request
 
     def join(self) -> None:
-        """One more worker runs."""
+        """Count one more running worker."""
         self._num_running += 1
 
     def leave(self) -> None:
-        """A worker's episode has ended."""
+        """Remove a finished worker, which may complete the batch of the others."""
         self._num_running -= 1
         self._flush_if_complete()
 
     def _flush_if_complete(self) -> None:
         if len(self._waiting) < self._num_running:
             return
-        # Whoever is let in now runs and has not asked yet: then the batch waits for it.
+        # Workers that start here count as running but have no request yet, so the batch waits for them.
         self._admit(self._num_running)
         if not self._waiting or len(self._waiting) < self._num_running:
             return
-        # By request id: the order of arrival is a matter of who was fast.
+        # Sort by request id, because the order of arrival depends on timing.
         entries = [self._waiting[key] for key in sorted(self._waiting)]
         self._waiting = {}
         self.num_batches += 1
@@ -101,10 +109,10 @@ class RoundBatcher:
         try:
             results = self.engine.generate([request for request, _ in entries])
         except EngineFault as fault:
-            # One object each: a raised exception collects the traceback of whoever raises it.
+            # One exception per request: raising adds a traceback to the object, which must not be shared.
             results = [EngineFault(str(fault)) for _ in entries]
-        # Through the loop: the worker whose request completed the batch must wait its turn too, or the
-        # slowest acts first.
+        # Deliver from the event loop. Otherwise the worker that completed the batch, the slowest, would
+        # continue before the others and not in the order of request ids.
         asyncio.get_running_loop().call_soon(_deliver, [future for _, future in entries], results)
 
 
@@ -120,60 +128,59 @@ def _deliver(
             future.set_result(result)
 
 
-# Every request at once, to an engine that batches by itself: no turn waits for those of other rollouts.
+# Streaming to an engine with continuous batching.
 
 
 class StreamingEngine(Engine, Protocol):
-    """An engine that takes requests one by one, while others are under way."""
+    """An engine that accepts single requests while others are running."""
 
     async def stream(self, request: Request) -> Generation:
-        """Sample one. Raises what :meth:`outrider.engines.base.Engine.generate` raises."""
+        """Sample one request. Raises the errors of :meth:`outrider.engines.base.Engine.generate`."""
         ...
 
 
 class StreamBatcher:
-    """In the place of :class:`outrider.rollout.scheduler.RoundBatcher`. Rollouts begin as soon as there is
-    room.
+    """Sends every request to the engine at once. Same interface as :class:`RoundBatcher`.
 
-    Which requests share a batch of the engine depends on who is fast, and so do the last bits of log-probs.
-    The tree does not: forks are decided in an order that nobody's speed changes
-    (:mod:`outrider.rollout.branching`).
+    Rollouts start as soon as there is room, and no turn waits for other rollouts. The composition of the
+    engine's batches depends on timing, and so do the last bits of log-probs. Branching decisions do not
+    depend on timing, see :mod:`outrider.rollout.branching`.
     """
 
     def __init__(self, engine: StreamingEngine, *, admit: Callable[[int], None]) -> None:
         self.engine = engine
         self._admit = admit
         self._num_running = 0
-        self.num_batches = 0  # requests: each is a batch of its own here
+        self.num_batches = 0  # number of requests; each counts as a batch
 
     async def generate(self, request: Request) -> Generation:
-        """This request's continuation."""
+        """Sample this request."""
         generation = await self.engine.stream(request)
         self.num_batches += 1
-        self._admit(self._num_running)  # forks may be owed since this rollout asked
+        self._admit(self._num_running)  # forks may have become pending in the meantime
         return generation
 
     def join(self) -> None:
-        """One more worker runs."""
+        """Count one more running worker."""
         self._num_running += 1
 
     def leave(self) -> None:
-        """A worker's episode has ended: there is room."""
+        """Remove a finished worker and start pending rollouts in its place."""
         self._num_running -= 1
         self._admit(self._num_running)
 
 
-# An event loop for a batch of rollouts, whether or not the caller has one.
+# The event loop of a batch of rollouts.
 
 
 T = TypeVar("T")
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, also where a loop runs in this thread already, as in a notebook: then in a thread of
-    its own.
+    """Run a coroutine like ``asyncio.run``, even if an event loop already runs in this thread.
 
-    An interruption cancels what runs there and is raised once that has ended.
+    In that case, for example in a notebook, the coroutine runs in a new thread. An interruption cancels the
+    coroutine and is raised after it has ended.
     """
     try:
         asyncio.get_running_loop()
@@ -202,16 +209,15 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
         except BaseException:
             if not started.cancel():
                 loop, task = started.result()
-                assert task is not None  # a coroutine runs in one
-                with suppress(RuntimeError):  # the loop has closed: it was the batch that broke
+                assert task is not None  # a running coroutine has a task
+                with suppress(RuntimeError):  # the loop is closed if the coroutine itself failed
                     loop.call_soon_threadsafe(task.cancel)
-                # An interruption within `submit` leaves the pool without the thread that it has started.
+                # If `submit` was interrupted, the pool does not know its thread and would not wait for it.
                 finished.wait()
             raise
 
 
-# How late the event loop comes back to what is due, while episodes are played in it: a loop that is held up
-# makes every answer of an engine or an environment wait.
+# Lag of the event loop: a blocked loop delays every response of an engine or an environment.
 
 
 _EVERY_S: Final = 0.05
@@ -220,13 +226,13 @@ _QUANTILE: Final = 0.99
 
 @dataclass(slots=True)
 class LoopLag:
-    """Seconds by which each of many short waits was too long."""
+    """Measures how late the event loop resumes a short sleep, in seconds per sleep."""
 
     seconds: list[float] = field(default_factory=list)
 
     @asynccontextmanager
     async def measure(self) -> AsyncIterator[None]:
-        """Measure, as long as this is open, in the loop that runs it."""
+        """Measure the running event loop until the context exits."""
         watch = asyncio.get_running_loop().create_task(self._watch())
         try:
             yield
@@ -242,16 +248,16 @@ class LoopLag:
 
     @property
     def p99(self) -> float | None:
-        """The 99th percentile; None where there was no time for a wait."""
+        """The 99th percentile in seconds; None if no sleep was measured."""
         return float(np.quantile(self.seconds, _QUANTILE)) if self.seconds else None
 
 
 def largest(lags: list[float | None]) -> float | None:
-    """Of several loops; None where none of them was measured."""
+    """Return the largest lag of several loops, or None if none was measured."""
     return max((lag for lag in lags if lag is not None), default=None)
 
 
-# Runs the rollouts of many groups with bounded concurrency, retries and exactly one outcome each.
+# The scheduler.
 
 
 Modes = Sequence[str] | Callable[[int], Sequence[str]]
@@ -259,13 +265,18 @@ Modes = Sequence[str] | Callable[[int], Sequence[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutReport:
-    """The groups in the order asked, and what was counted on the way.
+    """The groups of one scheduler run and its counters.
 
-    ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``,
-    ``close``: environments that broke while they were closed, which changes no outcome, and ``non_finite``:
-    rollouts that were lost because of NaN or infinity. ``fault_reasons`` is what each of them said.
-    ``loop_lag_s`` is how late the event loop came back to what was due (99th percentile), where requests go
-    to the engine one by one; a round holds the loop, which waits for it.
+    Attributes:
+        traces: one per task, in the order of the tasks.
+        num_batches: number of engine batches; with a streaming engine, number of requests.
+        num_retries: number of retried rollouts.
+        faults: number of faults per outcome, including those that a retry repaired. Further keys:
+            ``retries``; ``close``, environments that failed to close, which changes no outcome;
+            ``non_finite``, rollouts that were lost because of NaN or infinity.
+        fault_reasons: the messages of the faults.
+        loop_lag_s: 99th percentile of the event loop's lag, in seconds. Measured only with a streaming
+            engine: a batch of rounds blocks the loop by design.
     """
 
     traces: list[Trace]
@@ -277,7 +288,7 @@ class RolloutReport:
 
 
 class Rollouts(Protocol):
-    """Whatever plays the groups of a training step: :class:`Scheduler` in this process."""
+    """Generates the groups of a training step. :class:`Scheduler` does so in this process."""
 
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
@@ -286,8 +297,8 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class _PendingRollout:
-    """A rollout that must end in one outcome: from its prompt, or from a fork on. Ordered by group and
-    number.
+    """A rollout that has not started yet, ordered by group and rollout number. ``fork`` None: starts at the
+    prompt.
     """
 
     group: int
@@ -298,8 +309,9 @@ class _PendingRollout:
 
 @dataclass(slots=True, kw_only=True)
 class Scheduler:
-    """Plays groups of rollouts. ``max_concurrent`` bounds the batch; ``max_retries`` fresh tries follow a
-    fault.
+    """Runs groups of rollouts with at most ``max_concurrent`` rollouts at a time.
+
+    After a fault, a rollout starts again in a new environment, at most ``max_retries`` times.
     """
 
     engine: Engine
@@ -311,27 +323,34 @@ class Scheduler:
     hooks: Sequence[Hook] = ()
     max_concurrent: int = 64
     max_retries: int = 2
-    # a batch's cap on calls is for training: an evaluation must not depend on its size
+    # Enforce the call budget of a batch. For training only: results of an evaluation must not depend on its
+    # size.
     limits_calls: bool = False
-    # stragglers too: a group of training that takes longer gives up what is under way
+    # Cancel the unfinished rollouts of a group after this time, in seconds. For training only.
     group_timeout_s: float | None = None
     clock: Callable[[], float] = time.monotonic
-    is_over: Callable[[], bool] = lambda: False  # nobody wants these groups any more: they are given up
-    streams: bool = False  # the engine takes every request at once (StreamingEngine)
-    # elsewhere: where copies of the hooks play, the originals see the groups
+    is_over: Callable[[], bool] = lambda: False  # if True, cancel all rollouts
+    streams: bool = False  # engine is a StreamingEngine
+    # Call Hook.after_group. False in rollout workers: there, the main process calls it on the original hooks.
     ends_groups: bool = True
-    on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
-    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)  # for the one who watches
+    on_finished: Callable[[int, int], None] | None = None  # (number finished, total), for progress bars
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)  # read by watchdog and display
 
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
     ) -> RolloutReport:
-        """Play ``len(modes)`` rollouts of every task; rollout i of a group has mode ``modes[i]``.
+        """Run ``len(modes)`` rollouts of every task.
 
-        A function of the group's number gives every group its own; all groups have one size. ``continued``:
-        these are further tasks of the batch before, which share what is left of its calls.
+        Args:
+            tasks: one per group.
+            modes: ``modes[i]`` is the mode of rollout i; or a function that returns the modes of a group from
+                its number. All groups have the same size.
+            training_step: part of every seed.
+            continued: whether the tasks belong to the previous batch and share its remaining call budget.
 
-        Raises ValueError when two tasks share a key (their random streams would coincide).
+        Raises:
+            ValueError: if two tasks share a key, because their random streams would coincide, or if groups
+                differ in size.
         """
         self.hooks = as_hooks(self.hooks)
         if len({task.key for task in tasks}) != len(tasks):
@@ -345,7 +364,7 @@ class Scheduler:
                 for task, rollout_modes in zip(tasks, group_modes, strict=True)
             ]
             return run_to_end(_Batch(self, traces, training_step, continued=continued).play())
-        except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
+        except BaseExceptionGroup as group:  # a hook or engine failed: raise the first cause
             cause: BaseException = group
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
@@ -354,7 +373,7 @@ class Scheduler:
     def _make_group_scheduler(
         self, traces: Sequence[Trace], *, size: int, training_step: int, enqueue: Enqueue, copies: Copies
     ) -> GroupScheduler:
-        """Who begins when, as the hooks want it."""
+        """Create the group scheduler that the hooks require."""
         expansion = next((hook for hook in self.hooks if isinstance(hook, Expansion)), None)
         if expansion is not None:
             return ExpansionScheduler(
@@ -370,8 +389,9 @@ class Scheduler:
         faults: FaultLog,
         is_late: Callable[[], bool],
     ) -> Leaf:
-        """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under
-        where it began.
+        """Run one rollout with retries.
+
+        Every attempt has a new environment and appends new nodes at the prompt or fork.
         """
         trace, rollout, fork = pending.trace, pending.rollout, pending.fork
         mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
@@ -395,7 +415,7 @@ class Scheduler:
                 )
             except InvalidResult as error:
                 raise locate_invalid_result(environment, trace.task.key, error) from error
-            # Nothing else is tried again: any other exception is a defect of code, not of infrastructure.
+            # Only infrastructure faults are retried. Any other exception is a bug and ends the run.
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
                 outcome = faults.add(
                     fault, group=pending.group, rollout=rollout, attempt=attempt, task_key=trace.task.key
@@ -419,7 +439,7 @@ class Scheduler:
 
 
 class _Batch:
-    """The groups of one call while they are played: which rollouts are owed, and which have ended."""
+    """State of one call of :meth:`Scheduler.run`: pending, running and finished rollouts."""
 
     def __init__(
         self, scheduler: Scheduler, traces: list[Trace], training_step: int, *, continued: bool
@@ -429,10 +449,10 @@ class _Batch:
         self._size = len(traces[0].modes) if traces else 0
         self._numbers = {trace.task.key: number for number, trace in enumerate(traces)}
         self._pending: list[_PendingRollout] = []  # a heap
-        self._start_times: dict[int, float] = {}  # group -> when its first rollout did
+        self._start_times: dict[int, float] = {}  # group -> start of its first rollout
         self._faults = FaultLog()
-        self._finished: set[str] = set()  # rollouts whose keys and values the engine still has
-        # rollout -> number of batches when a fork of it was last waiting for its first
+        self._finished: set[str] = set()  # finished rollouts whose KV cache the engine still stores
+        # rollout -> number of batches when one of its forks was last pending or starting
         self._needed: dict[str, int] = {}
         self._copies = Copies(
             close=lambda environment: self._tasks.create_task(scheduler._close(environment, self._faults))
@@ -449,21 +469,21 @@ class _Batch:
             else RoundBatcher(scheduler.engine, admit=self._admit)
         )
         self._training_step = training_step
-        # State that the environments share; a new batch has it afresh.
+        # The environments share the call budget; a new batch resets it.
         self._budget: CallBudget | None = getattr(scheduler.factory, "call_budget", None)
         if self._budget is not None and not continued:
             self._budget.begin_batch(limited=scheduler.limits_calls)
         self._lag = LoopLag()
 
     async def play(self) -> RolloutReport:
-        """Until every rollout has its outcome."""
+        """Run until every rollout has an outcome."""
         try:
             lag_monitor = self._lag.measure() if self._scheduler.streams else nullcontext()
             async with lag_monitor, asyncio.TaskGroup() as self._tasks:
                 self._admit(0)
         finally:
             self._scheduler.engine.release(sorted(self._finished))
-            for environment in self._copies.open:  # of a run that broke
+            for environment in self._copies.open:  # left over only if the run failed
                 await self._scheduler._close(environment, self._faults)
         for trace in self._traces:
             if self._faults.counts["retries"]:
@@ -472,7 +492,7 @@ class _Batch:
                 raise AssertionError(
                     f"task {trace.task.key}: {len(trace.leaves)} outcomes for {self._size} rollouts"
                 )
-            trace.number_by_rollout()  # an order that does not depend on who was fast
+            trace.number_by_rollout()  # an order that does not depend on timing
             for hook in self._scheduler.hooks if self._scheduler.ends_groups else ():
                 hook.after_group(trace)
         return RolloutReport(
@@ -499,30 +519,31 @@ class _Batch:
         )
 
     def _enqueue(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
-        # A heap: a fork that is granted late still begins before rollouts of later groups.
+        # A heap, so that a fork that is granted late still starts before rollouts of later groups.
         heapq.heappush(self._pending, _PendingRollout(self._numbers[trace.task.key], rollout, trace, fork))
 
     def _admit(self, num_running: int) -> None:
-        """Begin what there is room for, first groups first, however early or late it came to be owed."""
+        """Start pending rollouts while there is room, in the order of groups and not of arrival."""
         if self._budget is not None:
             self._budget.begin_round()
         num = min(self._scheduler.max_concurrent - num_running, len(self._pending))
         started = [heapq.heappop(self._pending) for _ in range(num)]
         for rollout in started:
-            # Counted now, not when it first asks: the next batch has to wait for it.
+            # Join before the task runs: the next batch must wait for its first request.
             self._batcher.join()
             self._tasks.create_task(self._work(rollout))
         self._release([*started, *self._pending])
 
     def _release(self, waiting: Sequence[_PendingRollout]) -> None:
-        """A fork shares its parent's keys and values when it first asks, in a later batch: until then they
-        stay.
+        """Release the KV cache of finished rollouts whose forks have all sent their first request.
+
+        A fork reuses its parent's KV cache in its first request, which is part of a later batch.
         """
         num_batches = self._batcher.num_batches
         for rollout in waiting:
             if rollout.fork:
                 self._needed[f"{rollout.trace.task.key}/{rollout.fork.state.rollout}"] = num_batches
-        # Sorted: a set has no order of its own, and equal runs ask an engine for the same.
+        # Sorted, because the order of a set differs between runs and requests to the engine must not.
         released = [key for key in sorted(self._finished) if num_batches > self._needed.get(key, -1)]
         self._scheduler.engine.release(released)
         self._finished.difference_update(released)
@@ -541,13 +562,14 @@ class _Batch:
         if self._scheduler.on_finished is not None:
             num_done = sum(len(trace.leaves) for trace in self._traces)
             self._scheduler.on_finished(num_done, len(self._traces) * self._size)
-        # not after an exception: it would start one more batch for workers that end anyway
+        # Not in a `finally`: after an exception, it would start a batch for workers that are being cancelled.
         self._batcher.leave()
 
 
 def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
-    """The mode of this number; a fork whose shared part holds a retrieved step has the mode that its parent
-    could retrieve in.
+    """Return the mode of a rollout.
+
+    If the prefix of a fork contains a retrieved step, the fork has its parent's mode, which allows retrieval.
     """
     if fork is not None and any(
         node.origin is Origin.BUFFER for node in trace.path(fork.state.last_node.node_id)
