@@ -1,4 +1,4 @@
-"""The contract of environments, the driver of their episodes, and the conversion of what they return."""
+"""The protocol of environments, the driver of their episodes, and the validation of their results."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,22 +38,25 @@ from outrider.plugins.registry import Section, build, resolve
 from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
 from outrider.types import Message, Role, Step, Task, ToolSchema
 
-# Conversion of what the code of others returns (rewards, success flags, metrics) to Python's own types.
-#
-# The one place where such values are checked: :class:`~outrider.environments.base.Episode` uses these
-# functions, as do the adapters and the agent programs. Scalars of NumPy, PyTorch and other array libraries
-# are read by their ``item()``, so none of them is imported.
+# Validation of values that user code returns (rewards, success flags, metrics) and conversion to Python's
+# types. Scalars of NumPy, PyTorch and other array libraries are read by their ``item()``, so that none is
+# imported.
 
 
 _MAX_CHARS: Final = 60
-_TEXT: Final = (str, bytes, bytearray, complex)  # what float() would read, or what silently loses a part
+_TEXT: Final = (str, bytes, bytearray, complex)  # float() would parse text, and complex would lose a part
 
 
 def as_float(value: Any, name: str) -> float:
-    """A number as a float: Python's, a scalar of an array library with one element, a Decimal or a Fraction.
+    """Convert a number to a float.
 
-    ``name`` is the field in messages. Raises InvalidResult for what is no number and NonFiniteResult for NaN
-    and infinity.
+    Args:
+        value: a Python number, a Decimal, a Fraction, or an array with one element.
+        name: name of the field in error messages.
+
+    Raises:
+        InvalidResult: if the value is not a number.
+        NonFiniteResult: for NaN and infinity.
     """
     if type(value) is float and math.isfinite(value):
         return value
@@ -64,9 +67,11 @@ def as_float(value: Any, name: str) -> float:
 
 
 def as_bool(value: Any, name: str) -> bool:
-    """A flag: True and False, 1 and 0, and scalars with these values.
+    """Convert a flag to a bool: True, False, 1, 0 and scalars of array libraries with these values.
 
-    Raises InvalidResult for anything else, NonFiniteResult for NaN and infinity.
+    Raises:
+        InvalidResult: for any other value.
+        NonFiniteResult: for NaN and infinity.
     """
     if isinstance(value, bool):
         return value
@@ -79,7 +84,7 @@ def as_bool(value: Any, name: str) -> bool:
 
 
 def as_count(value: Any, name: str) -> int:
-    """A whole number of at least 0. Raises InvalidResult for anything else."""
+    """Convert a whole number of at least 0 to an int. Raises InvalidResult for any other value."""
     if type(value) is int and value >= 0:
         return value
     number = _number(value, name, expected="no whole number")
@@ -89,10 +94,14 @@ def as_count(value: Any, name: str) -> int:
 
 
 def as_metrics(value: Any, name: str = "metrics") -> dict[str, float]:
-    """Named numbers. A metric that is None is not defined in this episode and is left out.
+    """Convert a mapping of names to numbers.
 
-    Raises InvalidResult for what is no mapping or holds what is no number, NonFiniteResult for NaN and
-    infinity.
+    Metrics that are None, because they are not defined in this episode, are left out.
+
+    Raises:
+        InvalidResult: if the value is not a mapping, or contains an empty name or a value that is not a
+            number.
+        NonFiniteResult: for NaN and infinity.
     """
     if value is None:
         return {}
@@ -108,10 +117,10 @@ def as_metrics(value: Any, name: str = "metrics") -> dict[str, float]:
 
 
 def describe(value: Any) -> str:
-    """A value and its type in a few words, for a message of one line."""
+    """Format a value and its type for an error message of one line."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # an object of somebody else's class
+    except Exception:  # user classes may fail in repr()
         text = "a value"
     shortened = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
     return shortened if value is None else f"{shortened} ({type(value).__name__})"
@@ -135,12 +144,12 @@ def _number(value: Any, name: str, *, expected: str = "no finite number") -> flo
         return float(scalar)
     except OverflowError:
         return math.inf
-    except Exception as error:  # a number type of somebody else's
+    except Exception as error:  # user types may fail in __float__
         raise InvalidResult(f"{name} is {describe(value)}, {expected}") from error
 
 
 def _is_masked(value: Any) -> bool:
-    """Whether an element of NumPy's masked arrays is masked: ``item()`` returns the data below the mask."""
+    """Whether a value is a masked NumPy element, whose ``item()`` would return the data below the mask."""
     if not (hasattr(value, "mask") and hasattr(value, "filled")):
         return False
     try:
@@ -154,7 +163,7 @@ def _is_date(value: Any) -> bool:
     return getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")
 
 
-# The environment contract: one task in, messages out, and the environment keeps the record of the return.
+# The environment protocol.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +234,7 @@ class EpisodeResult:
 
 
 def as_messages(value: object, name: str) -> tuple[Message, ...]:
-    """A sequence of messages as a tuple. Raises InvalidResult for anything else."""
+    """Convert a sequence of messages to a tuple. Raises InvalidResult for any other value."""
     if isinstance(value, Message) or not isinstance(value, Iterable) or isinstance(value, str | Mapping):
         raise InvalidResult(f"{name} is {describe(value)}, no sequence of Message")
     messages = tuple(value)
@@ -236,7 +245,7 @@ def as_messages(value: object, name: str) -> tuple[Message, ...]:
 
 
 def as_names(value: object) -> tuple[str, ...]:
-    """The names of the tools that ran, as a tuple. Raises InvalidResult for anything else."""
+    """Convert a sequence of tool names to a tuple. Raises InvalidResult for any other value."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise InvalidResult(f"tools is {describe(value)}, no sequence of names")
     names = tuple(value)
@@ -248,8 +257,8 @@ def as_names(value: object) -> tuple[str, ...]:
 class EnvironmentSettings(Settings):
     """Base class of the settings of environments.
 
-    Its class variables and properties answer what a run must know before it builds the environment. A
-    subclass may override a property by a class variable.
+    Its class variables and properties describe the environment before a run builds it. A subclass may
+    override a property by a class variable.
 
     Class attributes:
         is_closed_book: whether the tasks are questions that can also be answered without the environment.
@@ -301,7 +310,7 @@ class EnvironmentSettings(Settings):
 
     @property
     def keeps_conversations(self) -> bool:
-        """Whether episodes are of the kind :class:`~outrider.environments.conversations.ExternalAgent`."""
+        """Whether environments are :class:`~outrider.environments.conversations.ExternalAgent` objects."""
         return False
 
 
@@ -315,15 +324,18 @@ class Env(Protocol):
     """
 
     def reset(self, seed: int) -> Sequence[Message]:
-        """Start the episode; the messages are the prompt."""
+        """Start the episode and return the messages of the prompt.
+
+        Rollouts of a group use the same seed and should start in the same state.
+        """
         ...
 
     def step(self, message: Message) -> StepResult:
-        """Act with one policy message (the text that the policy generated in this turn)."""
+        """Execute one policy message, which contains the text that the policy generated in this turn."""
         ...
 
     def result(self) -> EpisodeResult:
-        """The record of the episode so far; valid after any step, also when the rollout was cut."""
+        """Return the result of the episode so far. May be called after any step of a truncated rollout."""
         ...
 
     def close(self) -> None:
@@ -336,7 +348,7 @@ class CopyableEnvironment(Env, Protocol):
     """An environment whose episode can be forked."""
 
     def copy(self) -> "CopyableEnvironment":
-        """An environment in the same state, independent from then on; no action is done again."""
+        """Return an independent environment in the same state, without executing actions again."""
         ...
 
 
@@ -351,42 +363,45 @@ class TaskSet(Protocol):
     stateful: bool
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The frozen list of a split (``train``, ``valid``, ``test``), in a fixed order."""
+        """Return the tasks of a split (``train``, ``valid``, ``test``), always the same in the same order."""
         ...
 
     def make(self) -> "EnvironmentFactory":
-        """Check that everything the family needs can load and return a factory; raises before the first
-        rollout.
+        """Load the resources of the task set and return a factory.
+
+        Raises an error if something is missing, so that a run fails before its first rollout.
         """
         ...
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """Steps of a scripted or gold-path expert for the task, or None where there is none. Called in a
-        thread of its own, which is given up after ``train.expert_timeout_s`` seconds and :meth:`close`.
+        """Return the steps of a scripted or gold-path expert, or None if there is none for the task.
+
+        Called in a separate thread, which is abandoned after ``train.expert_timeout_s`` seconds, followed by
+        :meth:`close`.
         """
         ...
 
     def close(self) -> None:
-        """Release what :meth:`expert` started; a later call starts it again. May be called twice."""
+        """Release resources of :meth:`expert`; a later call starts them again. May be called twice."""
         ...
 
 
 class EnvironmentFactory(Protocol):
-    """Makes environments for tasks and owns what they share (an index, a pool of simulators)."""
+    """Makes environments and owns their shared resources, for example an index or a pool of simulators."""
 
     def __call__(self, task: Task) -> Env:
-        """A fresh environment for one episode of the task."""
+        """Return a new environment for one episode of the task."""
         ...
 
     def close(self) -> None:
-        """Release what the environments share; may be called twice."""
+        """Release the shared resources; may be called twice."""
         ...
 
 
 deprecated.keep_old_names(__name__)
 
 
-# The driver of one episode: whatever steps an environment does it through :class:`Episode`.
+# The driver of episodes.
 
 
 _T = TypeVar("_T")
@@ -397,12 +412,18 @@ class Episode:
 
     Checks every value that the environment returns and converts numbers and flags to Python's own types.
     Methods that call the environment raise InvalidResult for values of a wrong type and NonFiniteResult for
-    NaN and infinity. ``actions`` and ``results`` are the texts that the environment was given and its
-    answers; ``prompt`` is what ``reset`` returned.
+    NaN and infinity.
+
+    Attributes:
+        environment: the environment.
+        prompt: the messages that ``reset`` returned.
+        actions: the texts of the policy's turns.
+        results: the environment's results of these turns.
+        ends_with_answer: whether the whole last turn is an answer, without tool calls.
     """
 
     is_external = False
-    """Whether an external program keeps the conversation (:class:`ExternalEpisode`)."""
+    """Whether an external program manages the conversation (:class:`ExternalEpisode`)."""
 
     def __init__(self, environment: Env) -> None:
         self.environment = environment
@@ -419,7 +440,7 @@ class Episode:
 
     @property
     def call_format(self) -> str | None:
-        """The form of native tool calls; None if turns are text."""
+        """The format of native tool calls; None if turns are text."""
         form: str | None = getattr(self.environment, "call_format", None)
         return form
 
@@ -439,9 +460,12 @@ class Episode:
         return self.prompt
 
     def read(self, text: str) -> Message:
-        """Parse a turn of the policy into the message that the environment gets: its tool calls are parsed if
-        the environment calls tools natively. Raises EnvironmentFault for whatever breaks in the environment's
-        code.
+        """Parse a turn of the policy into the message for the environment.
+
+        Tool calls are parsed if the environment has native tool calls.
+
+        Raises:
+            EnvironmentFault: if the environment's own parsing code fails.
         """
         if self.call_format is None:
             return Message(role="assistant", content=text)
@@ -459,8 +483,8 @@ class Episode:
         )
 
     def convert(self, text: str) -> str:
-        """A recorded turn with its tool calls in this environment's form: imported chats have them in the
-        Hermes form. Raises EnvironmentFault as :meth:`read` does.
+        """Convert the tool calls of a recorded turn from the Hermes format, which imported chats have, to the
+        format of this environment. Raises EnvironmentFault like :meth:`read`.
         """
         form = self.call_format
         if form is None:
@@ -472,12 +496,12 @@ class Episode:
             return read()
         except (ToolFault, EnvironmentFault, InvalidResult):
             raise
-        except (Exception, SystemExit) as error:  # a plug-in's code must not end the run
+        except (Exception, SystemExit) as error:  # errors of plug-in code must not end the run
             kind = type(self.environment).__name__
             raise EnvironmentFault(f"{kind} cannot read a turn: {type(error).__name__}: {error}") from error
 
     def act(self, text: str, turn: Message | None = None) -> StepResult:
-        """Step the environment with one policy turn. ``turn`` is the parsed text (None: parse it here)."""
+        """Step the environment with one policy turn. ``turn`` is the parsed ``text``; None: parse it here."""
         turn = self.read(text) if turn is None else turn
         # A native turn without calls is an answer as a whole. If the token limit cuts it, it is not the
         # answer that the policy was writing. An external program decides itself what a turn is.
@@ -489,7 +513,7 @@ class Episode:
         return result
 
     def play(self, texts: Sequence[str]) -> tuple[Step, ...]:
-        """Act with texts until they or the episode end; texts after the end are left out."""
+        """Step with texts until they or the episode end, and return the executed steps."""
         num_before = len(self.actions)
         for text in texts:
             if self.act(text).done:
@@ -497,7 +521,7 @@ class Episode:
         return self.steps[num_before:]
 
     def result(self) -> EpisodeResult:
-        """The environment's record of the episode."""
+        """Return the environment's result of the episode."""
         record: object = self.environment.result()
         if not isinstance(record, EpisodeResult):
             raise InvalidResult(f"what result returned is {describe(record)}, no EpisodeResult")
@@ -511,9 +535,7 @@ class Episode:
     # Forks
 
     def history(self) -> Self:
-        """The episode so far, for :meth:`replay` and :meth:`resume`; it does not change when this one goes
-        on.
-        """
+        """Copy the history, for :meth:`replay` and :meth:`resume`."""
         twin = copy(self)
         twin.actions, twin.results = list(self.actions), list(self.results)
         return twin
@@ -523,9 +545,10 @@ class Episode:
         self.prompt, self.actions, self.results = history.prompt, list(history.actions), list(history.results)
 
     def replay(self, history: Self, seed: int) -> Iterator[Callable[[], object]]:
-        """The calls that bring a fresh environment to where ``history`` ends, to be made one after the other.
+        """Yield the calls that replay ``history`` in a new environment. Execute them one after the other.
 
-        Raises EnvironmentFault, as the calls do, if the environment answers differently.
+        Raises:
+            EnvironmentFault: here or in a call, if the environment behaves differently.
         """
         yield partial(self.start, seed)
         self._require_prompt(history)
@@ -544,19 +567,22 @@ class Episode:
                 "this environment cannot fork by replay"
             )
 
-    # Conversations of external programs: an ordinary environment has no requests.
+    # External programs
 
     @property
     def request(self) -> Conversation | None:
-        """The pending request of an external program; None if the rollout keeps the conversation itself."""
+        """The pending request of an external program; None for ordinary environments."""
         return None
 
 
 class ExternalEpisode(Episode):
-    """An episode whose conversation an external program keeps. Records the requests and refusals for replays.
+    """An episode whose conversation an external program manages. Records what a replay needs.
 
-    ``turns`` are the sampled turns by number of the step; ``refusals`` are the refused requests with the
-    number of the step before which they were refused.
+    Attributes:
+        requests: the requests of the program, one per step.
+        turns: the sampled turns, by number of the step.
+        refusals: the refusals, with the number of the step before which they occurred.
+        pending: the unanswered request at the end of a history.
     """
 
     is_external = True
@@ -581,7 +607,7 @@ class ExternalEpisode(Episode):
         return self._guarded(lambda: self.environment.read(text))
 
     def set_sampled(self, turn: SampledTurn | ServedTurn) -> None:
-        """Report how the next turn was sampled; called before :meth:`read`."""
+        """Pass log-probs and token bytes of the next turn to the program; call this before :meth:`read`."""
         if isinstance(turn, SampledTurn):
             self.turns[len(self.actions)] = turn
         self.environment.sampled(turn)
@@ -591,8 +617,10 @@ class ExternalEpisode(Episode):
         return super().act(text, turn)
 
     def refuse(self, refusal: Refusal) -> StepResult | None:
-        """Refuse the pending request. Returns the program's next request or its end, or None if the program
-        ended because its conversation is too long.
+        """Refuse the pending request.
+
+        Returns the program's next request or its end, or None if the program ended because its conversation
+        is too long.
         """
         self.refusals.append((len(self.actions), refusal))
         result: object = self.environment.refuse(refusal)
@@ -604,7 +632,7 @@ class ExternalEpisode(Episode):
     def history(self) -> Self:
         twin = super().history()
         twin.requests, twin.turns, twin.refusals = list(self.requests), dict(self.turns), list(self.refusals)
-        # The environment of a history that is copied again has gone on.
+        # If this is itself a history, its environment may have continued since.
         twin.pending = self.request if self.pending is None else self.pending
         return twin
 
@@ -641,12 +669,12 @@ class ExternalEpisode(Episode):
 
 
 def open_episode(environment: Env) -> Episode:
-    """The driver of an environment."""
+    """Return the driver of an environment."""
     return ExternalEpisode(environment) if isinstance(environment, ExternalAgent) else Episode(environment)
 
 
 def _converted(result: object, method: str) -> StepResult:
-    """The result that ``method`` of an environment returned, with its fields checked and converted."""
+    """Validate and convert the result that ``method`` of an environment returned."""
     if not isinstance(result, StepResult):
         raise InvalidResult(f"what {method} returned is {describe(result)}, no StepResult")
     if result.message is not None and not isinstance(result.message, Message):
@@ -664,7 +692,7 @@ def _converted(result: object, method: str) -> StepResult:
     )
 
 
-# Task sets from their settings, and the splits of tasks. Nothing here needs a model.
+# Task sets and their splits.
 
 
 EnvironmentConfig: TypeAlias = Annotated[EnvironmentSettings, Section("environments")]
@@ -674,7 +702,7 @@ SPLITS: Final[tuple[Split, ...]] = get_args(Split)
 
 
 def known_split(split: str, environment: str) -> Split:
-    """``split`` if it is one of :data:`SPLITS`. Raises ConfigError otherwise."""
+    """Return ``split`` if it is one of :data:`SPLITS`. Raises ConfigError otherwise."""
     for known in SPLITS:
         if known == split:
             return known
@@ -682,13 +710,13 @@ def known_split(split: str, environment: str) -> Split:
 
 
 def split_size(config: Any, split: Split) -> int | None:
-    """``config.num_train``, ``num_valid`` or ``num_test``."""
+    """Return ``config.num_train``, ``num_valid`` or ``num_test``."""
     size: int | None = getattr(config, f"num_{split}")
     return size
 
 
 def require_tasks(config: Any) -> None:
-    """Raises ValueError if no split of the settings has a task."""
+    """Raise ValueError if no split of the settings has a task."""
     if not any(split_size(config, split) != 0 for split in SPLITS):
         raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
 
@@ -699,10 +727,11 @@ def make_task_set(config: EnvironmentSettings) -> TaskSet:
 
 
 def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
-    """The tasks of a split.
+    """Return the tasks of a split.
 
-    Raises DataError for a value that is no task and for two tasks with the same key: their groups would draw
-    the same random numbers, and only one of them would be played.
+    Raises:
+        DataError: if a value is not a task, or if two tasks have the same key. Their groups would draw the
+            same random numbers, and only one of them would be generated.
     """
     tasks = list(task_set.tasks(split))
     source = f"the split {split!r} of the environment {task_set.name}"
@@ -736,7 +765,7 @@ def is_inline(config: EnvironmentSettings) -> bool:
 
 
 def observation_roles(config: EnvironmentSettings) -> tuple[Role, ...]:
-    """The roles of the messages that answer a turn."""
+    """Return the possible roles of observations."""
     if config.call_format is not None:
         return ("tool",)
     return ("inline",) if is_inline(config) else ("user",)

@@ -1,5 +1,6 @@
-"""Environments whose conversation an external program keeps. It calls the policy as it would call a server,
-with a whole conversation in each request.
+"""Environments whose conversation an external program manages.
+
+The program calls the policy like a server, with a whole conversation in each request.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What the policy is asked. ``tools`` are those that this one question tells of. The turn ends after
-    ``max_tokens`` (None: the rollout's own limit) or at one of the strings in ``stop``. ``single_call``: of
-    the tool calls of a turn, more than one cannot be taken.
+    """A request to the policy.
+
+    Attributes:
+        messages: the whole conversation.
+        tools: the tools that this request describes.
+        max_tokens: maximum number of tokens of the turn; None: the rollout's own limit.
+        stop: stop strings of the turn.
+        single_call: whether the program accepts at most one tool call per turn.
     """
 
     messages: tuple[Message, ...]
@@ -30,8 +36,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why the policy cannot be asked: its chat template refuses the conversation, or (``is_too_long``) the
-    context does not hold it.
+    """The reason why the policy cannot respond: its chat template cannot render the conversation, or
+    (``is_too_long``) it exceeds the context length.
     """
 
     reason: str
@@ -40,9 +46,15 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """How a turn was drawn: the bytes and the log-prob of every token (natural log, at the sampling
-    temperature), why it ended, and the tokens of its context. ``opened`` is what the template had opened for
-    it (``<think>``): the turn's text begins with it, and the policy has not written it.
+    """Data about a turn that the policy sampled.
+
+    Attributes:
+        token_bytes: the bytes of every token.
+        logprobs: the log-prob of every token (natural log, at the sampling temperature).
+        finish: why the turn ended.
+        num_context_tokens: number of tokens of the context.
+        opened: text such as ``<think>`` that the template opened for the turn. The turn's text begins with
+            it, but the policy did not write it.
     """
 
     token_bytes: tuple[bytes, ...]
@@ -54,7 +66,7 @@ class SampledTurn:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the policy wrote."""
+        """Number of tokens that the policy wrote."""
         return len(self.token_bytes)
 
     @property
@@ -64,14 +76,18 @@ class SampledTurn:
 
 
 def token_text(piece: bytes) -> str:
-    r"""A token's text as OpenAI's server writes it: parts of characters as ``\xf0\x9f``."""
+    r"""Format a token's bytes like OpenAI's server: parts of characters as ``\xf0\x9f``."""
     return piece.decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTurn:
-    """What a server says of a turn that it gave, each None where it does not say so: ``finish`` in OpenAI's
-    words, and the tokens of the turn and of its context.
+    """Data that a server reported about a turn; None for values that it did not report.
+
+    Attributes:
+        finish: the finish reason in OpenAI's terms.
+        num_tokens: number of tokens of the turn.
+        num_context_tokens: number of tokens of the context.
     """
 
     finish: str | None = None
@@ -81,19 +97,20 @@ class ServedTurn:
 
 
 def before_stop(text: str, stop: Sequence[str], *, opened: int = 0) -> str:
-    """A turn without the first stop string in it and what is behind, as servers give it. Stop strings end
-    what the model writes, thinking included; the first ``opened`` characters it has not written.
+    """Truncate a turn before its first stop string, as servers do.
+
+    Stop strings also apply to thinking, but not to the first ``opened`` characters, which the model did not
+    write.
     """
     ends = [end for stop_string in stop if (end := text.find(stop_string, opened)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 class ExternalAgent:
-    """Base class of environments whose conversation an external program keeps: each request to the policy is
-    a whole conversation, as a server gets it.
+    """Base class of environments whose conversation an external program manages.
 
-    The rollout determines which part of each conversation the policy has seen before and reuses its token
-    ids.
+    Each request to the policy contains a whole conversation, as a request to a server does. The rollout
+    determines which part of it an earlier context contains and reuses those token ids.
     """
 
     if TYPE_CHECKING:  # attributes or properties of subclasses
@@ -105,7 +122,7 @@ class ExternalAgent:
 
         @property
         def call_format(self) -> str | None:
-            """The form of the policy's native tool calls; None without tool calls."""
+            """The format of the policy's native tool calls; None without tool calls."""
             ...
 
         def reset(self, seed: int) -> Sequence[Message]: ...
@@ -114,21 +131,27 @@ class ExternalAgent:
         def close(self) -> None: ...
 
     def read(self, text: str) -> Message:
-        """Parse a turn into the message that the program receives and keeps in its history."""
+        """Parse a turn into the message that the program receives and adds to its history."""
         return Message(role="assistant", content=text)
 
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:
-        """Called before ``read`` and ``step`` with data about the turn: how the policy sampled it, also when
-        it is replayed, or what the endpoint reported. Not called for an expert's turn.
+        """Called before ``read`` and ``step`` with data about the turn from the policy or the endpoint.
+
+        Also called when a turn is replayed, but not for turns of an expert.
         """
 
     def refuse(self, refusal: Refusal) -> "StepResult | None":
-        """Respond that the pending request cannot be answered, as a server does with status 400, and wait for
-        the next request or the program's end, as ``step`` does.
+        """Reject the pending request, as a server does with status 400, and wait for the next request or the
+        program's end, like ``step``.
 
-        Returns None if the program ends without a result because its conversation is too long: the rollout is
-        truncated then. Raises EnvironmentFault for other such ends. A program that cannot be refused ends
-        here.
+        The default implementation ends the program.
+
+        Returns:
+            The result, or None if the program ends without a result because its conversation is too long. The
+            rollout is then truncated.
+
+        Raises:
+            EnvironmentFault: if the program ends without a result for another reason.
         """
         if refusal.is_too_long:
             return None

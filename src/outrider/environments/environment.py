@@ -1,4 +1,4 @@
-"""The base class of a user's environment, and the bridge from it to what the rollout loop steps.
+"""The base class of user environments, and its adapter to the protocol of the rollout loop.
 
 The rest of the package sees an environment as a :class:`~outrider.environments.base.TaskSet` that makes
 :class:`~outrider.environments.base.Env` objects. :meth:`Environment.build` returns such a task set.
@@ -113,15 +113,16 @@ class Environment(ABC):
 
     @abstractmethod
     def step(self, action: str) -> StepResult | tuple[Observation, float, bool]:
-        """Act with the text of one policy turn.
+        """Execute the text of one policy turn.
 
         Returns:
             A :class:`StepResult`, or a tuple of observation, reward and done.
         """
 
     def result(self) -> EpisodeResult:
-        """Return the record of the episode so far. By default the return is the sum of the step rewards and a
-        positive return is a success.
+        """Return the result of the episode so far.
+
+        By default, the return is the sum of the step rewards, and a positive return is a success.
         """
         return EpisodeResult(
             episode_return=self.episode_return, success=self.episode_return > 0, metrics=dict(self.metrics)
@@ -133,13 +134,13 @@ class Environment(ABC):
         return copy.deepcopy(self, {id(value): value for value in kept})
 
     def close(self) -> None:  # noqa: B027 - a default that does nothing
-        """Release what this episode holds."""
+        """Release the resources of this episode."""
 
     def expert(self) -> Sequence[str] | Sequence[Step] | None:
         """Return the turns of an expert that solves this episode, or None if there is none.
 
-        Called after :meth:`reset`, on an instance of its own. Texts are then played in a fresh episode; they
-        are not used if that episode is no success.
+        Called after :meth:`reset`, on a separate instance. Texts are then executed in a new episode and are
+        only used if it is a success.
         """
         return None
 
@@ -155,11 +156,11 @@ class Environment(ABC):
 
     @classmethod
     def open_shared(cls, settings: Any) -> Any:
-        """Start what all episodes share, such as a simulator or an index; each episode gets it as
-        ``self.shared``. Its method ``close`` is called at the end of the run if it has one.
+        """Create an object that all episodes share as ``self.shared``, for example a simulator or an index.
 
-        Raise :class:`~outrider.errors.ToolUnavailable` if something is missing: the run then stops before the
-        first rollout.
+        If it has a method ``close``, this is called at the end of the run. Raise
+        :class:`~outrider.errors.ToolUnavailable` if something is missing; the run then stops before the first
+        rollout.
         """
         return None
 
@@ -202,7 +203,7 @@ class EnvironmentTaskSet:
         texts = [turn for turn in turns if isinstance(turn, str)]
         if len(texts) < len(turns):
             return [Step(text=turn, observation="") if isinstance(turn, str) else turn for turn in turns]
-        # A fresh episode: the expert may have tried its turns in its own.
+        # Use a new episode, because the expert may have stepped its own.
         env = self._expert_factory(task)
         try:
             episode = Episode(env)
@@ -219,7 +220,7 @@ class EnvironmentTaskSet:
 
 
 class EpisodeFactory:
-    """Makes the episodes of an :class:`Environment` class, and owns what they share."""
+    """Makes the episodes of an :class:`Environment` class, and owns their shared object."""
 
     def __init__(self, environment: type[Environment], settings: Any, shared: Any) -> None:
         self._environment, self._settings, self._shared = environment, settings, shared
@@ -234,13 +235,13 @@ class EpisodeFactory:
 
 
 class EnvironmentEpisode:
-    """An :class:`Environment` with its task, in the form that the rollout loop steps."""
+    """Adapts an :class:`Environment` and its task to :class:`~outrider.environments.base.Env`."""
 
     def __init__(self, environment: Environment, task: Task) -> None:
         self.environment, self._task = environment, task
         self._is_open = True
         self._role: Role = "inline" if environment.protocol == "inline" else "user"
-        if environment.can_copy:  # the loop looks for the method
+        if environment.can_copy:  # the loop checks whether the method exists
             self.copy = self._copy
         self.call_format: str | None = environment.settings.call_format
         self.tool_schemas: tuple[ToolSchema, ...] = ()
@@ -273,8 +274,10 @@ class EnvironmentEpisode:
         return answer
 
     def _observations(self, observation: Any) -> tuple[Message, ...]:
-        """The messages of an observation. With native calls a text answers every call of the turn; some chat
-        templates reject an answer without the id of a call.
+        """Convert an observation to messages.
+
+        With native calls, a text becomes one tool message per call of the turn, because some chat templates
+        reject tool messages without a call id.
         """
         turn = self.environment.turn
         if self._role != "tool" or not isinstance(observation, str):

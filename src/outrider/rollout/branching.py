@@ -1,8 +1,6 @@
-"""Rollouts that leave another one in mid-episode: where they begin, how their environment gets there, and how
-many may.
+"""Forks of running rollouts: where they start, how their environment reaches that state, and how many start.
 
-A fork shares the parent's nodes; the engine shares the keys and values of its context; nothing of it is
-computed again.
+A fork shares its parent's nodes, and the engine reuses the KV cache of the shared context.
 """
 
 from bisect import insort
@@ -25,8 +23,10 @@ from outrider.trace import Node, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """A snapshot of a running rollout before a policy turn. ``environment`` is a copy that nobody plays;
-    None: the steps of ``state.episode`` are replayed in a fresh one.
+    """A snapshot of a running rollout before a policy turn.
+
+    ``environment`` is a copy that is never stepped itself; None: the actions of ``state.episode`` are
+    replayed in a new environment.
     """
 
     state: EpisodeState
@@ -34,8 +34,14 @@ class Fork:
 
 
 async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -> Fork:
-    """The rollout as it is in front of the turn that it has just written. A copy that fails is replaced by
-    replaying.
+    """Take a snapshot of a rollout before the turn that it has just sampled.
+
+    If copying the environment fails, the fork replays the parent's actions instead.
+
+    Args:
+        state: the rollout after the turn.
+        last_node: the last node before the turn.
+        timeout_s: time limit of the copy, in seconds.
     """
     environment = state.episode.environment
     copy = None
@@ -44,7 +50,7 @@ async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
             copy = await run_guarded(environment.copy, timeout_s=timeout_s)
     snapshot = state.snapshot()
     snapshot.last_node, snapshot.is_forked = last_node, True
-    # Without the turn that was just written: the fork writes one of its own.
+    # Exclude the turn that was just sampled: the fork samples its own.
     snapshot.num_response_tokens -= len(state.last_node.token_ids)
     return Fork(state=snapshot, environment=copy)
 
@@ -52,84 +58,90 @@ async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
 async def fork_environment(
     fork: Fork | None, factory: EnvironmentFactory, trace: Trace, *, timeout_s: float
 ) -> Env:
-    """An environment for one try: a copy of the fork's, or a fresh one."""
+    """Return an environment for one attempt: a copy of the fork's environment, or a new one."""
     if fork is not None and fork.environment is not None:
-        # A copy of the copy: other forks and retries begin from the same one.
+        # Copy the copy, because other rollouts and retries start from the same fork.
         return await run_guarded(fork.environment.copy, timeout_s=timeout_s)
     return await run_guarded(factory, trace.task, timeout_s=timeout_s)
 
 
 class Copies:
-    """Environments that forks begin from. Each is closed once no rollout can begin there any more."""
+    """Environment copies of forks. Each is closed once no rollout can start from it any more."""
 
     def __init__(self, close: Callable[[CopyableEnvironment], object]) -> None:
         self._close = close
-        # By identity: a fork holds nodes, which cannot be hashed.
+        # Keyed by identity, because forks contain nodes, which are not hashable.
         self._open: dict[int, Fork] = {}
 
     def add(self, fork: Fork) -> None:
-        """A fork was taken, maybe with a copy."""
+        """Register a new fork; ignored if it has no copy."""
         if fork.environment is not None:
             self._open[id(fork)] = fork
 
     def drop(self, fork: Fork) -> None:
-        """Nobody will begin at this fork any more."""
+        """Close the copy of a fork from which no rollout will start any more."""
         if self._open.pop(id(fork), None) is not None and fork.environment is not None:
             self._close(fork.environment)
 
     @property
     def open(self) -> list[CopyableEnvironment]:
-        """Those that are still kept, for the end of a run that broke."""
+        """Copies that are not closed yet, to be closed if a run fails."""
         return [fork.environment for fork in self._open.values() if fork.environment is not None]
 
 
 class GroupScheduler(Protocol):
-    """Who begins when in the groups of one run, and from where; it is told of every turn that was written.
+    """Decides which rollouts of the groups start when, and from which fork. Called at every policy turn.
 
-    ``first`` rollouts of every group begin at its prompt.
+    ``first`` are the numbers of the rollouts of every group that start at its prompt right away.
     """
 
     first: Sequence[int]
 
     def on_turn_start(self, state: EpisodeState, *, is_known: bool) -> bool:
-        """The policy has written a turn; whether a fork in front of it should be taken.
+        """Called after the policy sampled a turn. Returns whether a fork before it should be taken.
 
-        ``is_known``: this rollout left another one here, which has come by already.
+        ``is_known``: the rollout is itself a fork that started at this turn, so its parent has already passed
+        this point.
         """
         ...
 
     def on_turn_end(self, state: EpisodeState, fork: Fork | None) -> None:
-        """The same turn, now with the fork if one was asked for; the environment acts next."""
+        """Called for the same turn before the environment steps, with the fork if one was requested."""
         ...
 
     def on_rollout_end(self, trace: Trace, rollout: int) -> None:
-        """A rollout has its outcome."""
+        """Called when a rollout has its outcome."""
         ...
 
 
-# to be played: group, number, where it begins (None: the prompt)
+# Enqueue a rollout: group, rollout number, fork (None: start at the prompt).
 Enqueue = Callable[[Trace, int, Fork | None], None]
 
 
-# Who begins when in a group whose rollouts fork, decided in an order that nobody's speed can change.
+# Branching decisions in an order that does not depend on timing.
 #
-# A rollout's turns have *rounds*, as if all rollouts of its group were played in lock step: those from the
-# prompt begin in round 0, and a fork in the round behind that of the turn in front of which it leaves, as in
-# the released loop. Points are decided in the order of round and rollout, each as soon as nothing can come
-# before it any more. No rollout waits for a decision, because it would hold its place: it goes on, its point
-# is kept, and a fork that is granted later begins later. So the tree is the same with one place as with a
-# hundred.
+# Every turn has a *round* number, as if all rollouts of the group ran in lockstep: rollouts from the prompt
+# start in round 0, and a fork starts in the round after that of the turn before which it branches, as in the
+# released code. A branching point is decided in the order of (round, rollout), as soon as no earlier point
+# can appear. A rollout does not wait for the decision, because it would occupy one of the concurrent places:
+# it continues, its point is stored, and a fork that is granted later starts later. The tree is therefore the
+# same for every max_concurrent.
 
 
-_Position = tuple[int, int]  # round and rollout: the order of decisions
+_Position = tuple[int, int]  # (round, rollout), the order of decisions
 
 
 @dataclass(slots=True, kw_only=True, order=True)
 class _Point:
-    """In front of a turn that was ``turn_node``, undecided.
+    """An undecided branching point before a turn.
 
-    ``max_forks`` rollouts should leave here, exactly so many without a ``state``: that is what the hook is
-    asked with again once the group's streak is known. ``fork`` is there as long as it may be granted.
+    Attributes:
+        position: round and rollout.
+        max_forks: number of requested forks. Exact if ``state`` is None, otherwise an upper bound.
+        turn_node: the node of the turn.
+        state: set if the number depends on the group's streak. The hook is called with it again once the
+            streak is known.
+        fork: the snapshot, as long as it may be granted.
     """
 
     position: _Position
@@ -141,11 +153,18 @@ class _Point:
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """``next_rounds`` maps every rollout that has not ended to the first round in which it may still come to
-    a point.
+    """Counters and undecided points of a group.
 
-    ``offsets`` are the rounds of all rollouts minus their turns; ``active_forks`` says where forks that have
-    not ended began.
+    Attributes:
+        trace: the tree of the group.
+        num_started: number of started rollouts, which is also the next rollout number.
+        num_finished: number of finished rollouts.
+        num_rounds: the largest round so far.
+        streak: number of consecutive branched points of the group.
+        next_rounds: for every unfinished rollout, the first round in which it may still reach a point.
+        offsets: for every rollout, its round minus its turn.
+        points: undecided points, sorted by position.
+        active_forks: for every unfinished forked rollout, the fork from which it started.
     """
 
     trace: Trace
@@ -159,7 +178,7 @@ class _Group:
     active_forks: dict[int, Fork] = field(default_factory=dict)
 
     def begin(self, num: int, *, round_number: int, turn: int = 0) -> range:
-        """The next ``num`` numbers, for rollouts that write ``turn`` in that round."""
+        """Return the next ``num`` rollout numbers, for rollouts that sample ``turn`` in this round."""
         numbers = range(self.num_started, self.num_started + num)
         self.num_started += num
         self.num_rounds = max(self.num_rounds, round_number)
@@ -168,17 +187,17 @@ class _Group:
         return numbers
 
     def is_decidable(self, point: _Point) -> bool:
-        """Whether no rollout can still come to a point before this one."""
+        """Whether no rollout can still reach an earlier point."""
         return all(point.position < (number, rollout) for rollout, number in self.next_rounds.items())
 
 
 class BranchingGroupScheduler:
-    """How many rollouts of every group have begun and ended, and the points at which others may leave them.
+    """Group scheduler of hooks that decide on forks at every turn.
 
-    A fault that starts a rollout again takes no decision back and makes none twice: a point is that of the
-    try that came there first. A copy is kept only where a fork can still be granted: at most one for every
-    place that a group has left, unless streaks are the group's (``streak_scope`` prompt): there every earlier
-    point may yet turn out to want none.
+    A retry neither reverts nor repeats a decision: the first attempt that reaches a point determines it.
+    Environment copies are stored only while a fork can still be granted. These are at most as many as
+    rollouts are left to start in the group, except with ``streak_scope = "prompt"``, where any earlier point
+    may still turn out to request no forks.
     """
 
     def __init__(
@@ -204,20 +223,20 @@ class BranchingGroupScheduler:
             group.begin(first_wave, round_number=0)
 
     def on_turn_start(self, state: EpisodeState, *, is_known: bool) -> bool:
-        """Note the point, unless an earlier try did; whether a fork could be granted there."""
+        """Store the point unless an earlier attempt did. Returns whether a fork could be granted there."""
         if self._brancher is None or is_known:
             return False
         group = self._groups[state.task.key]
         position = (group.offsets[state.rollout] + state.turn, state.rollout)
         point = _make_point(self._brancher, state, position)
-        # An earlier try has come by here: its point is the one that counts.
+        # An earlier attempt has passed this point, and its decision stands.
         if point is None or position[0] < group.next_rounds[state.rollout]:
             return False
         insort(group.points, point)
         return point in self._grantable(group)
 
     def on_turn_end(self, state: EpisodeState, fork: Fork | None) -> None:
-        """The rollout goes on, and so may the decisions."""
+        """Store the fork of the point and make all decisions that are possible now."""
         if self._brancher is None:
             return
         group = self._groups[state.task.key]
@@ -225,14 +244,14 @@ class BranchingGroupScheduler:
         if fork is not None:
             self._copies.add(fork)
             next(point for point in group.points if point.position == (number, state.rollout)).fork = fork
-        # Never back, also for a retry: points were decided because nothing could come before them any more.
+        # Never decrease, even for a retry: later points were decided because no earlier one could appear.
         group.next_rounds[state.rollout] = max(group.next_rounds[state.rollout], number + 1)
         group.num_rounds = max(group.num_rounds, number + 1)
         self._decide(self._brancher, group)
 
     def on_rollout_end(self, trace: Trace, rollout: int) -> None:
-        """Decide what waited for this rollout; then fresh ones, for a wave that waited for it or to fill the
-        group up.
+        """Make the decisions that waited for this rollout, then enqueue new rollouts at the prompt: the next
+        wave, or those that complete the group.
         """
         if self._brancher is None:
             return
@@ -240,7 +259,7 @@ class BranchingGroupScheduler:
         group.num_finished += 1
         del group.next_rounds[rollout]
         fork = group.active_forks.pop(rollout, None)
-        # By identity: several rollouts may have left at this fork, and the last of them closes its copy.
+        # Compare by identity. Several rollouts may use this fork; the last one to end closes its copy.
         if fork is not None and all(fork is not other for other in group.active_forks.values()):
             self._copies.drop(fork)
         self._decide(self._brancher, group)
@@ -249,7 +268,7 @@ class BranchingGroupScheduler:
             self._enqueue(trace, number, None)
 
     def _num_fresh(self, brancher: Hook, group: _Group) -> int:
-        # Whoever still plays may want forks, and they come before fresh rollouts.
+        # Unfinished rollouts may still request forks, which have priority over new rollouts.
         if group.num_finished < group.num_started:
             return 0
         num_left = self._size - group.num_started
@@ -260,7 +279,7 @@ class BranchingGroupScheduler:
         return num_left
 
     def _decide(self, brancher: Hook, group: _Group) -> None:
-        """Decide all points that nothing can come before; let go of the copies that no place is left for."""
+        """Decide all points that no earlier point can precede, and close copies that no rollout can use."""
         while group.points and group.is_decidable(group.points[0]):
             point = group.points.pop(0)
             num_requested = point.max_forks
@@ -292,8 +311,9 @@ class BranchingGroupScheduler:
             self._enqueue(group.trace, number, fork)
 
     def _grantable(self, group: _Group) -> list[_Point]:
-        """Points at which a fork may still be granted: those in front of them do not surely take every
-        place.
+        """Return the points at which a fork may still be granted.
+
+        At the others, earlier points with exact numbers already use up the remaining rollouts of the group.
         """
         points = []
         num_left = self._size - group.num_started
@@ -305,7 +325,11 @@ class BranchingGroupScheduler:
 
 
 def _make_point(brancher: Hook, state: EpisodeState, position: _Position) -> _Point | None:
-    """The hook's wish here. A streak of the group is not known yet: the hook wants most without one."""
+    """Create the point that the hook requests for this turn, if any.
+
+    The streak of a group is not known yet. The hook is called with a streak of 0, which yields the upper
+    bound because the number must not increase with the streak.
+    """
     if brancher.streak_scope == "lineage":
         num_requested = brancher.num_forks(state)
         if num_requested is not None:
@@ -315,7 +339,7 @@ def _make_point(brancher: Hook, state: EpisodeState, position: _Position) -> _Po
             if num_requested is None
             else _Point(position=position, max_forks=num_requested, turn_node=state.last_node)
         )
-    snapshot = state.snapshot()  # the rollout goes on while its point waits for a decision
+    snapshot = state.snapshot()  # the rollout continues while its point is undecided
     snapshot.branch_streak = 0
     num_requested = brancher.num_forks(snapshot)
     return (
@@ -325,21 +349,23 @@ def _make_point(brancher: Hook, state: EpisodeState, position: _Position) -> _Po
     )
 
 
-# Trees that grow in rounds: a finished chain first, then expansions that leave it, or one another, in front
-# of any turn.
-#
-# Where :mod:`outrider.rollout.branching` decides in the middle of an episode, a round is drawn once all
-# rollouts of its tree have ended (Tree-GRPO, arXiv 2509.21240). The points that they passed are kept until
-# then, as the same forks.
+# Trees that grow in rounds (Tree-GRPO, arXiv 2509.21240): a complete chain first, then expansions that branch
+# off before any turn of the chain or of earlier expansions. Unlike the decisions above, which are made during
+# an episode, a round is drawn after all rollouts of its tree have ended. Forks of all turns are stored until
+# then.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion(StatelessHook):
-    """The shape of a group, as a hook that says it to the scheduler: ``num_trees`` M, ``num_expansions`` N in
-    each of ``num_rounds`` L.
+    """The shape of a group of trees, as a hook that the scheduler reads. Symbols as in Tree-GRPO.
 
-    ``num_trained_leaves`` K of the 1 + N L leaves of a tree are trained on. Rollouts are numbered tree by
-    tree, the chain first.
+    Rollouts are numbered tree by tree, the chain first.
+
+    Attributes:
+        num_trees: M, trees per group.
+        num_expansions: N, expansions per round.
+        num_rounds: L, rounds.
+        num_trained_leaves: K, leaves of a tree that are trained on, out of 1 + N L.
     """
 
     num_trees: int
@@ -349,27 +375,25 @@ class Expansion(StatelessHook):
 
     @property
     def tree_size(self) -> int:
-        """Leaves of a tree before pruning."""
+        """Number of leaves of a tree before pruning."""
         return 1 + self.num_expansions * self.num_rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExpansionPoint:
-    """In front of ``turn`` of a rollout; ``turn_node`` is the node of that turn."""
+    """A fork before a turn; ``turn_node`` is the node of that turn."""
 
     fork: Fork
     turn_node: Node
 
 
 class ExpansionScheduler:
-    """Counts what has begun and ended in every tree, and keeps the points for expansions. Draws depend on the
-    trees alone, not on who was fast.
-    """
+    """Group scheduler of :class:`Expansion`. Draws depend only on the trees, not on timing."""
 
     def __init__(
         self, expansion: Expansion, *, run_seed: int, training_step: int, enqueue: Enqueue, copies: Copies
     ) -> None:
-        """Every point of a tree is kept in ``copies`` until the tree is whole."""
+        """Store every point of a tree in ``copies`` until the tree is complete."""
         self._expansion = expansion
         self._enqueue = enqueue
         self._copies = copies
@@ -379,15 +403,11 @@ class ExpansionScheduler:
         self.first: Sequence[int] = [tree * expansion.tree_size for tree in range(expansion.num_trees)]
 
     def on_turn_start(self, state: EpisodeState, *, is_known: bool) -> bool:
-        """A later round may leave anywhere but in front of the first turn, where a fresh rollout does the
-        same.
-        """
+        """Request a fork before every turn but the first, which equals a new rollout from the prompt."""
         return not is_known and state.turn > 0
 
     def on_turn_end(self, state: EpisodeState, fork: Fork | None) -> None:
-        """A rollout has written a turn, and ``fork`` is the point in front of it. A retry comes by again: its
-        own points count.
-        """
+        """Store the fork before the turn. The points of a retry replace those of the failed attempt."""
         if fork is None:
             return
         points = self._points.setdefault((state.task.key, state.rollout), {})
@@ -396,7 +416,7 @@ class ExpansionScheduler:
         self._copies.add(fork)
 
     def on_rollout_end(self, trace: Trace, rollout: int) -> None:
-        """A rollout has its outcome: the expansions that are owed now begin at the prompt or at a fork."""
+        """Enqueue the next round of expansions if all rollouts of the tree so far have ended."""
         shape, key = self._expansion, trace.task.key
         tree = rollout // shape.tree_size
         self._drop_failed_points(trace, rollout)
@@ -408,7 +428,8 @@ class ExpansionScheduler:
                 points = self._points.pop((key, number), {})
                 self._drop_points(points, list(points))
             return
-        # The chain, then N rollouts per round: 0 inside means that all that were drawn so far have ended.
+        # The chain, then N rollouts per round. If `inside` is 0, all rollouts that were drawn so far have
+        # ended.
         number, inside = divmod(num_finished - 1, shape.num_expansions)
         for expansion, fork in self._expand(key, tree, number) if inside == 0 else ():
             self._enqueue(trace, expansion, fork)
@@ -418,9 +439,7 @@ class ExpansionScheduler:
             self._copies.drop(points.pop(turn).fork)
 
     def _drop_failed_points(self, trace: Trace, rollout: int) -> None:
-        """Forget the points of a try that failed, which the retry need not have passed: their turns are in no
-        rollout.
-        """
+        """Drop points of failed attempts that the retry did not pass: no rollout contains their turns."""
         points = self._points.get((trace.task.key, rollout), {})
         leaf = trace.leaves[rollout].node_id
         own = set() if leaf is None else {node.node_id for node in trace.path(leaf)}
@@ -429,12 +448,14 @@ class ExpansionScheduler:
         )
 
     def _expand(self, key: str, tree: int, number: int) -> list[tuple[int, Fork | None]]:
-        """Round ``number``: N nodes, uniformly and with replacement, among the root and the turns that
-        another turn follows.
+        """Draw round ``number``: N nodes, uniformly with replacement.
+
+        Candidates are the root and all turns that another turn follows. Returns rollout numbers and forks
+        (None: the root).
         """
         size = self._expansion.tree_size
         rollouts = range(tree * size, (tree + 1) * size)
-        # By rollout and turn, not by arrival: a draw has to mean the same point in every run.
+        # Order by rollout and turn, not by arrival, so that a draw selects the same point in every run.
         points = [
             point for rollout in rollouts for _, point in sorted(self._points.get((key, rollout), {}).items())
         ]
@@ -458,7 +479,7 @@ class ExpansionScheduler:
 
 
 def _mark_fork(point: _ExpansionPoint) -> Fork:
-    """The fork, with what the report shows on the turn in front of which it leaves."""
+    """Record the fork in the metadata of its turn, for the report, and return it."""
     metadata = point.turn_node.metadata
     num_forks = metadata.get("num_forks", 0) + 1
     metadata |= {

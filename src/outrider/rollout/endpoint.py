@@ -1,5 +1,6 @@
-"""Episodes of an agent behind a chat endpoint: off-policy steps for the buffer, and evaluation; never
-training (no ids).
+"""Episodes of an agent behind a chat endpoint, for evaluation and as off-policy steps for the buffer.
+
+They cannot be trained on, because the endpoint returns no token ids.
 """
 
 from collections import Counter
@@ -37,11 +38,17 @@ _BAD_REQUEST: Final = (400, 413, 422)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """One owed rollout: its outcome, and its trajectory unless infrastructure broke (``detail`` then says
-    what).
+    """One finished rollout.
 
-    ``num_retries`` counts the fresh tries after a fault of a tool or of the environment; ``metrics`` are the
-    environment's.
+    Attributes:
+        trajectory_id: agent, task and number.
+        outcome: how the rollout ended.
+        trajectory: the trajectory; None after a fault.
+        success: whether the task was solved.
+        metrics: the environment's metrics of the episode.
+        num_tool_calls: number of executed tool calls.
+        num_retries: number of retries after faults of tools or the environment.
+        detail: the error message after a fault.
     """
 
     trajectory_id: str
@@ -56,30 +63,30 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectReport:
-    """Every owed rollout in order of task and number; ``num_skipped`` were named as done before."""
+    """All rollouts in the order of task and number. ``num_skipped`` rollouts were done before."""
 
     collected: tuple[Collected, ...]
     num_skipped: int
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Trajectories for a buffer; faults are left out."""
+        """Trajectories for a buffer, without faulted rollouts."""
         return [rollout.trajectory for rollout in self.collected if rollout.trajectory is not None]
 
     @property
     def outcomes(self) -> Counter[Outcome]:
-        """How the rollouts ended."""
+        """Number of rollouts per outcome."""
         return Counter(rollout.outcome for rollout in self.collected)
 
 
 @dataclass(slots=True, kw_only=True)
 class Collector:
-    """Lets an endpoint's agent play tasks.
+    """Runs episodes of tasks with an agent behind an endpoint.
 
-    Turns, and tokens where the server counts them, are limited as in the rollout loop; observations are not
-    cut. After ``max_faults_in_a_row`` rollouts that the endpoint failed, with none between that it served,
-    collecting stops with :class:`EngineFault`: a dead server must not cost the back-off of every rollout.
-    ``stop`` ends a turn.
+    Turns are limited as in the rollout loop, and so are tokens if the server counts them. Observations are
+    not truncated. After ``max_faults_in_a_row`` consecutive rollouts with an endpoint failure, collecting
+    stops with :class:`EngineFault`, so that a dead server does not cost the back-off time of every rollout.
+    ``stop`` are the stop strings of a turn.
     """
 
     endpoint: ChatEndpoint
@@ -91,13 +98,14 @@ class Collector:
     num_concurrent: int = 8
     max_retries: int = 2
     max_faults_in_a_row: int = 8
-    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)  # for the one who watches
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)  # read by watchdog and display
 
     def collect(
         self, tasks: Sequence[Task], *, num_rollouts: int, done: Collection[str] = ()
     ) -> CollectReport:
-        """Play every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``.
-        Raises as :meth:`play`.
+        """Run every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``.
+
+        Raises the errors of :meth:`play`.
         """
         rollouts = [(task, rollout) for task in tasks for rollout in range(num_rollouts)]
         fresh = [
@@ -111,11 +119,15 @@ class Collector:
         *,
         on_rollout_done: Callable[[Task, int, Collected], None] = lambda task, rollout, collected: None,
     ) -> tuple[Collected, ...]:
-        """Play these rollouts of tasks; ``on_rollout_done`` gets each as soon as it has ended, in the thread
-        that played it.
+        """Run rollouts, given as tasks and rollout numbers.
 
-        Raises EngineFault (see above), ModelError (the server will never answer) and what ``on_rollout_done``
-        raises, once running episodes have ended.
+        ``on_rollout_done`` is called as soon as a rollout has ended, in the thread that ran it.
+
+        Raises:
+            EngineFault: after too many consecutive failures of the endpoint.
+            ModelError: if the server can never answer, for example because it does not have the model.
+
+        Errors, including those of ``on_rollout_done``, are raised after the running episodes have ended.
         """
         streak = _FaultStreak(self.max_faults_in_a_row)
 
@@ -127,19 +139,20 @@ class Collector:
         with ThreadPoolExecutor(max_workers=self.num_concurrent) as pool:
             futures = [pool.submit(run_rollout, task, rollout) for task, rollout in rollouts]
             try:
-                # In the order asked, whoever ended first.
+                # In the order of the request, not of completion.
                 return tuple(future.result() for future in futures)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
 
     def trajectory_id(self, task: Task, rollout: int) -> str:
-        """The id of a rollout: agent, task and number."""
+        """Return the id of a rollout: agent, task and number."""
         return f"{self.endpoint.settings.model}/{task.key}/{rollout}"
 
     def _play_with_retries(self, task: Task, rollout: int, streak: "_FaultStreak") -> Collected:
-        """One rollout with fresh tries after a tool's or environment's fault; the endpoint has retried on its
-        own.
+        """Run one rollout and retry it after faults of tools or the environment.
+
+        Endpoint failures are not retried here: :class:`ChatEndpoint` has already retried the request.
         """
         name = self.trajectory_id(task, rollout)
         for attempt in range(self.max_retries + 1):
@@ -161,7 +174,7 @@ class Collector:
         raise AssertionError("unreachable: the last attempt returns")
 
     def _run_timed(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """A game that hangs is a fault of the environment here as in the rollout loop."""
+        """Call with the step time limit. As in the rollout loop, a timeout is a fault of the environment."""
         return run_timed(call, *arguments, timeout_s=self.limits.step_timeout_s)
 
     def _play(self, task: Task, rollout: int, *, num_retries: int) -> Collected:
@@ -179,7 +192,7 @@ class Collector:
 
     def _episode(self, environment: Env, task: Task, rollout: int, num_retries: int) -> Collected:
         episode = open_episode(environment)
-        # By task alone: all rollouts of a task begin in the same state.
+        # The seed depends on the task alone, so that all rollouts of a task start in the same state.
         self._run_timed(episode.start, stream_seed(self.run_seed, "collect reset", task.key))
         prompt = episode.prompt
         conversation = list(prompt)
@@ -201,10 +214,10 @@ class Collector:
                     seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, num_turns),
                     tools=episode.tools,
                 )  # fmt: skip
-            # an episode that outgrows the context is cut and scored, as in the rollout loop
+            # An episode that exceeds the context is truncated and scored, as in the rollout loop.
             except EngineFault as fault:
                 cause = fault.__cause__
-                # before the first answer it may be the endpoint's settings that are wrong
+                # Before the first response, the cause may also be wrong settings of the endpoint.
                 if not num_turns or not isinstance(cause, Refusal) or cause.status not in _BAD_REQUEST:
                     raise
                 if isinstance(episode, ExternalEpisode):
@@ -239,8 +252,9 @@ class Collector:
         )  # fmt: skip
 
     def _refuse(self, episode: ExternalEpisode, cause: Refusal, *, is_last: bool) -> Outcome | None:
-        """Refuse the program's request, as the endpoint did; how the episode ends then, None if the program
-        requests something else.
+        """Refuse the program's request, as the endpoint did.
+
+        Returns the outcome if that ends the episode, or None if the program sends another request.
         """
         if is_last:
             if cause.is_too_long:
@@ -254,7 +268,7 @@ class Collector:
 
 
 class _FaultStreak:
-    """Rollouts in a row, in order of arrival, that the endpoint failed."""
+    """Counts consecutive rollouts, in order of completion, with an endpoint failure. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -263,8 +277,10 @@ class _FaultStreak:
         self._lock = Lock()
 
     def on_fault(self, fault: EngineFault) -> None:
-        """Raises once there were too many; rollouts still under way then raise for the same fault, whoever is
-        asked first.
+        """Count a failure. Raises EngineFault at the limit.
+
+        Rollouts that fail later raise for the same fault, so that the reported cause does not depend on
+        timing.
         """
         with self._lock:
             self._num_failed += 1
@@ -276,18 +292,22 @@ class _FaultStreak:
                 ) from self._last
 
     def on_success(self) -> None:
-        """A rollout got all its answers."""
+        """Reset the count after a rollout without endpoint failures."""
         with self._lock:
             self._num_failed = 0
 
 
-# A turn of an agent behind an endpoint: for its environment, for the next request, and as text.
+# Conversion of the endpoint's replies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointTurn:
-    """``response`` is for the environment, ``history_message`` stands in later requests, and ``text`` is the
-    turn in the environment's own form, as a trajectory keeps it.
+    """A turn of an agent behind an endpoint.
+
+    Attributes:
+        response: the message for the environment.
+        history_message: the message that later requests contain.
+        text: the turn in the environment's format, as trajectories store it.
     """
 
     response: Message
@@ -296,10 +316,11 @@ class EndpointTurn:
 
 
 def endpoint_turn(reply: ChatReply, episode: Episode) -> EndpointTurn:
-    """The turn that a reply is.
+    """Convert a reply into a turn.
 
-    If the server parses no calls, they are parsed here from the text. A turn with a call that cannot be
-    parsed is sent back as text, whole, so that the complaint refers to something.
+    If the server does not parse tool calls, they are parsed here from the text. If a call cannot be parsed,
+    later requests contain the turn as its whole text, so that the environment's error message refers to
+    something.
     """
     if isinstance(episode, ExternalEpisode):
         return _program_turn(reply, episode)
@@ -325,8 +346,10 @@ def endpoint_turn(reply: ChatReply, episode: Episode) -> EndpointTurn:
 
 
 def _program_turn(reply: ChatReply, episode: ExternalEpisode) -> EndpointTurn:
-    """A turn for a program, which gets every call that the server or this function could parse. If one cannot
-    be parsed, it gets the turn as text, without its own stop strings.
+    """Convert a reply into a turn for an external program.
+
+    The program receives the calls that the server or this function parsed. If a call cannot be parsed, it
+    receives the turn as text, without the stop strings of its request.
     """
     sampled = ServedTurn(
         finish=reply.finish,
@@ -358,7 +381,7 @@ def _program_turn(reply: ChatReply, episode: ExternalEpisode) -> EndpointTurn:
 
 
 def _written_parts(reply: ChatReply, form: CallFormat) -> tuple[str, str]:
-    """The thinking in a reply's text, and the rest with the calls that the server has read."""
+    """Split a reply's text into its thinking and the rest, with the calls that the server parsed."""
     served = reply.served
     has_read = bool(served.calls or served.problems)
     inside = reply.text.removesuffix(split_thinking(reply.text, None if has_read else form)[1])
@@ -370,6 +393,6 @@ def _written_parts(reply: ChatReply, form: CallFormat) -> tuple[str, str]:
 
 
 def _text(reply: ChatReply, text: str) -> str:
-    """The whole turn, without half surrogate pairs."""
+    """Return the text of the whole turn, without lone surrogates."""
     apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
     return Message(role="assistant", content=apart + text).content

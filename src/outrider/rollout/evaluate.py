@@ -1,4 +1,7 @@
-"""Evaluation on a frozen panel: no retrieval, no training, faults apart from scores, and intervals."""
+"""Evaluation on a fixed list of tasks, with confidence intervals.
+
+Evaluations neither retrieve nor train. Faulted rollouts are counted separately and do not affect scores.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,11 +21,22 @@ from outrider.types import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """``score`` is the mean success over tasks with its 95 % interval; faulty rollouts are counted and left
-    out.
+    """Result of an evaluation. Faulted rollouts are only in ``num_faults``.
 
-    ``num_retries``: tries that were repeated after a fault. ``task_scores`` and ``task_returns``: mean
-    success and mean return of each scored task, by its key.
+    Attributes:
+        label: name of the evaluated policy.
+        step: the training step.
+        score: mean success over tasks.
+        ci_low: lower bound of the 95 % interval of ``score``.
+        ci_high: upper bound of the 95 % interval of ``score``.
+        mean_return: mean return over rollouts.
+        num_tasks: number of tasks with at least one scored rollout.
+        num_faults: number of rollouts lost to faults.
+        num_tool_calls: mean number per rollout.
+        num_policy_tokens: mean number per rollout.
+        num_retries: number of attempts that were repeated after a fault.
+        task_scores: mean success of every scored task, by task key.
+        task_returns: mean return of every scored task, by task key.
     """
 
     label: str
@@ -48,11 +62,16 @@ def evaluate(
     label: str,
     step: int,
     mode: str = "evaluation",
-    # Training steps count from 0: no evaluation shares a random stream with one.
+    # Training steps start at 0, so with -1 evaluations share no random stream with training.
     stream_step: int = -1,
 ) -> tuple[Evaluation, list[Trace]]:
-    """Play the panel. The random streams depend on task, sample and ``stream_step`` only, so two checkpoints
-    face the same draws. Raises InvalidResult if rewards are no numbers.
+    """Evaluate the policy on tasks with ``num_samples`` rollouts each.
+
+    The random streams depend only on task, sample and ``stream_step``, so all checkpoints are evaluated with
+    the same draws, and their difference can be tested with paired scores.
+
+    Raises:
+        InvalidResult: if rewards are not numbers.
     """
     report = rollouts.run(tasks, modes=(mode,) * num_samples, training_step=stream_step)
     require_results(report.traces, report.faults)
@@ -91,10 +110,11 @@ def evaluate(
 
 
 def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> tuple[float, float]:
-    """Interval of the mean over tasks: Wilson's (1927) where each is a failure (0) or a success (1), also
-    where many samples of a task all ended alike, else a seeded percentile bootstrap. Without scores NaN.
+    """Return the confidence interval of the mean over tasks; NaN without scores.
 
-    A bootstrap of equal values has no width: it has seen nothing else, and is no interval.
+    If all task scores are 0 or 1 (``binary``), this is the Wilson interval (1927), otherwise a seeded
+    percentile bootstrap. Binary scores need the Wilson interval because a bootstrap of equal values has zero
+    width.
     """
     if not scores:
         return float("nan"), float("nan")
@@ -105,11 +125,10 @@ def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> t
     z, n, p = NormalDist().inv_cdf(0.5 + level / 2), len(scores), fmean(scores)
     centre, margin = p + z * z / (2 * n), z * float(np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)))
     low, high = (centre - margin) / (1 + z * z / n), (centre + margin) / (1 + z * z / n)
-    return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounded, a bound may fall short of p = 1
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounding may put a bound on the wrong side of p
 
 
-# The gain between two evaluations of one policy on the same tasks and draws, with an interval of the paired
-# difference.
+# Paired comparison of two evaluations on the same tasks and draws.
 
 
 _NUM_DRAWS = 10_000
@@ -117,8 +136,9 @@ _NUM_DRAWS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedGain:
-    """Mean difference of the scores, later minus earlier, with its interval; ``num_tasks`` were scored by
-    both.
+    """Mean difference of the scores, later minus earlier, with its confidence interval.
+
+    ``num_tasks`` is the number of tasks that both evaluations scored.
     """
 
     earlier: str
@@ -128,7 +148,7 @@ class PairedGain:
     num_tasks: int
 
     def __str__(self) -> str:
-        """One line, in percentage points."""
+        """Format the gain in one line, in percentage points."""
         gained = points(self.difference, self.ci_low, self.ci_high)
         return f"{gained} over {self.earlier!r}, the same {self.num_tasks} tasks and draws"
 
@@ -136,8 +156,9 @@ class PairedGain:
 def paired_gain(
     earlier: Mapping[str, Any], later: Mapping[str, Any], *, level: float = 0.95
 ) -> PairedGain | None:
-    """Gain between two lines of ``evaluations.jsonl``; None where they have no task, panel or temperature in
-    common.
+    """Compare two lines of ``evaluations.jsonl``.
+
+    Returns None if their splits, task lists or temperatures differ, or if they have no scored task in common.
     """
     if any(earlier[key] != later[key] for key in ("split", "panel_hash", "temperature")):
         return None
@@ -156,9 +177,7 @@ def paired_gain(
 
 
 def gain_over_start(evaluations: Sequence[Mapping[str, Any]]) -> PairedGain | None:
-    """Gain of the last evaluation over the policy that reinforcement learning began with (the last one of
-    step 0).
-    """
+    """Compare the last evaluation with the last one of step 0, the policy before reinforcement learning."""
     starts = [evaluation for evaluation in evaluations if evaluation["step"] == 0]
     if not starts or evaluations[-1]["step"] == 0:
         return None
@@ -166,12 +185,12 @@ def gain_over_start(evaluations: Sequence[Mapping[str, Any]]) -> PairedGain | No
 
 
 def difference_interval(differences: Sequence[float], *, level: float = 0.95) -> tuple[float, float]:
-    """Interval of the mean of paired differences.
+    """Return the confidence interval of the mean of paired differences.
 
-    Where each is -1, 0 or 1 (one sample per task): the Wald interval with half a task added to each of the
-    four cells (Agresti and Min 2005, "Simple improved confidence intervals for comparing matched
-    proportions"), which keeps its level with few changed tasks and has a width where all agree. Else a seeded
-    percentile bootstrap over tasks.
+    If all differences are -1, 0 or 1 (one sample per task), this is the Wald interval with half a task added
+    to each of the four cells (Agresti and Min 2005, "Simple improved confidence intervals for comparing
+    matched proportions"). Its coverage holds with few changed tasks, and its width is positive even if all
+    tasks agree. Otherwise, it is a seeded percentile bootstrap over tasks.
     """
     values = np.asarray(differences, dtype=np.float64)
     if not np.isin(values, (-1.0, 0.0, 1.0)).all():

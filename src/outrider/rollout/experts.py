@@ -1,5 +1,6 @@
-"""Experts played through the real loop: their steps get the ids, observations and returns that a policy's
-would get.
+"""Rollouts of experts in the ordinary rollout loop.
+
+Expert steps therefore have the same token ids, observations and returns as the same steps of a policy.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +34,11 @@ ExpertSource = Callable[[Task], Sequence[Step] | None]
 
 @dataclass(slots=True, kw_only=True)
 class ExpertPlayer(Hook):
-    """Script and hook in one: says the expert's next step, and shows some steps inside ``<retrieve>``
-    instead.
+    """Plays an expert: as a script, it writes the next step; as a hook, it inserts some as retrieved steps.
 
-    ``retrieve_share`` of the tasks (by their own random stream) get one middle step shown. It is done in the
-    environment and shown with the real observation, so that what follows it goes on from the state that the
-    text tells of.
+    In a share ``retrieve_share`` of the tasks, selected by their random streams, one middle step appears
+    inside ``<retrieve>``. The step is executed in the environment and shown with the real observation, so
+    that the state matches the text.
     """
 
     expert: ExpertSource
@@ -48,12 +48,12 @@ class ExpertPlayer(Hook):
     _states: dict[str, EpisodeState] = field(default_factory=dict)
 
     def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
-        """Remember the episode; maybe do and show the next step instead of letting it be said."""
+        """Store the state, and execute the next step as a retrieved one if it was selected."""
         key = state.task.key
         self._states[key] = state
         if state.turn == 0:
             self._steps[key] = self.expert(state.task) or ()
-        # Keyed without the turn: every turn draws the same decision, so none has to be remembered.
+        # The stream does not depend on the turn: every turn draws the same decision, so none is stored.
         random = stream(self.run_seed, "expert retrieve", key)
         shown_index = 1 + int(random.integers(max(1, len(self._steps[key]) - 2)))
         if (
@@ -66,7 +66,7 @@ class ExpertPlayer(Hook):
         return [Attempt(action=action, then=partial(_to_splice, action))]
 
     def next_text(self, request: Request, context: str) -> str:
-        """The expert's next step; nothing once its path is over."""
+        """Return the expert's next step, or an empty text after the last one."""
         key = request.request_id.rsplit("/", 2)[0]
         state = self._states[key]
         steps, position = self._steps[key], len(state.steps)
@@ -74,7 +74,7 @@ class ExpertPlayer(Hook):
 
 
 def _to_splice(action: str, result: StepResult) -> Splice | None:
-    """The step as it was answered; nothing where the environment did not do it: then the expert says it."""
+    """Return the executed step, or None if the environment did not execute it: the script then writes it."""
     if not result.carried_out:
         return None
     step = Step(text=action, observation=result.text, is_terminal=result.done)
@@ -107,12 +107,11 @@ def play_experts(
     mode: str = "expert",
     on_finished: Callable[[int, int], None] | None = None,
 ) -> list[Trace]:
-    """One expert rollout of every task, in order; ``training_step`` chooses the initial states, as it does
-    for a policy's rollouts.
+    """Run one expert rollout of every task. Returns their traces in the order of the tasks.
 
-    ``renderer`` is the policy's (None: the tokenizer's plain one). ``hooks`` act before the expert does, in
-    rollouts of ``mode``: a memory may show it tips.
-    ``on_finished(done, total)`` is called after every rollout.
+    ``training_step`` selects the initial states, as for a policy's rollouts. ``renderer`` is the policy's
+    (None: a plain one of the tokenizer). ``hooks`` act before the expert in rollouts of ``mode``; for
+    example, a memory may show tips. ``on_finished(done, total)`` is called after every rollout.
     """
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
     renderer = renderer or ChatRenderer(tokenizer)
@@ -142,12 +141,11 @@ def play_experts(
 def to_trajectory(
     trace: Trace, rollout: int, *, agent: str, trajectory_id: str, count_tokens: TokenCounter | None = None
 ) -> Trajectory | None:
-    """A finished rollout as a trajectory for the step-trace buffer; None after a fault, and where its last
-    action has no text.
+    """Convert a finished rollout into a trajectory for the step-trace buffer.
 
-    Retrieved steps that were only shown are left out: a buffer must not feed on itself. Those that were done
-    belong to the episode, and are counted by ``count_tokens``; without it the length of such a trajectory is
-    unknown.
+    Returns None after a fault, or if the last action is not part of the text. Retrieved steps that were only
+    shown are left out, because the buffer contains them already. Executed ones belong to the episode, and
+    ``count_tokens`` counts their tokens; without it, the length of such a trajectory is 0 (unknown).
     """
     leaf = trace.leaves[rollout]
     if (
@@ -158,7 +156,7 @@ def to_trajectory(
         return None
     path = trace.path(leaf.node_id)
     steps: list[Step] = []
-    actions: list[str] = []  # by others
+    actions: list[str] = []  # executed retrieved steps
     for index, node in enumerate(path):
         if node.origin is Origin.BUFFER and "action" in node.metadata:
             actions.append(node.metadata["action"])
@@ -190,19 +188,21 @@ def to_trajectory(
     )
 
 
-# A demonstrator's rollout as a member of the policy's group: in the same tree, with its own mark on rollout
-# and tokens.
+# Demonstrations as members of the policy's group.
 
 
 DEMONSTRATION: Final = "demonstration"
 
 
 def join_demonstration(trace: Trace, demonstration: Trace) -> None:
-    """Add the one rollout of ``demonstration`` to the group ``trace`` under the next number.
+    """Add the rollout of ``demonstration`` to the group ``trace`` under the next rollout number.
 
-    Its turns become ``Origin.DEMONSTRATION`` nodes, without log-probs and entropies: nobody measured the
-    demonstrator's. It begins at the group's prompt where that is the same. Its return, or its fault, stays
-    what it was. Raises ValueError unless ``demonstration`` holds exactly one rollout.
+    Its turns become ``Origin.DEMONSTRATION`` nodes, without log-probs and entropies because the
+    demonstrator's are unknown. It shares the group's prompt node if the prompts are equal. Its return or
+    fault is unchanged.
+
+    Raises:
+        ValueError: unless ``demonstration`` has exactly one rollout.
     """
     [(leaf, path)] = demonstration.rollouts()
     rollout = len(trace.modes)

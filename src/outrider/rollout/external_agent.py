@@ -1,9 +1,9 @@
-"""Rollouts of external programs (:mod:`outrider.environments.conversations`), which keep the conversation.
+"""Rollouts of external programs (:mod:`outrider.environments.conversations`) that manage the conversation.
 
-Each request is a whole conversation. The part that the policy was asked or has said before keeps its token
-ids, without tips; the rest is rendered after it. A request that continues after the last turn is appended.
-Every other one (a rewritten history, another agent's conversation, a second answer to one request) begins a
-context anew, and the rollout becomes one sample more.
+Each request contains a whole conversation. Messages that an earlier context contains reuse its token ids,
+without tips; the rest is rendered after them. A request that continues after the last turn is appended to the
+context. Any other request, for example a rewritten history, the conversation of another agent or a second
+sample for the same request, starts a new context, and the rollout yields one more training sample.
 """
 
 import json
@@ -26,14 +26,20 @@ from outrider.tokens import ChatRenderer, Tokenizer, decode_text
 from outrider.trace import Node, Trace, split_contexts, without_memory
 from outrider.types import Message, Outcome, Task, ToolSchema
 
-_FOLLOW_UP_ROLES = ("user", "tool")  # roles that a template writes after a turn whatever precedes it
-MAX_REFUSALS: Final = 64  # of one program: one that asks the same for ever would not end
+_FOLLOW_UP_ROLES = ("user", "tool")  # rendered after a turn independently of what precedes it
+MAX_REFUSALS: Final = 64  # per program: one that repeats a refused request would never end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A request and its answer: ``context`` is the node before the turn, ``turn`` the turn's own.
-    ``response`` is what the program got; it ``is_whole`` unless a stop string of the program cut it.
+    """A request and the policy's response.
+
+    Attributes:
+        request: the program's request.
+        response: the message that the program received.
+        context: the node before the turn.
+        turn: the node of the turn.
+        is_whole: False if a stop string of the program truncated the response.
     """
 
     request: Conversation
@@ -45,8 +51,12 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What the policy sees next. ``token_ids`` are added, or are all there is where ``restarts``. ``num_new``
-    of them stood in no context of the rollout before.
+    """The next context of the policy.
+
+    Attributes:
+        token_ids: the appended ids or, if ``restarts``, the whole context.
+        restarts: whether a new context starts.
+        num_new: number of ids that no earlier context of the rollout contains.
     """
 
     token_ids: tuple[int, ...]
@@ -55,7 +65,7 @@ class Seen:
 
 
 class Unanswerable(Exception):
-    """A question of a program that the policy cannot be asked."""
+    """Raised for a request of a program that the policy cannot respond to."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.reason)
@@ -64,7 +74,7 @@ class Unanswerable(Exception):
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What a template refuses is an answer to the program. Raises Unanswerable."""
+    """Convert errors of the chat template to Unanswerable, which is reported to the program."""
     try:
         yield
     except (ModelError, RecursionError) as error:
@@ -75,7 +85,7 @@ def _refusals() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class ExternalAgentState(EpisodeState):
-    """``seen`` is the pending request as the policy will see it; None if the rollout's budget ends here."""
+    """``seen`` is the context of the pending request; None if the rollout's budget is exhausted."""
 
     episode: ExternalEpisode
     exchanges: list[Exchange] = field(default_factory=list)
@@ -88,19 +98,22 @@ class ExternalAgentState(EpisodeState):
 
 
 class ExternalAgentRunner(EpisodeRunner):
-    """Plays rollouts whose conversation an external program keeps."""
+    """Runs rollouts whose conversation an external program manages."""
 
     async def _open(
         self, task: Task, trace: Trace, episode: Episode, rollout: int, mode: str
     ) -> EpisodeState:
-        """Refuse requests that the policy cannot be asked; the next one is the first then.
+        """Create the state at the first request that the policy can respond to, and refuse those before it.
 
-        A request that is too long, of a program that has no other, is the context of a rollout without a
-        turn. Raises EnvironmentFault if there is no request that can be answered.
+        If the program ends after a request that is too long, that request is the prompt of a rollout without
+        turns.
+
+        Raises:
+            EnvironmentFault: if the program ends without a request that can be rendered.
         """
         assert isinstance(episode, ExternalEpisode)
         ids: tuple[int, ...] = ()
-        tools = episode.tools  # a program may be over after its first request
+        tools = episode.tools  # read now: the program may end after its first request
         while True:
             try:
                 ids = opening_ids(episode.request, self.renderer)
@@ -118,7 +131,7 @@ class ExternalAgentRunner(EpisodeRunner):
     async def _sample(
         self, state: EpisodeState, *, max_tokens: int, stop: tuple[str, ...]
     ) -> tuple[Generation, str]:
-        """Sample within the limits of the request, and report to the environment how the turn was sampled."""
+        """Sample within the limits of the request, and pass log-probs and token bytes to the environment."""
         assert isinstance(state, ExternalAgentState)
         request = state.episode.request
         max_tokens, stop = min(max_tokens, request.max_tokens or max_tokens), (*stop, *request.stop)
@@ -128,7 +141,7 @@ class ExternalAgentRunner(EpisodeRunner):
         return generation, text
 
     async def _act(self, state: EpisodeState, text: str, turn: Message | None = None) -> StepResult:
-        """Answer the request, and refuse the next ones until one can be answered or the program ends."""
+        """Respond to the request, then refuse requests until one can be rendered or the program ends."""
         assert isinstance(state, ExternalAgentState)
         request = state.episode.request
         result = await super()._act(state, text, turn)
@@ -158,7 +171,10 @@ class ExternalAgentRunner(EpisodeRunner):
         return result
 
     async def _refuse(self, episode: ExternalEpisode, refusal: Refusal) -> StepResult | None:
-        """Refuse the pending request; the next one or the program's end, None if the rollout is truncated."""
+        """Refuse the pending request.
+
+        Returns the program's next request or its end, or None if the rollout is truncated.
+        """
         num_before = len(episode.refusals)
         if num_before == MAX_REFUSALS:
             if refusal.is_too_long:
@@ -169,10 +185,12 @@ class ExternalAgentRunner(EpisodeRunner):
         return await self._run_guarded(episode.refuse, refusal)
 
     def _next_seen(self, state: ExternalAgentState) -> Seen | None:
-        """The next request as the policy will see it; None if the rollout's budget ends here. Nothing of it
-        is cut: the policy sees what a server would show it.
+        """Render the next request, or return None if the rollout's budget is exhausted.
 
-        Raises Unanswerable if the template refuses it or the context cannot hold it.
+        Nothing is truncated, because a server would not truncate it either.
+
+        Raises:
+            Unanswerable: if the template fails or the conversation exceeds the context.
         """
         seen = next_context(state.episode.request, state.exchanges, state.trace, self.renderer)
         if self.limits.max_response_tokens - state.num_response_tokens - seen.num_new < 1:
@@ -182,7 +200,7 @@ class ExternalAgentRunner(EpisodeRunner):
         return seen
 
     def _require_room(self, num_tokens: int) -> None:
-        """Raises Unanswerable if a context leaves the policy no room."""
+        """Raise Unanswerable if a context leaves the policy no room."""
         length = self._context_length
         if num_tokens >= length:
             reason = (
@@ -202,7 +220,7 @@ class ExternalAgentRunner(EpisodeRunner):
 
 
 def sampled_turn(generation: Generation, context: Sequence[int], renderer: ChatRenderer) -> SampledTurn:
-    """How a turn was sampled, which the program's answer may include."""
+    """Return log-probs and token bytes of a turn, which the response to the program may include."""
     opened = renderer.opened(context)
     text = renderer.turn_text(generation.token_ids, context=context, is_closed=False).removeprefix(opened)
     return SampledTurn(
@@ -214,11 +232,11 @@ def sampled_turn(generation: Generation, context: Sequence[int], renderer: ChatR
     )
 
 
-# The ids of a request
+# Token ids of requests.
 
 
 def opening_ids(request: Conversation, renderer: ChatRenderer) -> tuple[int, ...]:
-    """The ids of a first request. Raises Unanswerable if the template refuses it."""
+    """Return the token ids of a first request. Raises Unanswerable if the template fails."""
     with _refusals():
         return renderer.prompt(request.messages, request.tools)
 
@@ -226,13 +244,13 @@ def opening_ids(request: Conversation, renderer: ChatRenderer) -> tuple[int, ...
 def next_context(
     request: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
 ) -> Seen:
-    """The context of a question. Raises Unanswerable for one that the template refuses."""
+    """Return the context of a later request. Raises Unanswerable if the template fails."""
     with _refusals():
         ids = _request_ids(request, exchanges, trace, renderer)
     before = trace.token_ids(exchanges[-1].turn.node_id)
     known = [before, *(_seen_ids(trace, item.turn) for item in exchanges)]
     num_new = len(ids) - max(sum(1 for _ in takewhile(bool, map(eq, ids, item))) for item in known)
-    # a context that grew by nothing is the same question again
+    # An equal context is a second sample for the same request and must restart.
     extends = len(ids) > len(before) and ids[: len(before)] == before
     return Seen(token_ids=ids[len(before) :] if extends else ids, restarts=not extends, num_new=num_new)
 
@@ -253,7 +271,7 @@ def _request_ids(
     )
     if longest is None:
         return renderer.prompt(request.messages, request.tools)
-    # with the tips of the newest context, which go on; of an older one without
+    # The newest context is continued and keeps its tips. An older one restarts, without tips.
     is_newest = longest is exchanges[-1]
     ids = trace.token_ids(longest.turn.node_id) if is_newest else _seen_ids(trace, longest.turn)
     rest = request.messages[len(longest.request.messages) + 1 :]
@@ -262,14 +280,16 @@ def _request_ids(
 
 
 def _seen_ids(trace: Trace, node: Node) -> tuple[int, ...]:
-    """The context up to a node, as a rollout without tips has it."""
+    """Return the token ids of the context up to a node, without tips."""
     sample = split_contexts(trace.path(node.node_id))[-1]
     return tuple(token for sample_node in without_memory(sample) for token in sample_node.token_ids)
 
 
 def _follows(request: Conversation, exchange: Exchange, renderer: ChatRenderer) -> bool:
-    """Whether the conversation goes on behind the answer, as the program was told it or in words that a
-    server would write the same.
+    """Whether a request continues after the response of ``exchange``.
+
+    The request may contain the response as the program received it, or in a form that renders to the same
+    text.
     """
     known = (*exchange.request.messages, exchange.response)
     prefix, rest = request.messages[: len(known)], request.messages[len(known) :]
@@ -285,9 +305,9 @@ def _follows(request: Conversation, exchange: Exchange, renderer: ChatRenderer) 
 def _renders_identically(
     original: Sequence[Message], sent: Sequence[Message], tools: Sequence[ToolSchema], renderer: ChatRenderer
 ) -> bool:
-    """Whether a server would write both the same: templates trim what was said, and few write ids."""
+    """Whether two conversations render to the same text: templates trim contents, and few render call ids."""
     if [_bare(message) for message in original] != [_bare(message) for message in sent]:
-        return False  # rendering is slow, and nothing else can come out of it
+        return False  # rendering is slow, and these cannot render to the same text
     try:
         written = [renderer.whole_text(messages, tools, opened=False) for messages in (original, sent)]
     except ModelError:
@@ -296,30 +316,35 @@ def _renders_identically(
 
 
 def _bare(message: Message) -> Message:
-    """Without the blanks around it, and without ids of calls."""
+    """Strip surrounding white space and remove call ids."""
     calls = tuple(replace(call, call_id="") for call in message.tool_calls)
     return replace(message, content=message.content.strip(), tool_calls=calls, tool_call_id="")
 
 
-# The bytes that single tokens stand for, parts of characters included.
+# Bytes of single tokens, including parts of characters.
 
 
 _FALLBACK: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BLANK: Final = "\u2581"  # what SentencePiece writes for a blank
+_BLANK: Final = "\u2581"  # SentencePiece's spelling of a blank
 _LOST: Final = "\ufffd"
 
 
 def token_bytes(
     tokenizer: Tokenizer, token_ids: Sequence[int], *, visible_text: str | None = None
 ) -> tuple[bytes, ...]:
-    """The bytes of every token of a turn. Joined, they are the UTF-8 of the turn's text with its special
-    tokens, even if a character is spread over several tokens.
+    """Return the bytes of every token of a turn.
 
-    A vocabulary spells bytes in one of two ways: byte-level BPE writes one letter per byte, SentencePiece
-    writes ``<0xE4>``. For other vocabularies, all bytes of a character belong to the token that completes it.
-    SentencePiece also writes a blank in front of a first word, and templates white space in front of an
-    answer. If ``visible_text`` (the turn's text as it is passed on) is given, white space in front of it is
-    left out.
+    Joined, they are the UTF-8 of the turn's text with its special tokens, even if a character is spread over
+    several tokens. Vocabularies spell bytes in one of two ways: byte-level BPE as one letter per byte,
+    SentencePiece as ``<0xE4>``. For other vocabularies, all bytes of a character belong to the token that
+    completes it.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        token_ids: the ids of the turn.
+        visible_text: the turn's text as the program receives it. If given, additional leading white space is
+            removed: SentencePiece writes a blank before a first word, and templates write white space before
+            a response.
     """
     text = decode_text(tokenizer, token_ids, skip_special_tokens=False)
     pieces = _vocabulary_bytes(tokenizer, token_ids)
@@ -334,7 +359,7 @@ def token_bytes(
 
 
 def _without_lead(pieces: Sequence[bytes], visible_text: str) -> tuple[bytes, ...]:
-    """The bytes without what they have more of white space at the beginning than ``visible_text``."""
+    """Remove the leading white space that ``visible_text`` does not have."""
     num_more = _num_blanks(b"".join(pieces)) - _num_blanks(visible_text.encode())
     left: list[bytes] = []
     for piece in pieces:
@@ -348,8 +373,9 @@ def _num_blanks(text: bytes) -> int:
 
 
 def _matches_text(pieces: Sequence[bytes], text: str) -> bool:
-    """Whether the bytes are those of the text, up to an incomplete character: decoders replace it, and some
-    the bytes in front of it too.
+    """Whether the bytes are those of the text up to the first replacement character.
+
+    Decoders replace an incomplete character, and some also replace the bytes before it.
     """
     joined = b"".join(pieces)
     head, lost, _ = text.partition(_LOST)
@@ -357,7 +383,7 @@ def _matches_text(pieces: Sequence[bytes], text: str) -> bool:
 
 
 def _vocabulary_bytes(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes] | None:
-    """Every token's bytes as the vocabulary spells them; None if this tokenizer does not tell."""
+    """Return every token's bytes as the vocabulary spells them, or None if it is not accessible."""
     names = getattr(tokenizer, "convert_ids_to_tokens", None)
     if names is None:
         return None
@@ -367,7 +393,7 @@ def _vocabulary_bytes(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes] |
     for number, name in zip(token_ids, names(list(token_ids)), strict=True):
         if number in added:
             pieces.append(str(added[number]).encode())
-        elif isinstance(name, bytes):  # tokenizers made of tiktoken's
+        elif isinstance(name, bytes):  # tokenizers based on tiktoken
             pieces.append(name)
         elif not isinstance(name, str):
             return None
@@ -381,7 +407,7 @@ def _vocabulary_bytes(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes] |
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether the vocabulary writes one letter per byte."""
+    """Whether the vocabulary is byte-level BPE, with one letter per byte."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is not None:
@@ -389,7 +415,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
             return "ByteLevel" in _types(json.loads(decoder.__getstate__()))
         except (AttributeError, TypeError, ValueError):
             pass
-    return hasattr(tokenizer, "byte_decoder")  # tokenizers in Python, such as GPT-2's
+    return hasattr(tokenizer, "byte_decoder")  # pure Python tokenizers, for example GPT-2's
 
 
 def _types(decoder: Any) -> set[str]:
@@ -403,21 +429,22 @@ def _types(decoder: Any) -> set[str]:
 def _from_letters(name: str) -> bytes:
     try:
         return bytes(_letters()[letter] for letter in name)
-    except KeyError:  # an added token that is declared nowhere
+    except KeyError:  # an added token that added_tokens_decoder does not list
         return name.encode()
 
 
 @cache
 def _letters() -> Mapping[str, int]:
-    """The letter of each byte in byte-level BPE: printable Latin-1 as itself, the others from U+0100 on."""
+    """Map letters of byte-level BPE to bytes: printable Latin-1 to itself, U+0100 and up to the others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 def _decode_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[bytes]:
-    """What every token adds to the text. Decoding starts a few tokens earlier, since many decoders treat the
-    first token of a text in their own way.
+    """Return the bytes that every token adds to the text.
+
+    Decoding starts a few tokens earlier, since many decoders treat the first token of a text differently.
     """
 
     def text(first: int, last: int) -> str:

@@ -1,6 +1,4 @@
-"""Faults of infrastructure during rollouts: counted by kind, with the reasons for the person who has to
-repair them.
-"""
+"""Infrastructure faults of rollouts: counters, reasons, guarded calls, and limits that truncate rollouts."""
 
 import asyncio
 import contextlib
@@ -32,19 +30,19 @@ Fault = ToolFault | EnvironmentFault | EngineFault
 
 
 def fault_outcome(fault: Fault) -> Outcome:
-    """How a rollout ends that this fault has broken for good."""
+    """Return the outcome of a rollout that is lost to this fault."""
     if isinstance(fault, ToolFault):
         return Outcome.TOOL_FAULT
     return Outcome.ENVIRONMENT_FAULT if isinstance(fault, EnvironmentFault) else Outcome.ENGINE_FAULT
 
 
 def locate_invalid_result(environment: object, task_key: str, error: InvalidResult) -> InvalidResult:
-    """The error with the environment and the task that it came from."""
+    """Add the environment and the task to the error message."""
     return InvalidResult(f"the environment {_name(environment)}, task {task_key}: {error}")
 
 
 def fault_detail(fault: Fault, environment: object | None) -> str:
-    """Why a rollout was lost; for a result that is not finite with the environment that it came from."""
+    """Return the reason of a lost rollout, with the environment's name if its result was not finite."""
     if isinstance(fault, NonFiniteResult) and environment is not None:
         return f"the environment {_name(environment)}: {fault}"
     return str(fault)
@@ -56,50 +54,55 @@ def _name(environment: object) -> str:
 
 
 def lost_leaf(rollout: int, outcome: Outcome, detail: str) -> Leaf:
-    """A rollout without a return: it is masked and never a reward."""
+    """Return the leaf of a lost rollout.
+
+    It has no return, so it is masked and never counts as a reward of 0.
+    """
     return Leaf(node_id=None, rollout=rollout, outcome=outcome, episode_return=None, detail=detail)
 
 
 def cancelled_leaf(rollout: int) -> Leaf:
-    """A rollout of a group that takes too long."""
+    """Return the leaf of a rollout whose group exceeded its time limit."""
     return lost_leaf(rollout, Outcome.CANCELLED, "its group took longer than train.group_timeout_s")
 
 
 @dataclass(slots=True)
 class FaultLog:
-    """``counts`` holds every fault by its outcome, ``retries``, ``close``: environments that broke while they
-    were closed, and ``non_finite``: rollouts that were lost because of NaN or infinity.
+    """Counts faults and records their reasons.
+
+    ``counts`` has the number of faults per outcome, ``retries``, ``close`` (environments that failed to
+    close) and ``non_finite`` (rollouts that were lost because of NaN or infinity).
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     _reasons: dict[tuple[int, int, int], str] = field(default_factory=dict)
 
     def add(self, fault: Fault, *, group: int, rollout: int, attempt: int, task_key: str) -> Outcome:
-        """Count a fault of one try of a rollout; its outcome."""
+        """Count a fault of one attempt of a rollout. Returns its outcome."""
         outcome = fault_outcome(fault)
         self.counts[outcome.value] += 1
         self._reasons[group, rollout, attempt] = f"{outcome.value} in {task_key}, rollout {rollout}: {fault}"
         return outcome
 
     def add_lost(self, fault: Fault) -> None:
-        """Count a rollout that no retry mended, if its result was not finite."""
+        """Count a lost rollout under ``non_finite`` if its result was not finite."""
         if isinstance(fault, NonFiniteResult):
             self.counts[NON_FINITE] += 1
 
     def add_close(self, fault: Fault) -> None:
-        """Count an environment that could not be closed, which changes no outcome."""
+        """Count an environment that failed to close, which changes no outcome."""
         self.counts["close"] += 1
         self._reasons.setdefault((-1, -1, self.counts["close"]), f"closing an environment: {fault}")
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons of the faults, in the order of groups, rollouts and tries; those of closing last."""
+        """Reasons of the faults in the order of groups, rollouts and attempts; failed closes last."""
         ordered = sorted(self._reasons.items(), key=lambda entry: (entry[0][0] < 0, entry[0]))
         return tuple(reason for _, reason in ordered)
 
 
 def fault_line(reasons: Sequence[str]) -> str:
-    """The first of several reasons, and how many more there are; empty without any."""
+    """Format the first reason and the number of others; empty without reasons."""
     if not reasons:
         return ""
     first = reasons[0] if len(reasons[0]) <= _MAX_CHARS else reasons[0][:_MAX_CHARS] + "..."
@@ -107,14 +110,17 @@ def fault_line(reasons: Sequence[str]) -> str:
 
 
 def lost_reasons(traces: Sequence[Trace]) -> list[str]:
-    """Why rollouts were lost for good, in the order of tasks and rollouts."""
+    """Return the reasons of lost rollouts, in the order of tasks and rollouts."""
     leaves = [(trace.task.key, leaf) for trace in traces for leaf, _ in trace.rollouts()]
     return [f"{key}: {leaf.detail}" for key, leaf in leaves if leaf.outcome.is_fault]
 
 
 def require_results(traces: Sequence[Trace], counts: Mapping[str, int]) -> None:
-    """Raises InvalidResult if an agent program came back with what is no reward, or if every rollout was lost
-    because its result was NaN or infinite: the code that computes rewards is wrong.
+    """Check that the code that computes rewards works.
+
+    Raises:
+        InvalidResult: if an agent program returned something that is not a reward, or if every rollout was
+            lost because its result was NaN or infinite.
     """
     reasons = lost_reasons(traces)
     if unusable := [reason for reason in reasons if UnusableReward.PREFIX in reason]:
@@ -124,21 +130,24 @@ def require_results(traces: Sequence[Trace], counts: Mapping[str, int]) -> None:
         raise InvalidResult(f"no rollout has a finite result: task {fault_line(reasons)}")
 
 
-# Calls of environments in threads: bounded in time, and whatever breaks in them is a typed fault.
+# Calls of environments in threads, with a time limit and typed faults.
 
 
 ResultT = TypeVar("ResultT")
-_TICK = 0.05  # seconds between two looks at a clock that stands still
+_TICK = 0.05  # seconds between checks of a clock that is paused
 _Outcome: TypeAlias = tuple[ResultT, None] | tuple[None, BaseException]
 
 
 async def run_guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
-    """Run ``call`` in a thread of its own and wait for at most ``timeout_s`` seconds.
+    """Run ``call`` in a new thread and wait for at most ``timeout_s`` seconds.
 
-    Raises ToolFault, EnvironmentFault or InvalidResult and nothing else; a cancellation always gets through.
-    The thread is a daemon and not one of a pool: a call that hangs can take no place from others (whose wait
-    would then look like slowness) and cannot keep the process alive. Waiting for shared processes is not
-    counted (:mod:`outrider.tools.base`); a call that nobody waits for any more leaves their queues.
+    The thread is a daemon and not part of a pool, so that a hanging call neither blocks other calls nor keeps
+    the process alive. Time spent waiting for shared processes does not count towards the limit
+    (:mod:`outrider.tools.base`). After a timeout or cancellation, the call is removed from their queues.
+
+    Raises:
+        ToolFault, EnvironmentFault, InvalidResult: any other exception of ``call`` and a timeout become an
+            EnvironmentFault. A cancellation is never swallowed.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Outcome[ResultT]] = loop.create_future()
@@ -151,15 +160,15 @@ async def run_guarded(call: Callable[..., ResultT], *arguments: object, timeout_
     def run() -> None:
         with clock.running_here():
             outcome = _run_call(call, *arguments)
-        # the loop is closed: nobody waits for a call that outlived the run
+        # the loop is closed if the call outlived the run
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        # Not asyncio.wait_for: on Python 3.11 it swallows a cancellation that comes once the answer is there,
-        # and a worker that goes on after a stop waits for a batch that never forms. A loop that was busy for
-        # longer than the limit sees the answer and the limit in one go: the answer counts.
+        # Not asyncio.wait_for: on Python 3.11 it swallows a cancellation that arrives after the result, and
+        # the worker would then wait for a batch that never forms. If the loop was blocked for longer than the
+        # limit, it sees the result and the timeout at the same time, and the result counts.
         while not future.done() and (left := clock.seconds_left()) > 0:
             await asyncio.wait({future}, timeout=max(left, _TICK))
         if not future.done():
@@ -171,7 +180,7 @@ async def run_guarded(call: Callable[..., ResultT], *arguments: object, timeout_
 
 
 def run_timed(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
-    """:func:`guarded` for code outside of an event loop: it blocks, and raises the same."""
+    """Blocking version of :func:`run_guarded` for code outside of an event loop."""
     outcomes: queue.SimpleQueue[_Outcome[ResultT]] = queue.SimpleQueue()
     clock = CallClock(timeout_s)
 
@@ -209,20 +218,18 @@ def _unwrap(outcome: _Outcome[ResultT]) -> ResultT:
     return result  # type: ignore[return-value]  # without an error there is a result
 
 
-# A fault starts a rollout again. What its tries wrote alike is one piece of the tree: a fault changes no
-# sharing.
+# Retries: equal nodes of several attempts are merged, so that faults do not change prefix sharing.
 
 
-_DECIDED: Final = ("entropy_change", "num_forks", "num_forks_wanted", "is_replayed")  # of a turn
+_DECIDED: Final = ("entropy_change", "num_forks", "num_forks_wanted", "is_replayed")  # metadata of decisions
 
 
 def rejoin(trace: Trace) -> None:
-    """Hang the rollouts that left a failed try under the same nodes of the try that counts, where it has
-    them.
+    """Move forks of a failed attempt to the equal nodes of the attempt that counts, if there are any.
 
-    Nodes are the same if one rollout wrote the same tokens in the same place. The try that counts is the
-    rollout's last, or the first that came there where all of them failed. A failed try's own nodes stay in
-    the trace, as what they cost. Call it before the nodes get their final numbers.
+    Nodes are equal if the same rollout wrote the same tokens after equal nodes. The attempt that counts is
+    the last one or, if all failed, the first one that reached the node. Other nodes of failed attempts stay
+    in the trace and count as cost. Call this function before the nodes are numbered.
     """
     own = [
         node
@@ -231,9 +238,9 @@ def rejoin(trace: Trace) -> None:
         if node.metadata.get("rollout") == leaf.rollout
     ]
     counts = {node.node_id for node in own}
-    first: dict[Hashable, int] = {}  # what was written where -> the node that came first
-    same: list[int] = []  # of every node, the first one that is the same
-    representatives: dict[int, int] = {}  # that one -> the node that stands for all of them
+    first: dict[Hashable, int] = {}  # content and parent -> first node
+    same: list[int] = []  # for every node, the first equal node
+    representatives: dict[int, int] = {}  # first equal node -> the node that represents all of them
     for node in trace.nodes:
         is_own = node.parent is not None and "rollout" in node.metadata
         parent = None if node.parent is None else same[node.parent]
@@ -243,7 +250,7 @@ def rejoin(trace: Trace) -> None:
             representatives[same[-1]] = node.node_id
     for node in trace.nodes:
         counted = trace.nodes[representatives[same[node.node_id]]]
-        if node is not counted:  # the report looks for decisions on the rollout's path
+        if node is not counted:  # the report reads decisions from the rollout's path
             counted.metadata |= {name: node.metadata.pop(name) for name in _DECIDED if name in node.metadata}
         if node.parent is not None:
             node.parent = representatives[same[node.parent]]
@@ -252,14 +259,14 @@ def rejoin(trace: Trace) -> None:
             leaf.node_id = representatives[same[leaf.node_id]]
 
 
-# Why rollouts ended without success, counted, with the settings of the limits that cut them.
+# Reasons of unsuccessful rollouts, with the settings of the limits that truncated them.
 
 
 CUT = "cut by "
 
 
 def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: int) -> str | None:
-    """The setting of the limit that cut the rollout, or a turn of it, with its value; None if none did."""
+    """Return the setting and value of the limit that truncated the rollout or one of its turns, or None."""
     turns = [node for node in path if node.receives_advantages]
     shortened = [node for node in turns if node.metadata.get("finish") == "length"]
     if any(len(node.token_ids) >= limits.max_turn_tokens for node in shortened):
@@ -274,14 +281,14 @@ def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, contex
     left = limits.max_response_tokens - num_response
     room = context_length - sum(len(node.token_ids) for node in split_contexts(path)[-1])
     if leaf.outcome is not Outcome.TRUNCATED_TOKENS and min(left, room) > 0:
-        return None  # a program's own limit of a turn
+        return None  # an external program's own limit of a turn
     if room <= left:
         return f"the context of {context_length} tokens (model.context_length)"
     return f"rollout.max_response_tokens = {limits.max_response_tokens}"
 
 
 def failure_reasons(traces: Sequence[Trace], limits: Limits, *, context_length: int) -> Counter[str]:
-    """Why the rollouts without success ended, in a few words each. Faults are left out."""
+    """Count the reasons why rollouts ended without success. Faults are not included."""
     reasons: Counter[str] = Counter()
     for trace in traces:
         for leaf, path in trace.scored_rollouts():
@@ -298,19 +305,19 @@ def failure_reasons(traces: Sequence[Trace], limits: Limits, *, context_length: 
 
 
 def reasons_line(reasons: Mapping[str, int]) -> str:
-    """The reasons with their counts, the most frequent first; empty without any."""
+    """Format the reasons with their counts, most frequent first; empty without reasons."""
     ordered = sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join(f"{num} {reason}" for reason, num in ordered)
 
 
 def cut_line(cut: Mapping[str, int]) -> str:
-    """How many rollouts each limit cut: ``3 by rollout.max_turn_tokens = 256``."""
+    """Format the truncated rollouts per limit, for example ``3 by rollout.max_turn_tokens = 256``."""
     ordered = sorted(cut.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join(f"{num} by {limit}" for limit, num in ordered)
 
 
 def count_cut(traces: Sequence[Trace], limits: Limits, *, context_length: int) -> Counter[str]:
-    """How many rollouts each limit cut, also those that were solved all the same."""
+    """Count the rollouts that each limit truncated, including successful ones."""
     limits_by_rollout = (
         limiting_setting(leaf, path, limits, context_length=context_length)
         for trace in traces
@@ -329,9 +336,10 @@ def has_no_room(leaf: Leaf, path: Sequence[Node]) -> bool:
 
 
 def require_room(traces: Sequence[Trace], *, context_length: int) -> list[str]:
-    """A line about prompts that leave the policy no room, if there are any.
+    """Return a warning about prompts that leave the policy no room, or an empty list.
 
-    Raises ConfigError if no prompt leaves room: nothing can be generated then.
+    Raises:
+        ConfigError: if no prompt leaves room, so that nothing can be generated.
     """
     rollouts = [(trace.task.key, leaf, path) for trace in traces for leaf, path in trace.scored_rollouts()]
     lengths = {

@@ -1,4 +1,4 @@
-"""Hooks: what acts inside the rollout loop, and the state that it sees."""
+"""Hooks that act inside the rollout loop, and the state that they receive."""
 
 import time
 import warnings
@@ -21,7 +21,7 @@ HYBRID: Final = "hybrid"  # may retrieve steps (RAPO)
 
 
 def join_modes(*parts: str) -> str:
-    """Join the modes of several methods."""
+    """Join modes with ``+``."""
     return "+".join(parts)
 
 
@@ -34,9 +34,14 @@ def has_part(mode: str, part: str) -> bool:
 class Splice:
     """Text that a hook puts into the context before the policy's next turn.
 
-    A tip (origin ``memory``) stands at the end of the newest user message, where the policy answers one;
-    everything else, inside the open assistant message. ``step`` is the step that the text stands for (it
-    joins the history).
+    A tip (origin ``memory``) is inserted at the end of the newest user message if that is the last message.
+    Any other text continues the open assistant message.
+
+    Attributes:
+        origin: who wrote the text; recorded on the node.
+        text: the text to insert.
+        step: the step that the text represents, which is added to the history; None if it represents none.
+        metadata: added to the node's metadata.
     """
 
     origin: Origin
@@ -47,10 +52,10 @@ class Splice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """An action that a hook wants done in the live environment; the loop does it with its own time limit and
-    faults.
+    """An action that a hook executes in the live environment, with the step time limit and fault handling of
+    the loop.
 
-    ``then`` makes the splice from the environment's answer, or None when the episode goes on without one.
+    ``then`` makes the splice from the environment's result; it may return None to insert no text.
     """
 
     action: str
@@ -59,13 +64,26 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeState:
-    """One running rollout. ``turn`` counts the policy's turns; ``last_node`` is the newest; ``steps`` the
-    history.
+    """State of one running rollout.
 
-    ``episode`` steps the environment and stores the actions and results. ``is_forked``: the next turn begins
-    where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a row at
-    which rollouts left. ``conversation`` are the messages so far, if they are rendered again before every
-    turn.
+    Attributes:
+        task: the task of the group.
+        trace: the tree of the group.
+        episode: steps the environment and stores the actions and results.
+        run_seed: the seed of the run.
+        training_step: the current training step.
+        rollout: the number of the rollout in its group.
+        mode: the mode of the rollout.
+        last_node: the newest node of the rollout.
+        turn: number of finished policy turns.
+        num_response_tokens: tokens after the prompt, without tips.
+        num_splices_dropped: splices without room since the last policy turn.
+        steps: the history.
+        is_forked: whether the next turn is the first turn of a fork. The parent's hooks have already acted
+            before it.
+        branch_streak: number of consecutive newest turns at which rollouts forked.
+        last_result: the environment's newest result.
+        conversation: the messages so far, if they are rendered again before every turn.
     """
 
     task: Task
@@ -86,33 +104,34 @@ class EpisodeState:
     conversation: tuple[Message, ...] = ()
 
     def snapshot(self) -> Self:
-        """The rollout so far; it does not change when this one continues."""
+        """Copy the state, so that the copy does not change when this rollout continues."""
         return replace(self, episode=self.episode.history(), steps=list(self.steps))
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """The random stream of this purpose, step, task, rollout and turn."""
+        """Return the random stream of this purpose, training step, task, rollout and turn."""
         return stream(self.run_seed, purpose, self.training_step, self.task.key, self.rollout, self.turn)
 
 
 class Hook:
-    """Base class of what acts inside the rollout loop. Every method does nothing unless you override it.
+    """Base class of hooks. Every method does nothing unless you override it.
 
-    Hooks run in the order given. With rollout workers, each worker has copies of the hooks, made of the same
-    settings: override :meth:`snapshot`, :meth:`restore`, :meth:`gathered` and :meth:`absorb`, or derive from
-    :class:`StatelessHook`. All values that they exchange are pickled.
+    Hooks run in the order of the list. With rollout workers, each worker has copies of the hooks that are
+    built from the same settings. To support them, override :meth:`snapshot`, :meth:`restore`,
+    :meth:`gathered` and :meth:`absorb`, or derive from :class:`StatelessHook`. All values that they exchange
+    are pickled.
     """
 
     max_reflection_tokens: int = 0
-    """Limit of the answer to :meth:`closing_message`; 0: the hook requests none."""
+    """Maximum number of tokens of a reflection, see :meth:`closing_message`; 0: the hook requests none."""
 
     first_wave: int | None = None
-    """How many rollouts of a group begin at its prompt; the rest are forks, or follow at its end. None: the
-    hook does not branch.
+    """Number of rollouts of a group that start at its prompt. The others are forks, or start at the prompt
+    after these have ended. None: the hook does not branch.
     """
 
     streak_scope: Literal["lineage", "prompt"] = "lineage"
-    """Whether ``branch_streak`` counts the branched turns in a row of a lineage, or of the whole group in the
-    order of its decisions.
+    """Whether ``branch_streak`` counts consecutive branched turns of a lineage, or of the whole group in the
+    order of decisions.
     """
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
@@ -120,14 +139,14 @@ class Hook:
         return ()
 
     def after_turn(self, state: EpisodeState) -> None:
-        """Called after the environment answered; ``state`` has the turn's entropies and the result."""
+        """Called after the environment stepped; ``state`` contains the turn's entropies and the result."""
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Called when the episode has ended. Returns a message that the policy answers in at most
-        ``max_reflection_tokens`` tokens, which nothing trains on, or None.
+        """Called when the episode has ended. Returns a message that requests a reflection, or None.
 
-        The environment's last message is in no node but in ``state.last_result``, truncated to the room that
-        is left. If the returned message is too long, the method is called again with a shorter one.
+        The policy responds with at most ``max_reflection_tokens`` tokens, which are not trained on. No node
+        contains the environment's last message; ``state.last_result`` does, truncated to the remaining room.
+        If the returned message does not fit, the method is called again with a shorter ``state.last_result``.
         """
         return None
 
@@ -135,51 +154,53 @@ class Hook:
         """Called when all rollouts of a group have ended, group by group in order; may write to a memory."""
 
     def num_forks(self, state: EpisodeState) -> int | None:
-        """Called after a policy turn and before the environment's step. Returns how many rollouts should fork
-        here, or None if there is nothing to decide.
+        """Called after a policy turn and before the environment's step. Returns the number of rollouts that
+        should fork here, or None if this turn is no branching point.
 
-        The number may depend on the rollout's own history, on its streams and on ``branch_streak``, with
-        which it must not grow; never on other rollouts or on when or how often the method is called.
+        The number may depend on the rollout's own history, its random streams and ``branch_streak``. It must
+        not increase with ``branch_streak``, and must not depend on other rollouts or on the time or number of
+        calls.
         """
         return None
 
     def budget(self, trace: Trace) -> int | None:
-        """Called when the only rollout of a first wave of one has ended. Returns how many rollouts should
-        begin at the prompt, including this one, or None to leave that open.
+        """Called when the rollout of a first wave of size 1 has ended. Returns the number of rollouts that
+        should start at the prompt, including this one, or None to leave the number open.
         """
         return None
 
     def snapshot(self) -> Any:
-        """Everything that a copy, made of the same settings, needs to act as this hook does now."""
+        """Return the state that a copy built from the same settings needs to act like this hook."""
         return None
 
     def restore(self, snapshot: Any) -> None:
         """Restore the snapshot and reset what :meth:`gathered` returns."""
 
     def gathered(self) -> Any:
-        """What this copy counted and saw since :meth:`restore`."""
+        """Return what this copy has counted and collected since :meth:`restore`."""
         return None
 
     def absorb(self, gathered: Any) -> None:
-        """Add what a copy has gathered, as if it had happened here. Memories change in :meth:`after_group`,
-        which only the original hook receives.
+        """Add the result of :meth:`gathered` of a copy to this hook.
+
+        Update memories in :meth:`after_group` instead, which is only called on the original hook.
         """
 
     @property
     def is_portable(self) -> bool:
-        """Whether copies in other processes can stand in for this hook."""
+        """Whether copies in other processes can replace this hook."""
         return getattr(self.snapshot, "__func__", None) is not Hook.snapshot
 
 
 class StatelessHook(Hook):
-    """Base class of hooks that neither remember nor count: every copy acts alike."""
+    """Base class of hooks without state: every copy acts alike."""
 
     def snapshot(self) -> None:
         return None
 
 
 class _OldHook(Hook):
-    """Adapter of an object that has methods of a hook without being a :class:`Hook`."""
+    """Adapter of an object that has a hook's methods but does not derive from :class:`Hook`."""
 
     def __init__(self, hook: object) -> None:
         names = [name for name in vars(Hook) if not name.startswith("_") and name != "is_portable"]
@@ -189,7 +210,7 @@ class _OldHook(Hook):
 
 
 def as_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
-    """The hooks, with an adapter for each object that only has the methods; that form is deprecated."""
+    """Wrap objects that do not derive from :class:`Hook` (deprecated) in an adapter, with a warning."""
     adapted = []
     for hook in hooks:
         if not isinstance(hook, Hook):
@@ -199,25 +220,25 @@ def as_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
                 FutureWarning,
                 stacklevel=2,
             )
-            # a class of the same name, so that messages name the object's class
+            # Give the adapter class the same name, because error messages contain it.
             hook = type(type(hook).__name__, (_OldHook,), {})(hook)
         adapted.append(hook)
     return tuple(adapted)
 
 
 def format_retrieved(text: str) -> str:
-    """The one form in which a context shows steps that the policy did not write."""
+    """Format steps that the policy did not write, as they appear in its context."""
     return f"<retrieve>{text.strip()}</retrieve>\n"
 
 
 def join_observation(text: str, observation: str) -> str:
-    """Action and observation; a chat observation goes on a line of its own, an inline one as it is."""
+    """Join an action and its observation, on a new line unless whitespace separates them already."""
     separator = "" if not observation or observation[0].isspace() or text[-1:].isspace() else "\n"
     return text + separator + observation
 
 
 def to_message(splice: Splice) -> Message:
-    """The message that renders a splice: it continues the assistant's message."""
+    """Return the message of a splice, which continues the assistant's message."""
     return Message(role="inline", content=splice.text)
 
 
@@ -232,9 +253,9 @@ class RolloutLocation:
 
 
 class RolloutStatus:
-    """Where the unfinished rollouts are; the watchdog and the display read it.
+    """Locations of all unfinished rollouts, read by the watchdog and the display. Thread-safe.
 
-    ``changed`` is the time (of ``clock``) at which a rollout last moved on.
+    ``changed`` is the time (of ``clock``) of the last change of any rollout.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -244,7 +265,7 @@ class RolloutStatus:
         self.changed = clock()
 
     def set(self, rollout: str, location: str) -> None:
-        """Record that a rollout entered ``location``: a call of its environment, or the engine."""
+        """Record that a rollout entered ``location``, for example a call of its environment."""
         with self._lock:
             self.changed = self._clock()
             self._locations[rollout] = (self.changed, location)
@@ -256,7 +277,7 @@ class RolloutStatus:
             self._locations.pop(rollout, None)
 
     def snapshot(self) -> list[RolloutLocation]:
-        """Return all locations, the one with the longest wait first."""
+        """Return all locations, longest wait first."""
         with self._lock:
             entries = sorted(
                 (since, location, rollout) for rollout, (since, location) in self._locations.items()

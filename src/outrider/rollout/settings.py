@@ -8,12 +8,12 @@ from outrider.config import Settings
 
 
 class Limits(Settings):
-    """Budgets of one rollout; none is ever exceeded. Observations and retrieved steps count as response
-    tokens too.
+    """Budgets of one rollout, which are never exceeded. Observations and retrieved steps count as response
+    tokens.
 
-    A longer observation or retrieved step loses its middle. What still leaves the policy no room for a token
-    is not appended: the rollout ends there as truncated after an observation. A splice must leave room for a
-    whole turn, or the rollout goes on without it.
+    Observations and retrieved steps over their limit lose their middle. If an observation leaves the policy
+    no room for a token, it is not appended and the rollout ends as truncated. A splice that leaves no room
+    for a whole turn is dropped, and the rollout continues without it.
     """
 
     max_turns: int = Field(8, ge=1)
@@ -25,12 +25,13 @@ class Limits(Settings):
 
 
 class EvaluationSettings(Settings):
-    """``num_tasks`` first tasks of ``split``, ``num_samples`` rollouts each at ``temperature`` (0: greedy).
+    """Evaluation on the first ``num_tasks`` tasks of ``split``, with ``num_samples`` rollouts each at
+    ``temperature`` (0: greedy).
 
-    It is played before training (``at_start``), after the cold start, after ``every`` training steps (0:
-    never) and at the end. ``panel`` is the SHA-256 of these tasks: a run on other ones is refused (None: any;
-    ``evaluations.jsonl`` has it). ``num_trials`` of ``outrider eval --adapt`` with ``memory`` (0: an
-    evaluation without any).
+    An evaluation runs before training (``at_start``), after the cold start, after ``every`` training steps
+    (0: never) and at the end. ``panel`` is the SHA-256 of these tasks, as recorded in ``evaluations.jsonl``;
+    a run with other tasks is an error (None: no check). ``num_trials`` is the number of trials of
+    ``outrider eval --adapt`` with ``memory`` (0: an evaluation without memory).
     """
 
     split: str = "test"

@@ -1,6 +1,4 @@
-"""The contract of a tool (a name, text in, text out), and what tools that share a process need: time limits,
-a cache and a budget of calls.
-"""
+"""The protocol of tools, and time limits, pools, caches and call budgets for tools."""
 
 import contextlib
 import json
@@ -17,22 +15,23 @@ from outrider.config import Settings
 from outrider.tokens.tool_calls import Accepted, Arguments, accepted_values
 from outrider.types import Json, ToolCall, ToolSchema
 
-# The contract of a tool: a name, text in, text out.
+# The tool protocol.
 
 
 class ToolSettings(Settings):
-    """Base of the settings of tools that have more to say than their keys."""
+    """Base class of settings of tools whose calls may wait for each other."""
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """Seconds that a call may wait for those of so many other episodes."""
+        """Seconds that a call may wait for the calls of ``num_concurrent`` other episodes."""
         return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutput:
-    """Result of one executed call. ``failed`` marks that the call ran and reported an error of the caller's
-    making (a Python exception, say); the text then says which. An error of the infrastructure is a ToolFault
-    instead.
+    """Result of one executed call.
+
+    ``failed``: the call reported an error that the caller caused, for example a Python exception, and the
+    text describes it. Errors of the infrastructure are ToolFault exceptions instead.
     """
 
     text: str
@@ -41,7 +40,7 @@ class ToolOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
-    """Facts for building a tool beside its own settings: those of the environment that has it."""
+    """Context for building a tool: ``environment`` are the settings of the environment that uses it."""
 
     environment: Any
 
@@ -49,22 +48,22 @@ class ToolContext:
 class Tool(Protocol):
     """A tool that the policy calls by writing ``<name>input</name>``. Called from several threads at once.
 
-    As a plug-in, a class with the tag ``name`` and the line ``usage``, which tells the policy in the system
-    prompt what to write. For native calls it may say what it does (``description``) and name its one
-    argument (``argument``). A Python function is a plug-in too (:mod:`outrider.tools.functions`).
+    A plug-in is a class with the attributes ``name``, its tag, and ``usage``, a line of the system prompt
+    that explains the tag to the policy. For native calls it may define ``description`` and ``argument``, the
+    name of its one argument. A Python function can also be a plug-in (:mod:`outrider.tools.functions`).
     """
 
     @property
     def name(self) -> str:
-        """The tag name, lower case."""
+        """The tag name in lower case."""
         ...
 
     def run_text(self, text: str) -> ToolOutput:
-        """Execute one call. Raises ToolFault when the infrastructure broke, never for bad input."""
+        """Execute one call. Raises ToolFault if the infrastructure fails, never for invalid input."""
         ...
 
     def close(self) -> None:
-        """Release what the tool holds; may be called twice."""
+        """Release resources; may be called twice."""
         ...
 
 
@@ -74,39 +73,40 @@ class SchemaTool(Tool, Protocol):
 
     @property
     def schema(self) -> ToolSchema:
-        """Name, description and the JSON schema of its arguments."""
+        """Name, description and JSON schema of the arguments."""
         ...
 
     def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        """Execute one native call, whose arguments fit the schema at the top level. Raises as
-        :meth:`run_text`.
+        """Execute one native call whose arguments match the top level of the schema.
+
+        Raises the errors of :meth:`run_text`.
         """
         ...
 
 
 class ToolGroup(ABC):
-    """A plug-in that brings several tools, known only from its settings: those of an MCP server, say."""
+    """A plug-in that provides several tools depending on its settings, for example those of an MCP server."""
 
     @classmethod
     @abstractmethod
     def lines(cls, settings: Any) -> Mapping[str, str]:
-        """The line of the system prompt of every tool by its tag name, in order. May ask a server.
+        """Return the line of the system prompt of every tool, by tag name. May query a server.
 
-        Raises ToolUnavailable where that cannot be told.
+        Raises ToolUnavailable if the lines cannot be determined.
         """
 
     @classmethod
     def names(cls, settings: Any) -> tuple[str, ...]:
-        """The tag names alone, for which a recipe may be enough."""
+        """Return only the tag names. Override it if the settings alone determine them."""
         return tuple(cls.lines(settings))
 
     @property
     @abstractmethod
     def tools(self) -> Sequence[Tool]:
-        """The tools, in that order. Each is closed by whoever has it."""
+        """The tools, in the order of :meth:`lines`. The environment that uses them closes them."""
 
 
-# What a policy is told of a tool that it calls by tag, out of the tool's schema; and arguments to try it.
+# Descriptions of tools for the system prompt, and arguments for trial calls, both from the schema.
 
 
 _TRIAL_VALUES: Final[Mapping[str, tuple[Json, ...]]] = {
@@ -118,12 +118,12 @@ _TRIAL_VALUES: Final[Mapping[str, tuple[Json, ...]]] = {
     "object": ({},),
     "null": (None,),
 }
-"""Values of a type; the first one is shown."""
+"""Example values of a JSON type; the first one appears in descriptions."""
 _MAX_DEPTH: Final = 3
 
 
 def usage_line(schema: ToolSchema) -> str:
-    """What the system prompt says of a tool: what to write, what for, and what its arguments are."""
+    """Describe a tool for the system prompt: what to write, its purpose and its arguments."""
     name, spec = schema["name"], Arguments.from_schema(schema)
     first = spec.alternatives[0] if spec.alternatives else None
     omitted = set() if first is None else {key for item in spec.alternatives for key in item} - {*first}
@@ -146,7 +146,7 @@ def usage_line(schema: ToolSchema) -> str:
 
 
 def text_argument(schema: ToolSchema) -> str | None:
-    """The name of the one argument of a tool that has no other, where it is a text."""
+    """Return the name of a tool's argument if there is only one and it is a text, otherwise None."""
     spec = Arguments.from_schema(schema)
     only = next(iter(spec.properties)) if len(spec.properties) == 1 else None
     accepted = None if only is None else spec.accepted(only)
@@ -154,7 +154,7 @@ def text_argument(schema: ToolSchema) -> str | None:
 
 
 def trial_arguments(schema: ToolSchema) -> list[dict[str, Json]]:
-    """Arguments that a tool takes by its schema: those that it needs alone, and all of them, with several
+    """Return argument sets that match the schema: only the required arguments, and all of them with several
     values.
     """
     spec = Arguments.from_schema(schema)
@@ -182,7 +182,7 @@ def _argument(spec: Arguments, key: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """In one line."""
+    """Join lines and end with a period."""
     return " ".join(text.split()).rstrip(".") + "."
 
 
@@ -193,7 +193,7 @@ def _is_text(accepted: Accepted) -> bool:
 
 
 def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Json]:
-    """Some values that a schema takes, the plainest one first."""
+    """Return example values of a schema, the simplest one first."""
     accepted = accepted_values(schema, root)
     if accepted is None:
         return ["..."]
@@ -205,7 +205,7 @@ def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Json]:
 
 
 def _inner_value(kind: str, schema: Any, root: Mapping[str, Any], depth: int) -> Json:
-    """A list or an object that is not empty, where the schema itself says what is inside; else None."""
+    """Return a non-empty list or object if the schema describes its contents, otherwise None."""
     if kind == "array" and depth < _MAX_DEPTH and isinstance(schema.get("items"), Mapping):
         return [_values(schema["items"], root, depth + 1)[0]]
     if kind == "object" and depth < _MAX_DEPTH and isinstance(schema.get("properties"), Mapping):
@@ -216,7 +216,7 @@ def _inner_value(kind: str, schema: Any, root: Mapping[str, Any], depth: int) ->
     return None
 
 
-# The tools of one environment under their names: one registry for calls by tag and native calls.
+# The tools of one environment, for calls by tag and native calls.
 
 
 _INPUT = "input"
@@ -225,8 +225,8 @@ _INPUT = "input"
 class Toolset:
     """Tools by name, each called with text (a tag's inside) or with named arguments (a native call).
 
-    A tool that knows text only has one argument: its class may name it (``argument``) and say what the tool
-    does (``description``).
+    A tool without a schema has one text argument. Its class may define the argument's name (``argument``) and
+    the tool's ``description``.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -235,16 +235,17 @@ class Toolset:
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
-        """What a policy is told of them, in order."""
+        """The schemas of all tools, in order."""
         return tuple(tool_schema(tool) for tool in self._tools.values())
 
     def run_text(self, name: str, text: str) -> ToolOutput:
-        """One call by tag. Raises ToolFault when the infrastructure broke."""
+        """Execute one call by tag. Raises ToolFault if the infrastructure fails."""
         return self._tools[name].run_text(text)
 
     def run_call(self, call: ToolCall) -> ToolOutput:
-        """One native call, whose arguments were checked against the schema. Raises ToolFault when the
-        infrastructure broke.
+        """Execute one native call whose arguments were validated against the schema.
+
+        Raises ToolFault if the infrastructure fails.
         """
         tool = self._tools[call.name]
         if isinstance(tool, SchemaTool):
@@ -255,7 +256,7 @@ class Toolset:
         return tool.run_text(text)
 
     def call_key(self, call: ToolCall) -> tuple[str, str]:
-        """What makes two native calls the same one."""
+        """Return a key that is equal for equal native calls."""
         return call.name, repr(_sorted(call.arguments))
 
     def close(self) -> None:
@@ -265,12 +266,12 @@ class Toolset:
 
 
 def argument_name(tool: Tool) -> str:
-    """The name of the one argument of a tool that knows text only."""
+    """Return the name of the argument of a tool without a schema."""
     return str(getattr(tool, "argument", _INPUT))
 
 
 def tool_schema(tool: Tool) -> ToolSchema:
-    """What a policy is told of a tool."""
+    """Return the tool's schema, or one with a single text argument."""
     if isinstance(tool, SchemaTool):
         return tool.schema
     description = getattr(tool, "description", f"The tool {tool.name}.")
@@ -292,18 +293,18 @@ def _sorted(value: Any) -> object:
     return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
-# The time limit of an environment's call. It does not run while the call waits for a shared process.
+# Time limits of environment calls.
 
 
 class CallAbandoned(Exception):
-    """Raised in a waiting call whose caller no longer waits for it."""
+    """Raised in a waiting call after its caller stopped waiting for it."""
 
 
 class CallClock:
-    """Measures one call that runs in a thread of its own; safe to use from several threads.
+    """The time limit of one call that runs in its own thread. Thread-safe.
 
-    Waiting in a queue behind the calls of other episodes, and work that has a limit of its own (grading,
-    code in the sandbox), is not the call's time: what one policy writes must not become a fault of another.
+    The clock is paused while the call waits behind calls of other episodes, and during work with its own
+    limit (grading, code in the sandbox). Otherwise a slow call of one rollout would cause a fault in another.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -315,17 +316,17 @@ class CallClock:
         self._wake_ups: list[Callable[[], None]] = []
 
     def seconds_left(self) -> float:
-        """Seconds until the limit if the clock runs from now on; 0 or less at the limit."""
+        """Return the seconds until the limit; 0 or less if it is reached."""
         with self._lock:
             return self._left_s - (0.0 if self._num_pauses else time.monotonic() - self._since)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nobody waits for the call any more."""
+        """Whether the caller has stopped waiting for the call."""
         return self._is_abandoned
 
     def abandon(self) -> None:
-        """Nobody waits for the call any more: it leaves the queues that it waits in."""
+        """Mark the call as abandoned and wake it up in the queues where it waits, so that it leaves them."""
         with self._lock:
             self._is_abandoned = True
             wake_ups = list(self._wake_ups)
@@ -334,7 +335,7 @@ class CallClock:
 
     @contextlib.contextmanager
     def paused(self, wake_up: Callable[[], None]) -> Iterator[None]:
-        """Stop the clock for the block; ``wake_up`` is called if the call is abandoned meanwhile."""
+        """Pause the clock inside the block; ``wake_up`` is called if the call is abandoned meanwhile."""
         with self._lock:
             if not self._num_pauses:
                 self._left_s -= time.monotonic() - self._since
@@ -353,7 +354,7 @@ class CallClock:
 
     @contextlib.contextmanager
     def running_here(self) -> Iterator[None]:
-        """Make this the clock of the calling thread for the block."""
+        """Make this the clock of the calling thread inside the block."""
         _THREAD.clock = self
         try:
             yield
@@ -366,7 +367,7 @@ _THREAD = threading.local()
 
 @contextlib.contextmanager
 def uncounted(wake_up: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Stop the clock of this thread's call, if it has one; see :meth:`CallClock.paused`."""
+    """Pause the clock of this thread's call, if it has one; see :meth:`CallClock.paused`."""
     clock: CallClock | None = getattr(_THREAD, "clock", None)
     if clock is None:
         yield
@@ -376,22 +377,23 @@ def uncounted(wake_up: Callable[[], None] = lambda: None) -> Iterator[None]:
 
 
 def is_abandoned() -> bool:
-    """Whether nobody waits for this thread's call any more."""
+    """Whether the caller has stopped waiting for this thread's call."""
     clock: CallClock | None = getattr(_THREAD, "clock", None)
     return clock is not None and clock.is_abandoned
 
 
-# Things that many threads share one at a time, handed out in the order in which the threads asked.
+# Fair pools of shared items.
 
 
 ItemT = TypeVar("ItemT")
 
 
 class FairPool(Generic[ItemT]):
-    """First come, first served; of several idle items the one used last, which is warm.
+    """A pool of items that threads acquire first come, first served.
 
-    ``queue.Queue`` is not fair: a thread that gives an item back and asks again takes it before the one that
-    was woken for it.
+    Of several idle items, the most recently used one is preferred because its caches are warm.
+    ``queue.Queue`` is not fair: a thread that returns an item and requests one again can take it before the
+    thread that was woken for it.
     """
 
     def __init__(self, items: Iterable[ItemT]) -> None:
@@ -400,11 +402,12 @@ class FairPool(Generic[ItemT]):
         self._lock = threading.Lock()
 
     def acquire(self) -> ItemT:
-        """An item for this thread alone; waits behind all who asked before. Give it back with
-        :meth:`give`.
+        """Wait for an item and return it for exclusive use. Return it to the pool with :meth:`release`.
 
-        The wait is not part of the time limit of an environment's call. Raises CallAbandoned if nobody waits
-        for that call any more.
+        The wait does not count towards the time limit of an environment's call.
+
+        Raises:
+            CallAbandoned: if the caller has stopped waiting for that call.
         """
         turn: _Turn[ItemT] = _Turn()
         try:
@@ -426,7 +429,7 @@ class FairPool(Generic[ItemT]):
         return turn.item[0]
 
     def release(self, item: ItemT) -> None:
-        """Hand the item to the thread that has waited longest; it is idle when nobody waits."""
+        """Pass the item to the thread that has waited longest, or mark it as idle if no thread waits."""
         with self._lock:
             if not self._waiting:
                 self._idle.append(item)
@@ -437,21 +440,24 @@ class FairPool(Generic[ItemT]):
 
 
 class _Turn(Generic[ItemT]):
-    """One thread's place in the line."""
+    """A waiting thread of a pool."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
         self.item: list[ItemT] = []
 
 
-# A bounded cache in which everything is made once, however many threads ask for it at a time.
+# A bounded cache that computes every value once.
 
 
 ValueT = TypeVar("ValueT")
 
 
 class SingleFlightCache(Generic[ValueT]):
-    """Keeps ``size`` values; the one that was asked for longest ago goes first. What raised is not kept."""
+    """A thread-safe LRU cache of ``size`` values that concurrent requests for one key compute only once.
+
+    Exceptions are not cached.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -462,10 +468,10 @@ class SingleFlightCache(Generic[ValueT]):
         return len(self._futures)
 
     def get(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
-        """The value of a key, made by the first who asks; the others wait for it, or for its exception.
+        """Return the value of a key. The first thread that requests it computes it with ``make``.
 
-        Their wait is not part of the time limit of an environment's call. If the first one's call is
-        abandoned, the next one makes the value.
+        Other threads wait for the value or exception; their wait does not count towards the time limit of an
+        environment's call. If the call of the first thread is abandoned, another thread computes the value.
         """
         while True:
             try:
@@ -499,49 +505,50 @@ class SingleFlightCache(Generic[ValueT]):
         return value
 
 
-# A cap on the tool calls of a whole training batch, which does not depend on how fast tools answer.
+# The budget of tool calls of a training batch.
 
 
 class CallBudget:
-    """Counts the calls that all episodes of a batch execute. Once ``limit`` are spent, the next round is
-    refused its calls.
+    """Limits the number of tool calls that all episodes of a batch execute.
 
-    Whether there are calls left is decided when a round begins and holds for the whole round: decided call by
-    call, the fastest tools would choose who is refused, and one seed would not give one batch. So the last
-    round may go over the limit by its own calls. Outside a limited batch nothing is refused.
+    After ``limit`` calls, the calls of later rounds are rejected. The decision is made at the start of a
+    round and applies to the whole round: if it were made per call, the speed of tools would determine which
+    calls are rejected, and the batch would not be reproducible. The last round may therefore exceed the
+    limit. Outside of a limited batch, no call is rejected.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self._whole = limit  # of the batch, where several processes play it
+        self._whole = limit  # of the whole batch, if several processes share it
         self.num_executed = 0
         self._limited = False
         self._open = True
         self._lock = threading.Lock()
 
     def set_share(self, begin: int, end: int, num_groups: int) -> None:
-        """From the next batch on, have the part of the limit that is due to the groups ``begin`` to ``end``
-        of ``num_groups``, if several processes play one batch; the parts of all groups add up to the limit.
+        """From the next batch on, limit calls to the share of groups ``begin`` to ``end`` of ``num_groups``.
+
+        For a batch that several processes share. The shares of all groups add up to the limit.
         """
         if self._whole is not None:
             self.limit = self._whole * end // num_groups - self._whole * begin // num_groups
 
     def resume_batch(self, num_spent: int) -> None:
-        """Continue a limited batch of whose part ``num_spent`` calls are spent: by another process, or before
-        a process was restarted.
+        """Continue a limited batch in which another process, or this one before a restart, has executed
+        ``num_spent`` calls.
         """
         self._limited = self.limit is not None
         self.num_executed = num_spent
         self.begin_round()
 
     def begin_batch(self, *, limited: bool) -> None:
-        """A new batch has all its calls."""
+        """Reset the count for a new batch."""
         self._limited = limited and self.limit is not None
         self.num_executed = 0
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Nobody executes anything now: decide about the next round."""
+        """Decide whether the next round may execute calls. Call this while no call is running."""
         self._open = not self._limited or self.limit is None or self.num_executed < self.limit
 
     @property
@@ -550,6 +557,6 @@ class CallBudget:
         return self._open
 
     def count(self) -> None:
-        """One call was executed."""
+        """Count one executed call."""
         with self._lock:
             self.num_executed += 1
