@@ -47,7 +47,8 @@ AXES: Final = ("step", "tokens", "calls", "seconds")
 
 
 def metric_curves(run: Path) -> dict[str, Any]:
-    """``x`` by axis and ``values`` by metric, one entry a training step; ``metrics`` describe them."""
+    """``x`` by axis and ``values`` by metric, one entry per training step, and a description of each metric
+    in ``metrics``."""
     data = read_run(run)
     records = [record for record in data.records if record["kind"] == "train"]
     names = dict.fromkeys(name for record in records for name in record if name not in ("step", "kind"))
@@ -81,8 +82,8 @@ def metric_curves(run: Path) -> dict[str, Any]:
 
 
 def describe_metric(name: str) -> dict[str, str]:
-    """Unit, meaning, healthy range and where to look; empty words for what no registry here has (the metric
-    of a plug-in)."""
+    """Unit, meaning, healthy range and where to look. Fields are empty for a metric that is not registered
+    here, for example that of a plug-in."""
     try:
         metric = declared_metric(name)
     except UndeclaredMetric:
@@ -104,7 +105,7 @@ def _summed(values: dict[str, list[float | None]], length: int, names: tuple[str
 
 
 LONGEST_TEXT: Final = 200_000
-"""Letters of a turn that are sent at once; the page asks for the whole of a longer one."""
+"""Characters of a turn that are sent initially; the page requests the full text of a longer one."""
 VALUES: Final = ("entropies", "logprobs", "advantages", "ratios", "trainer_logprobs")
 
 
@@ -120,9 +121,7 @@ def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
 
 
 def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, Any]:
-    """The tokens of the policy's nodes on the path of a rollout, with their values; by node. Raises
-    DataError.
-    """
+    """Tokens of the policy nodes on the path of a rollout, with their values, by node. Raises DataError."""
     rows = {row["node_id"]: row for row in _rows(run, stem, trace_id)}
     table = read_rollouts(run, f"{stem}.parquet")
     [*leaves] = [
@@ -144,7 +143,7 @@ def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, 
 
 
 def whole_text(run: Path, stem: str, trace_id: str, node_id: int) -> dict[str, Any]:
-    """A turn that is longer than :data:`LONGEST_TEXT`. Raises DataError."""
+    """Full text of a turn that is longer than :data:`LONGEST_TEXT`. Raises DataError."""
     for row in _rows(run, stem, trace_id):
         if row["node_id"] == node_id:
             return {"text": row["text"]}
@@ -178,7 +177,7 @@ def _node(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# of version 1, whose nodes do not say it
+# records of version 1 have no roles
 _ROLES: Final = {
     Origin.PROMPT: "user",
     Origin.POLICY: "assistant",
@@ -194,7 +193,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _clean(value: Any) -> Any:
-    """Numbers that JSON has not become null."""
+    """Replace NaN and infinity, which JSON cannot represent, with None."""
     if isinstance(value, dict):
         return {str(key): _clean(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -202,7 +201,7 @@ def _clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Where a run is now, what changed on disk since a page last asked, and how it is stopped.
+# Live state of a run, changes on disk since the last request of a page, and stopping a run.
 
 
 def fingerprint(run: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Parts of the HTML reports: line charts as static SVG, sample rollouts, and groups as trees.
 
-The charts are drawn here because no light library fits: pygal links a script from the network into its output
-and leather fixes its colours, while these charts take theirs from the page (dark and light) and need axes
-with units and nothing else.
+The charts are drawn here because no lightweight library fits: pygal's output loads a script from the network
+and leather uses fixed colours, while these charts use the colours of the page (dark or light) and need only
+axes with units.
 """
 
 import math
@@ -31,7 +31,7 @@ class Point:
     """One value over ``x``; ``value`` None breaks the line. ``low`` and ``high`` are an interval around the
     value.
 
-    ``name`` is what pointing at it tells, in place of ``x``.
+    ``name`` replaces ``x`` in the tooltip of the point.
     """
 
     x: float
@@ -58,8 +58,8 @@ class Series:
 class Chart:
     """A chart of up to four series that share a unit.
 
-    ``is_share``: values are shares of 0 to 1, written in per cent. ``x_tick_labels`` are names of x that are
-    no numbers of the axis: they must lie left of all others.
+    ``is_share``: values are shares from 0 to 1, written in per cent. ``x_tick_labels`` name positions on the
+    x axis that are not steps; they must be left of all other points.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Chart:
     x_tick_labels: Mapping[float, str] = field(default_factory=dict)
 
     def format_value(self, value: float) -> str:
-        """A value as people read it."""
+        """Format a value for display."""
         return score(value) if self.is_share else number(value)
 
 
