@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class RecordedProgress(Progress):
-    """Another display, and what it is told on disk: at most once a second, and at every stage and note.
+    """Wraps a display and also records progress on disk, at most once a second and at every stage and note.
 
-    Nothing is written before the set-up is over: a run that is refused then, or has nothing left to do, stays
-    as it was. A disk that is full ends the record and not the run.
+    Nothing is written before the end of the set-up, so that a run that fails then, or has nothing left to do,
+    is unchanged. If the disk is full, recording ends and the run continues.
     """
 
     def __init__(self, inner: Progress, run: Path, *, clock: Clock = time.monotonic) -> None:
@@ -111,7 +111,7 @@ class RecordedProgress(Progress):
             self._guarded(self._replace)
 
     def _replace(self) -> None:
-        # Neither forced to disk nor locked: it says what is now, and a second later something else.
+        # Neither synced to disk nor locked, because the next update replaces it a second later.
         temporary = self._run / f"{LIVE}.new"
         temporary.write_text(
             json.dumps(self._state | {"line": self._stage.summary(), "time": time.time()}), encoding="utf-8"
