@@ -125,8 +125,9 @@ def _iter_changes(
 
 # Task sets by name, from the Hugging Face hub or from a local file, and the fixed tasks of an evaluation.
 #
-# A name selects a data set, its columns, its metric and its prompt. The metric is the one that ARPO reports (arXiv 2507.19849, section 4): token F1 for the Wikipedia questions, a judge for open ones,
-# mathematical equality for mathematics.
+# A name selects a data set, its columns, its metric and its prompt. The metric is the one that ARPO reports
+# (arXiv 2507.19849, section 4): token F1 for the Wikipedia questions, a judge for open ones, mathematical
+# equality for mathematics.
 
 
 PROMPTS: Final[Mapping[Kind, str]] = {
