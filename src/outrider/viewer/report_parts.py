@@ -408,8 +408,7 @@ def _cut(items: list[_T], limit: int) -> tuple[list[_T], int, list[_T]]:
     return items[: limit - num_tail], len(items) - limit, items[len(items) - num_tail :]
 
 
-# Groups whose rollouts branched, as trees for the report: where they left, with which entropies, and what
-# every leaf got.
+# Groups with branched rollouts, as trees for the report: forks, entropies, and the returns of the leaves.
 
 
 NUM_TREES: Final = 3
@@ -434,7 +433,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Turns without a fork between them, then the branches that go on; ``leaf`` where a rollout ends here."""
+    """Turns without a fork between them, followed by branches; ``leaf`` is set if a rollout ends here."""
 
     rollout: int
     turns: tuple[TreeNode, ...]
@@ -487,7 +486,7 @@ def _children(rows: Sequence[TraceRow]) -> dict[int, list[TraceRow]]:
 
 
 def _drop_faulted(rows: Sequence[TraceRow]) -> list[TraceRow]:
-    """Without what a fault left behind, which leads to no leaf."""
+    """Drop nodes of faulted rollouts, which lead to no leaf."""
     parents = {row.node_id: row.parent_id for row in rows}
     retained: set[int] = set()
     for row in rows:

@@ -96,7 +96,7 @@ class RecordedProgress(Progress):
         return self._inner.stopping()
 
     def close(self) -> None:
-        """The last state, which says that the process did end its work, and the end of the display."""
+        """Record that the process has finished, and close the display."""
         self._state["has_ended"] = True
         self._write()
         self._inner.close()
@@ -183,10 +183,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """Contents of a run directory; ``notes`` say what could not be read.
+    """Contents of a run directory; ``notes`` list the files that could not be read.
 
-    ``config`` is flat (dotted keys) and for people: of a path it has the name alone. ``settings`` are the
-    same with whole paths, for telling runs apart; they do not belong on a page.
+    ``config`` is flat (dotted keys) and for display, with only the last part of each path. ``settings`` are
+    the same with absolute paths, for comparing runs; do not show them on a page.
     """
 
     config: Mapping[str, str]
@@ -210,12 +210,12 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Training steps on file."""
+        """Number of recorded training steps."""
         return max((step for step, _ in self.curve("train", "reward/mean")), default=0)
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps that the recipe asks for are on file."""
+        """Whether all steps of the recipe are recorded."""
         num_steps = self.config.get("train.num_steps", "")
         return num_steps.isdigit() and self.num_steps >= int(num_steps)
 
@@ -269,7 +269,7 @@ def finite(value: object) -> float | None:
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """For people, and for telling runs apart."""
+    """The configuration for display and for comparing runs (:class:`RunData`)."""
     try:
         with path.open("rb") as stream:
             table = tomllib.load(stream)

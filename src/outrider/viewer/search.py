@@ -31,8 +31,8 @@ _FEW: Final = ("task_key", "outcome", "fault", "mode", "kind", "trace_id")  # of
 
 
 class RolloutIndex:
-    """Reads what is new whenever it is asked. :meth:`table` has the columns of the rollouts' files, and
-    ``where``: the name of the file without its ending.
+    """Index of the rollouts of a run, which reads new files at every call. :meth:`table` has the columns of
+    the rollout files, and ``where``, the name of the file without its extension.
     """
 
     def __init__(self, run: Path) -> None:
@@ -52,8 +52,8 @@ class RolloutIndex:
         ]
 
     def table(self, only: str = "") -> pa.Table:
-        """Of all that is on file now, without those that cannot be read: they are in ``notes``. Of one file
-        alone: raises DataError.
+        """The rollouts of all files; unreadable files are skipped and listed in ``notes``. With ``only``, the
+        rollouts of that file; raises DataError if it cannot be read.
         """
         if only:
             is_known = only in self.stems()
@@ -165,7 +165,7 @@ def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def rows_of_table(table: pa.Table) -> list[dict[str, Any]]:
-    """Plain data; numbers that JSON has not become null."""
+    """Rows as plain data; NaN and infinity become None."""
     return [
         {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
