@@ -124,8 +124,8 @@ def _without_articles(text: str) -> str:
 def _grade_normalized(
     prediction: str, answers: Sequence[str], normalize: Callable[[str], str], *, closed: bool, blank: bool
 ) -> Grades:
-    """Grade after a normalisation. ``closed``: yes, no and noanswer only match themselves; ``blank``: an
-    empty prediction may match, too.
+    """Grade after a normalisation. ``closed``: yes, no and noanswer only match themselves. ``blank``: an
+    empty prediction may be an exact match.
     """
     predicted = normalize(prediction)
     golds = [normalize(answer) for answer in answers]

@@ -747,9 +747,9 @@ def make_pack(
 ) -> Manifest:
     """Pack run folders of ``outrider train`` and ``outrider eval``, and folders or files of exact results.
 
-    ``commands`` are what made them, for people. With ``weights`` the newest checkpoint of each training, and
-    those from which others of the pack start, come along. Raises ConfigError where ``out`` is there,
-    DataError for what is no run, and PackError for results that contradict themselves.
+    ``commands`` are the commands that produced them, for documentation. With ``weights``, the pack includes
+    the newest checkpoint of each training and the checkpoints from which other runs of the pack start. Raises
+    ConfigError if ``out`` exists, DataError for other folders, and PackError for inconsistent results.
     """
     if out.exists():
         raise ConfigError(f"{out} exists: a pack is never overwritten")

@@ -61,7 +61,7 @@ def write_bundle(
     compare: Callable[[Sequence[Path]], str],
     note: Callable[[str], None],
 ) -> None:
-    """Write all data of all runs into a new ``folder``. Raises ConfigError if ``folder`` already exists."""
+    """Write all data of all runs into a new ``folder``. Raises ConfigError if ``folder`` is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: --bundle writes a new folder")
     viewer = Viewer(catalogue)
@@ -90,7 +90,7 @@ def write_bundle(
 
 
 def _without_paths(value: Any, run: Path) -> Any:
-    """Remove the parent folder of the run from all strings, because a bundle is read on other machines."""
+    """Replace the path of the run in all strings, because a bundle is read on other machines."""
     if isinstance(value, dict):
         return {name: _without_paths(item, run) for name, item in value.items()}
     if isinstance(value, list):
