@@ -1,6 +1,4 @@
-"""Text for people: that of others made fit for a terminal, and scores, which every command and page writes
-alike.
-"""
+"""Text output: sanitizing untrusted text for a terminal, and the format of scores in commands and pages."""
 
 import math
 import sys
@@ -21,9 +19,7 @@ def one_line(text: str) -> str:
 
 
 def print_lines(*lines: str, to_stderr: bool = False) -> None:
-    """Print each on a line of its own, whatever it holds; tables go through
-    :class:`outrider.printing.Terminal`.
-    """
+    """Print each text on one line, without its control characters. Use :class:`Terminal` for tables."""
     stream = sys.stderr if to_stderr else sys.stdout
     encoding = stream.encoding or "utf-8"
     for line in lines:
@@ -31,11 +27,10 @@ def print_lines(*lines: str, to_stderr: bool = False) -> None:
 
 
 def score(value: float, low: float = math.nan, high: float = math.nan, *, is_share: bool = True) -> str:
-    """A score with its interval, where it has one.
+    """Format a score with its interval, if it has one.
 
-    A share (0 to 1) of solved tasks, or a mean of the task set's own scores from 0 to 1, is written in per
-    cent: ``35.0 % [25.5, 45.9]``. What is no share, as a return, is a number of four digits: ``1.25 [0.9,
-    1.6]``.
+    A share of solved tasks, or a mean of task set scores from 0 to 1, is written in per cent: ``35.0 % [25.5,
+    45.9]``. Other numbers, for example returns, have four digits: ``1.25 [0.9, 1.6]``.
     """
     if not math.isfinite(value):
         return "not measured"
@@ -45,13 +40,13 @@ def score(value: float, low: float = math.nan, high: float = math.nan, *, is_sha
 
 
 def is_graded(share: float, mean_return: float | None) -> bool:
-    """Whether the mean return says more than the share of solved tasks: they differ."""
+    """Whether the mean return differs from the share of solved tasks, so that both should be printed."""
     return mean_return is not None and math.isfinite(mean_return) and abs(mean_return - share) > _SAME
 
 
 def format_mean_return(share: float, mean_return: float | None) -> str:
-    """The mean return to print behind a share of solved tasks, if it is another number: rewards may be
-    graded, and then a share of 0 % hides what was learned.
+    """The mean return to print after a share of solved tasks, if it differs: with graded rewards, a share of
+    0 % can hide progress.
     """
     if mean_return is None or not is_graded(share, mean_return):
         return ""
@@ -59,7 +54,7 @@ def format_mean_return(share: float, mean_return: float | None) -> str:
 
 
 def points(difference: float, low: float = math.nan, high: float = math.nan) -> str:
-    """A difference (-1 to 1) of two such shares, in percentage points: ``+28.7 points [+16.0, +40.1]``."""
+    """Format a difference (-1 to 1) of two shares in percentage points: ``+28.7 points [+16.0, +40.1]``."""
     if not math.isfinite(difference):
         return "not measured"
     return f"{100 * difference:+.1f} points{_interval(100 * low, 100 * high, '+.1f')}"
@@ -69,16 +64,16 @@ def _interval(low: float, high: float, form: str) -> str:
     return f" [{low:{form}}, {high:{form}}]" if math.isfinite(low) and math.isfinite(high) else ""
 
 
-# A terminal for tables: files, servers and models write what is shown, and none of it may steer it.
+# A console for tables. Text from files, servers and models is untrusted and must not control the terminal.
 
 
 class Terminal(Console):
-    """A console of rich that shows a space for every control character of a text: its own styles are the only
-    ones. Line breaks stay.
+    """A rich console that replaces every control character except line breaks by a space, so that only rich's
+    own styles reach the terminal.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich has it; a table asks for its cells here before it measures them."""
+        """Clean the text here, because tables render their cells with this method before measuring them."""
         for segment in super().render(renderable, options):
             is_clean = segment.control is not None or segment.text.isprintable()
             yield segment if is_clean else segment._replace(text=_clean(segment.text))

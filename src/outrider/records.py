@@ -1,6 +1,4 @@
-"""Rows of JSONL and Parquet files, read one way everywhere; whatever is wrong with them names the file and
-the line.
-"""
+"""Readers for the rows of JSONL and Parquet files. Every error message contains the file and the line."""
 
 import codecs
 import json
@@ -18,8 +16,8 @@ SUFFIXES = (".jsonl", ".parquet")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One record. ``location`` is ``file:line`` (JSONL, from 1) or ``file:row N`` (Parquet, from 0), for
-    messages. ``unreadable`` names the types of columns that Python cannot have, such as dates in an unknown
-    time zone; nothing is wrong with a file while nobody reads them.
+    messages. ``unreadable`` maps columns that Python cannot represent, such as dates in an unknown time zone,
+    to their types; they are an error only if they are read.
     """
 
     location: str
@@ -27,7 +25,7 @@ class Row:
     unreadable: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str) -> Json:
-        """The value of a column; a dotted name goes into nested records. Raises DataError when it is
+        """The value of a column; a dotted name selects from nested records. Raises DataError if it is
         missing.
         """
         value: Json = dict(self.values)
@@ -70,7 +68,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
     try:
-        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # which editors of Windows write
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # written by Windows editors
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -82,7 +80,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         try:
             record = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
             if b"\\u" in raw:
-                # half of a pair of escapes is no text that anybody can store
+                # a lone surrogate escape cannot be encoded as UTF-8
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeDecodeError as error:
             byte = f"byte 0x{raw[error.start]:02x} at position {error.start}"
@@ -100,7 +98,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """An object of JSON. Raises ValueError for a key that occurs twice: one of its values would be lost."""
+    """Build a JSON object. Raises ValueError for a duplicate key, because one of its values would be lost."""
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -110,7 +108,7 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow as pa  # slow to import, and seldom needed
+    import pyarrow as pa  # slow to import and rarely needed
     import pyarrow.parquet as pq
 
     unreadable: dict[str, str] = {}
@@ -118,11 +116,10 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         table = pq.read_table(path)
         try:
             records = table.to_pylist()
-        except (KeyError, pa.ArrowNotImplementedError):  # types that Python does not have here
+        except (KeyError, pa.ArrowNotImplementedError):  # types without a Python equivalent
             unreadable = {name: str(table.schema.field(name).type) for name in _unreadable(table)}
             records = table.drop_columns(list(unreadable)).to_pylist()
-    # Text that is not UTF-8, dates that Python has not, sizes that are not: the file says one thing and holds
-    # another.
+    # Text that is not UTF-8, dates out of Python's range, wrong sizes: the content contradicts the schema.
     except (
         pa.ArrowException,
         OSError,
@@ -139,7 +136,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _unreadable(table: Any) -> list[str]:
-    """Names of the columns whose values cannot become Python's."""
+    """Names of the columns whose values cannot be converted to Python."""
     names = []
     for name, column in zip(table.schema.names, table.columns, strict=True):
         try:

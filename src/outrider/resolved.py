@@ -20,8 +20,8 @@ _COMMENT: Final = textwrap.TextWrapper(
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A setting by its dotted ``key``. ``source`` is one of the given sources, ``preset NAME``, ``default``,
-    or ``derived`` from other settings.
+    """A setting with its dotted ``key``. ``source`` is ``recipe``, ``command``, ``preset NAME``, ``default``,
+    or ``derived`` (from other settings).
     """
 
     key: str
@@ -49,8 +49,8 @@ def leaves(settings: Settings, *, sources: Mapping[str, str], others: str = "der
 
 
 def format_toml(entries: Sequence[Leaf]) -> str:
-    """TOML that :func:`~outrider.config.load_settings` reads back to the same settings: each value that is
-    not the default with its source, and a comment with the defaults of each section.
+    """Format as TOML that :func:`~outrider.config.load_settings` reads back to the same settings. Each
+    non-default value has its source, and a comment lists the defaults of each section.
     """
     tree: dict[str, Any] = {}
     defaults: dict[str, list[str]] = {}
@@ -81,7 +81,7 @@ def format_toml(entries: Sequence[Leaf]) -> str:
 
 
 def key_sources(file: Path | None, overrides: Sequence[str]) -> dict[str, str]:
-    """``recipe`` or ``command`` by dotted key. The file and the overrides must be valid."""
+    """Map each dotted key to its source, ``recipe`` or ``command``. File and overrides must be valid."""
     tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
     sources = dict.fromkeys(_keys(tree), "recipe")
     for override in overrides:
@@ -109,8 +109,8 @@ class _RawLeaf:
 def _walk(
     settings: BaseModel, plain: Mapping[str, Any], like: Any, set_keys: frozenset[str], above: str = ""
 ) -> Iterator[_RawLeaf]:
-    """The leaves below ``settings``, whose values are ``plain``; ``like``, an instance or a class, has the
-    defaults.
+    """The leaves below ``settings``. ``plain`` has their plain values, and ``like`` (an instance or a class)
+    the defaults.
     """
     preset = getattr(settings, "preset", None)
     preset_label = f"preset {preset}" if isinstance(preset, str) else None
@@ -124,7 +124,7 @@ def _below(value: Any, plain: Any, default: Any, set_keys: frozenset[str], key: 
     """The leaves of a field."""
     if isinstance(value, BaseModel):
         like = default if type(default) is type(value) else type(value)
-        # A section that is off by default, and that nobody named, must be printed to be read back.
+        # A section that is off by default and not set explicitly must be printed, or it is lost on reading.
         is_new = default is None and not any(raw.startswith(f"{key}.") for raw in set_keys)
         for raw in _walk(value, plain, like, set_keys, f"{key}."):
             yield replace(raw, default=_ABSENT) if is_new else raw

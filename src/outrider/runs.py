@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """Reads what is on disk when it is asked, so a run that goes on may be looked at. Raises DataError for
-    damaged files."""
+    """A run directory. Every call reads the files anew, so you can inspect a run while it is training. Raises
+    DataError for damaged files."""
 
     path: Path
 
     @classmethod
     def from_path(cls, path: Path) -> "Run":
-        """Raises DataError where no run directory is."""
+        """Open a run directory. Raises DataError if ``path`` is not one."""
         if not (path / "config.toml").is_file():
             raise DataError(
                 task_evaluation_message(path) or f"{path} is no run directory: it has no config.toml"
@@ -40,29 +40,29 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved recipe as it is on file; needs none of its plug-ins."""
+        """The stored resolved recipe, which can be read without the run's plug-ins."""
         return tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
 
     @property
     def settings(self) -> "RunSettings":
-        """The same, checked. Raises ConfigError where a plug-in cannot be imported."""
+        """The validated settings of the run. Raises ConfigError if a plug-in cannot be imported."""
         from outrider.training.run_dir import recorded_settings
 
         return recorded_settings(self.path / "config.toml")
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Oldest first."""
+        """Checkpoint folders, oldest first."""
         return sorted((self.path / "checkpoints").glob("step-*"))
 
     def metrics(self, kind: Literal["train", "sft", "eval"] = "train") -> "pa.Table":
-        """One row per step, one column a metric (docs/metrics.md); null where it was not defined."""
+        """One row per step and one column per metric (docs/metrics.md); null if the metric was undefined."""
         records = read_records(self.path / "metrics.jsonl")
         return _table(record for record in records if record.get("kind") == kind)
 
     def evaluations(self) -> "pa.Table":
-        """One row per evaluation, in the order of play; the score with its 95 % interval in columns of their
-        own."""
+        """One row per evaluation in chronological order; the score and the bounds of its 95 % interval are
+        separate columns."""
         rows = []
         for record in read_records(self.path / "evaluations.jsonl"):
             scores = {
@@ -74,7 +74,7 @@ class Run:
         return _table(rows)
 
     def steps(self) -> tuple[int, ...]:
-        """Training steps with traces on file."""
+        """Training steps with stored traces."""
         from outrider.viewer.records import TraceReader
 
         return TraceReader(self.path / "traces").steps()
@@ -84,13 +84,13 @@ class Run:
         return self._parquet(f"step-{step:06d}.parquet")
 
     def evaluation_traces(self, number: int) -> "pa.Table":
-        """Those of the evaluation in row ``number`` of :meth:`evaluations`."""
+        """The nodes of the rollouts of the evaluation in row ``number`` of :meth:`evaluations`."""
         return self._parquet(f"evaluation-{number:03d}.parquet")
 
     def rollouts(self, step: int | None = None) -> "pa.Table":
-        """The rollouts of a training step, or without ``step`` of all of them in order: one per row, with its
-        step, faulted ones with their reason. Of a run of version 1 of the records, which has none of those,
-        they are made from the nodes.
+        """The rollouts of a training step, or of all training steps in order if ``step`` is None. One row per
+        rollout with its step; faulted rollouts have their reason. Records of version 1 have no rollout files,
+        so their rollouts are derived from the nodes.
         """
         import pyarrow as pa
 
@@ -103,21 +103,21 @@ class Run:
         return pa.concat_tables(tables, promote_options="default") if tables else ROLLOUT_SCHEMA.empty_table()
 
     def evaluation_rollouts(self, number: int) -> "pa.Table":
-        """Those of the evaluation in row ``number`` of :meth:`evaluations`."""
+        """The rollouts of the evaluation in row ``number`` of :meth:`evaluations`."""
         from outrider.viewer.records import evaluation_file, read_rollouts
 
         return read_rollouts(self.path, evaluation_file(number))
 
     def expert_rollouts(self) -> "pa.Table":
-        """The expert rollouts of the cold start, one per row, as of :meth:`rollouts`. Raises DataError for a
-        run without any on file.
+        """The expert rollouts of the cold start, one per row, with the columns of :meth:`rollouts`. Raises
+        DataError if the run has none.
         """
         from outrider.viewer.records import EXPERTS_FILE, read_rollouts
 
         return read_rollouts(self.path, EXPERTS_FILE)
 
     def memory_changes(self, step: int) -> "pa.Table":
-        """What a training step brought into memories and took out of them; no row where nothing changed."""
+        """Tips and stored steps that a training step added to or removed from the memories, one per row."""
         from outrider.viewer.records import MEMORY, MEMORY_SCHEMA, StepFiles, step_file
 
         files = StepFiles(self.path / MEMORY)
@@ -150,7 +150,7 @@ def plot(runs: Mapping[str, Run], metric: str) -> str:
 
 
 def _table(rows: Iterable[Mapping[str, Any]]) -> "pa.Table":
-    """Columns in the order in which they first appear; a row without one has null there."""
+    """Build a table with columns in the order of first appearance, and null for missing values."""
     import pyarrow as pa
 
     records = list(rows)

@@ -1,4 +1,4 @@
-"""The runs of a comparison as they are on disk: what they spent, what they scored, and where."""
+"""The runs of a comparison: their costs, rewards and evaluations, read from disk."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ from outrider.evaluation.statistics import (
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
 
-# what a curve is drawn over, and the metrics of a step that add up to it
+# axes of curves, and the metrics of a step that are summed for them
 AXES: Final[Mapping[str, tuple[str, ...]]] = {
     "training steps": ("step",),
     "policy tokens": WRITTEN_TOKENS,
@@ -50,12 +50,12 @@ class Incomparable(OutriderError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """A run as it is on disk. ``config`` is for people, ``settings`` has whole paths
+    """A run on disk. ``config`` is for display, ``settings`` has absolute paths
     (:class:`~outrider.viewer.run_reader.RunData`).
 
-    ``costs`` are totals since step 0 after each training step, by axis; ``rewards`` are the mean training
-    rewards of the steps, NaN where not known. Evaluations ascend by step, one per step (the last made there);
-    ``trials`` are all evaluations of a run that adapts, which are of one step.
+    ``costs`` are cumulative costs after each training step, by axis. ``rewards`` are the mean training
+    rewards of the steps, NaN if unknown. ``evaluations`` are sorted by step, with the last evaluation of each
+    step. ``trials`` are all evaluations of a run that adapts at test time, which have the same step.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ComparedRun:
         return int(self.costs[STEPS][-1]) if len(self.rewards) else 0
 
     def cost_at_step(self, axis: str, step: int) -> float:
-        """Cost of the run up to ``step`` training steps; NaN where the record does not tell."""
+        """Cost of the run up to ``step`` training steps; NaN if it was not recorded."""
         if step == 0 or axis == STEPS:
             return float(step)
         indices = np.flatnonzero(self.costs[STEPS] == step)
@@ -81,9 +81,9 @@ class ComparedRun:
 
 
 def load_run(path: Path, name: str) -> ComparedRun:
-    """Read one run directory; ``name`` is what messages call it.
+    """Read one run directory; ``name`` is used in messages.
 
-    Raises DataError when it has no configuration, or one without seed, algorithm and a number of steps.
+    Raises DataError if it has no configuration, or one without seed, algorithm or number of steps.
     """
     data = read_run(path)
     if not {"seed", "algorithm.type"} <= data.config.keys():
@@ -93,7 +93,7 @@ def load_run(path: Path, name: str) -> ComparedRun:
         if not (value := data.config.get(key, "none")).isdecimal() and value != "none":
             raise DataError(f"{name} is no run that can be compared: {key} = {value!r} is no number ({path})")
     notes = list(data.notes)
-    # of a step that is there twice, the last record counts
+    # if a step was recorded twice, the last record counts
     steps = sorted({step for step, _ in data.curve("train", "step")})
     rewards = {step: value for step, value in dict(data.curve("train", _REWARD)).items() if value is not None}
     return ComparedRun(
@@ -111,7 +111,7 @@ def load_run(path: Path, name: str) -> ComparedRun:
 
 
 def short_ends(names: Sequence[Sequence[str]]) -> list[str]:
-    """The shortest ends, of as many parts each, that tell different names apart."""
+    """The shortest suffixes, with the same number of parts each, that distinguish different names."""
     num_different = len(set(map(tuple, names)))
     length = next(
         n
@@ -122,7 +122,8 @@ def short_ends(names: Sequence[Sequence[str]]) -> list[str]:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Names of runs: ends of their paths. Raises :class:`Incomparable` where two are one folder."""
+    """Names of runs: suffixes of their paths. Raises :class:`Incomparable` if two paths are the same
+    folder."""
     parts = [path.resolve().parts for path in paths]
     if len(set(parts)) < len(parts):
         raise Incomparable("a run directory is given twice")
@@ -146,7 +147,7 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
 
 
 def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
-    """The last evaluation of each step, as far as they are on the panel of the very last."""
+    """The last evaluation of each step, limited to evaluations with the tasks of the last one."""
     scored_by_step = {
         evaluation.step: evaluation for evaluation in data.evaluations if "score" in evaluation.metrics
     }
@@ -161,18 +162,20 @@ def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
     return comparable
 
 
-# Which runs are seeds of one training, what their group is called, and in which settings groups differ.
+# Grouping of runs that differ only in the seed, labels of groups, and settings in which groups differ.
 
 
 _SAME_TRAINING: Final = frozenset((
     "seed", "num_threads", "trackers", "train.checkpoint_every", "train.keep_checkpoints",
     "train.max_concurrent", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
 ))  # fmt: skip
-# each seed has its own: whether there is one counts
+# differ between seeds: only whether they are set counts
 STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
-_BUDGET: Final = "train.max_policy_tokens"  # it follows what another run spent: whether there is one counts
+_BUDGET: Final = (
+    "train.max_policy_tokens"  # depends on the cost of another run: only whether it is set counts
+)
 _ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
-# settings that came later, with the value that says what earlier versions did
+# settings added in later versions, with the value that matches the behaviour of earlier versions
 _ADDED: Final = frozenset(
     (
         ("train.stages", "[]"),
@@ -184,12 +187,12 @@ _NUM_DIGITS: Final = 6  # of a hash in a label
 
 
 def group_runs(runs: Sequence[ComparedRun]) -> dict[str, tuple[ComparedRun, ...]]:
-    """Runs by label, in the order of labels: the algorithm, and the start of the settings' hash where one is
-    not enough.
+    """Runs by label, sorted by label. A label is the algorithm, followed by the start of the settings' hash
+    if several groups have the same algorithm.
 
-    Whole paths tell groups apart, but go into a label only where nothing else does: it should not hang on a
-    machine's folders. Raises :class:`Incomparable` where a group has one seed twice, or seeds of an
-    evaluation and not of a training.
+    Absolute paths distinguish groups, but are part of the hash only if nothing else differs, so that labels
+    do not depend on the machine's folders. Raises :class:`Incomparable` if a group has a seed twice, or seeds
+    of an evaluation instead of a training.
     """
     runs_by_key: dict[tuple[str, str, str], list[ComparedRun]] = {}
     for run in runs:
@@ -206,7 +209,7 @@ def group_runs(runs: Sequence[ComparedRun]) -> dict[str, tuple[ComparedRun, ...]
         )
         for algorithm, shown, exact in runs_by_key
     }
-    labels = [  # the first of these names that no other group has
+    labels = [  # the first candidate that is unique among groups
         next(
             name
             for level, name in enumerate(own)
@@ -223,8 +226,8 @@ def group_runs(runs: Sequence[ComparedRun]) -> dict[str, tuple[ComparedRun, ...]
 
 
 def differing(groups: Mapping[str, Sequence[ComparedRun]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(key, one value per group) of the settings in which groups differ; of paths with one name, the ends
-    that differ.
+    """(key, one value per group) of the settings in which groups differ. Paths with the same name are
+    shortened to the suffixes that differ.
     """
     displayed = [comparable(members[0].config) for members in groups.values()]
     exact = [comparable(members[0].settings) for members in groups.values()]
@@ -242,13 +245,13 @@ def differing(groups: Mapping[str, Sequence[ComparedRun]]) -> tuple[tuple[str, t
 
 
 def is_trained(config: Mapping[str, str]) -> bool:
-    """Whether the run changed weights, in steps or a cold start."""
+    """Whether the run trained weights, in training steps or a cold start."""
     return config.get("train.num_steps") != "0" or config.get("cold_start.num_examples", "0") != "0"
 
 
 def comparable(config: Mapping[str, str]) -> dict[str, str]:
-    """The settings that decide what was trained."""
-    # without training, the weights are those of the path
+    """The settings that determine the trained policy."""
+    # without training, the path of the weights is a setting that matters
     presence_keys = {_BUDGET, *(STARTS if is_trained(config) else ())}
     return {
         key: ("none" if value == "none" else "given") if key in presence_keys else value
@@ -279,14 +282,14 @@ def _check_seeds(members: Sequence[ComparedRun]) -> None:
 
 
 def algorithm_name(config: Mapping[str, str]) -> str:
-    """What a training's group is called: the preset, or the algorithm."""
+    """Name of a training's group: the preset, or the algorithm."""
     name = config["algorithm.type"]
     if name == "rapo" and config.get("algorithm.num_hybrid") == "0":
         return "grpo"  # the same, bit for bit
     return config.get("algorithm.preset", name)
 
 
-# What a run's method is called in a table with a column a method, and whether two runs are seeds of it.
+# Method names for tables with one column per method, and the comparison of two runs' methods.
 
 
 UNTRAINED: Final = "no training"
@@ -294,15 +297,15 @@ _WITHOUT_TIPS: Final = ("algorithm.memory_probability", "algorithm.intrinsic_coe
 
 
 def method_name(run: ComparedRun) -> str:
-    """The algorithm of a training; of an evaluation that of the training whose weights it has, and the
-    memory that it adapts with, or the engine where that is a method of its own.
+    """The algorithm of a training. For an evaluation, the algorithm of the training that produced its
+    weights, and its memory for adaptation, or the engine if the engine is a method of its own.
     """
     config = run.config
     if is_trained(config):
         return _training_method(config)
     checkpoint = run.settings.get("model.initial_checkpoint", "none")
     parts: list[str] = []
-    if checkpoint != "none":  # the method of its run, or that run's name if it is not here any more
+    if checkpoint != "none":  # the method of the checkpoint's run, or the run's name if its folder is gone
         folder = Path(checkpoint).parent.parent
         trained = read_run(folder).config
         parts.append(_training_method(trained) if "algorithm.type" in trained else folder.name)
@@ -315,8 +318,8 @@ def method_name(run: ComparedRun) -> str:
 
 
 def same_method(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """Keys of the settings, with whole paths, in which two runs differ that decide what was trained; those of
-    seeds and of the starting weights' folder are none.
+    """Keys of the settings that determine the trained policy and differ between two runs, comparing absolute
+    paths. Seeds and the folder of the starting weights are ignored.
     """
     ours, theirs = (
         {key: value for key, value in comparable(config).items() if key not in STARTS}
@@ -333,8 +336,8 @@ def _training_method(config: Mapping[str, str]) -> str:
     return algorithm_name(config)
 
 
-# Curves of groups of runs on common costs: training reward in bins, held-out score on lines between
-# evaluations.
+# Curves of groups of runs over common costs: binned training reward, and held-out scores that are linearly
+# interpolated between evaluations.
 
 
 SCORE: Final = "held-out score"
@@ -345,8 +348,7 @@ _NUM_POINTS: Final = 24
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
     """One quantity over one axis: ``x`` of shape (points,) is common to all groups; ``bands`` are by
-    group.
-    """
+    group."""
 
     quantity: str
     axis: str
@@ -355,8 +357,8 @@ class Curves:
 
 
 def reward_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, seed: int) -> Curves | None:
-    """Training reward in bins of equal cost, up to the cost that every run reached; None where a run lacks
-    the record.
+    """Training reward in bins of equal cost, up to the cost that every run reached; None if it was not
+    recorded for every run.
     """
     runs = [run for members in groups.values() for run in members]
     end = min(float(run.costs[axis][-1]) if axis in run.costs and len(run.rewards) else 0.0 for run in runs)
@@ -373,8 +375,8 @@ def reward_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, see
 
 
 def score_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, seed: int) -> Curves | None:
-    """Held-out score, on straight lines between the evaluations of a run, within the costs that every run's
-    evaluations cover; None where they cover no common range.
+    """Held-out score, linearly interpolated between the evaluations of a run, within the range of costs that
+    the evaluations of every run cover; None if there is no common range.
     """
     lines = {label: [_score_line(run, axis) for run in members] for label, members in groups.items()}
     every = [x for members in lines.values() for x, _ in members]
@@ -419,12 +421,11 @@ def _score_line(run: ComparedRun, axis: str) -> tuple[Scores, Scores]:
     )
 
 
-# Compares runs: reads their directories, groups them by what was trained, and puts their curves on common
-# costs.
+# Comparison of runs: groups of equal configuration, with curves over common costs.
 #
-# A group is every run of one configuration, whatever its seed; what only decides where and how fast a run
-# computes, how often it is saved and how it is evaluated does not count. Final scores are compared where the
-# panel, the split and the temperature of the evaluations are the same, and refused otherwise.
+# A group contains all runs that differ only in the seed. Settings of hardware, speed, checkpoints and
+# evaluation are ignored. Final scores are compared only if the tasks, the split and the temperature of the
+# evaluations are the same; otherwise the comparison is an error.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,11 +442,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two groups: ``difference`` is first minus second, ``improvement`` the chance that a run of the first
-    scores higher.
+    """Two groups: ``difference`` is first minus second, ``improvement`` the probability that a run of the
+    first group scores higher.
 
-    ``p_corrected`` is that of the paired test over tasks, ``p_seeds`` that of the test over runs; both are
-    Holm's over all pairs. ``p_seeds`` is None where a group has fewer than two runs.
+    ``p_corrected`` is from the paired test over tasks, ``p_seeds`` from the test over runs; both are
+    corrected over all pairs (Holm). ``p_seeds`` is None if a group has fewer than two runs.
     """
 
     first: str
@@ -460,9 +461,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Results of a comparison. ``conditions`` is an evaluation with the conditions of all. ``num_tasks`` are
-    those that every run scored (None: only means are on file), ``num_left_out`` those that only some did.
-    ``settings`` are (key, one value per group) of the settings in which groups differ.
+    """Results of a comparison. ``conditions`` is an evaluation with the common conditions. ``num_tasks``
+    counts the tasks that every run scored (None: only means were recorded), ``num_left_out`` those that only
+    some runs scored. ``settings`` are (key, one value per group) of the settings in which groups differ.
     """
 
     conditions: Evaluation | None
@@ -476,11 +477,11 @@ class Comparison:
 
 
 def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
-    """Compare run directories; the order of ``paths`` changes nothing. ``seed`` is that of the random draws.
+    """Compare run directories, independent of the order of ``paths``. ``seed`` is the seed of the random
+    draws.
 
-    Raises ConfigError for fewer than two runs, DataError for a folder that is no run, and
-    :class:`Incomparable` where evaluations have different panels, splits or temperatures, or a run is there
-    twice.
+    Raises ConfigError for fewer than two runs, DataError for a folder that is not a run, and
+    :class:`Incomparable` if evaluations have different tasks, splits or temperatures, or for duplicate runs.
     """
     if len(paths) < 2:
         raise ConfigError("compare needs at least two runs")
@@ -528,7 +529,7 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
 
 
 def _without_curve(runs: Sequence[ComparedRun], curves: Sequence[Curves]) -> list[str]:
-    """Why there is no curve of held-out scores, where single evaluations are the reason."""
+    """Explain a missing curve of held-out scores, if the reason is a run with only one evaluation."""
     single_runs = [run.name for run in runs if len(run.evaluations) == 1]
     if not single_runs or any(curve.quantity == SCORE for curve in curves):
         return []
@@ -560,8 +561,8 @@ def _common_conditions(runs: Sequence[ComparedRun]) -> Evaluation | None:
 
 
 def _samples(groups: Mapping[str, Sequence[ComparedRun]]) -> tuple[dict[str, Sample], list[str], int]:
-    """Last scores of the groups in which every run has one, over the tasks that are common to all of them
-    (none: only means are on file), and how many tasks only some of the runs scored.
+    """Last scores of the groups in which every run has one, over the tasks common to all of them (none if
+    only means were recorded), and the number of tasks that only some of the runs scored.
     """
     scored = {label: members for label, members in groups.items() if all(run.evaluations for run in members)}
     scored_tasks = [set(run.evaluations[-1].task_scores) for members in scored.values() for run in members]
@@ -615,13 +616,13 @@ def _pairs(
 
 
 def _corrected(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's correction over the tests that could be made."""
+    """Holm's correction over the tests that have a p-value."""
     corrected = iter(holm([p for p in p_values if p is not None]))
     return [None if p is None else next(corrected) for p in p_values]
 
 
 def unfinished(run: ComparedRun) -> list[str]:
-    """Why the last evaluation is not that of a finished training."""
+    """Reasons why the last evaluation is not that of a finished training."""
     step = run.evaluations[-1].step
     budget = run.config.get("train.max_policy_tokens", "none")
     spent = run.cost_at_step("policy tokens", run.num_steps)

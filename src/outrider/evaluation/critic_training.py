@@ -1,4 +1,4 @@
-"""What ``outrider critic`` does: read what was recorded, learn from it, write the critic."""
+"""``outrider critic``: train a critic on recorded trajectories and write it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,10 +34,11 @@ class _LossPrinter:
 def train_critic(
     sources: Sequence[Path], *, out: Path, settings: CriticSettings, held_out: bool = False
 ) -> int:
-    """Exit status 0. ``held_out``: from evaluations on other splits than ``train`` too. On one thread: layers
-    this small gain nothing of more, and bits depend on their number.
+    """Train a critic and return the exit status 0. ``held_out``: also use evaluations on splits other than
+    ``train``. Training uses one thread, because such small layers do not benefit from more and the results
+    depend on the number of threads bit by bit.
 
-    Raises DataError and ModelError before anything is learned, and DataError for numbers that are none.
+    Raises DataError and ModelError before training, and DataError for values that are not finite.
     """
     embedder = load_embedder(settings.embedder)
     trajectories = [

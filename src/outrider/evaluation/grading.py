@@ -1,12 +1,11 @@
-r"""Taking an answer out of an output and grading it, by our rules or by those of a released evaluation.
+r"""Extraction and grading of answers, by Outrider's rules or by those of a released evaluation.
 
-``default`` is ``environments.answers`` and ``environments.math_answers``, the rules of training, but that
-``\text{}`` goes from accepted answers too, as it goes from predictions. The other variants reproduce what
-released code does, so that numbers can be compared with published ones; ``Variant.deviations`` says where
-each differs from ours. None of them is used in training. The cases of ``tests/vectors/arpo_answers.json`` pin
-them.
+``default`` uses ``environments.answers`` and ``environments.math_answers``, the rules of training, except
+that it also removes ``\text{}`` from accepted answers, as from predictions. The other variants reproduce
+released code, so that scores can be compared with published ones; ``Variant.deviations`` lists their
+differences from the default. Training uses none of them. Test cases: ``tests/vectors/arpo_answers.json``.
 
-Sources: ARPO (arXiv 2507.19849) and its released reward and evaluation, described in our own words; SQuAD 1.1
+Sources: ARPO (arXiv 2507.19849) and its released reward and evaluation, reimplemented; SQuAD 1.1
 (arXiv 1606.05250), section 6.1; the string rules for mathematics are those of MATH (arXiv 2103.03874).
 """
 
@@ -47,10 +46,10 @@ _LAST_LINES: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grades:
-    """One prediction against the accepted answers, the best over them.
+    """Grades of one prediction: the best over the accepted answers.
 
-    ``contained``: an answer stands in the prediction. ``math``: mathematically equal; None where that was not
-    asked. ``num_undecided`` counts answers that were not safe to evaluate and are not equal as strings.
+    ``contained``: the prediction contains an answer. ``math``: mathematically equal; None if this was not
+    checked. ``num_undecided`` counts answers that were not safe to evaluate and are not equal as strings.
     """
 
     em: bool
@@ -60,8 +59,8 @@ class Grades:
     num_undecided: int = 0
 
     def score(self, scorer: Scorer) -> tuple[float, bool]:
-        """Score in [0, 1] and success; with ``f1`` success is the exact match. Raises ValueError for what was
-        not graded.
+        """Score in [0, 1] and success; with ``f1`` success is the exact match. Raises ValueError if the grade
+        of ``scorer`` was not computed.
         """
         if scorer == "judge" or (scorer == "math" and self.math is None):
             raise ValueError(f"these grades hold no {scorer}")
@@ -78,8 +77,9 @@ class Grades:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A rule for extraction, normalisation and comparison. ``extract`` maps a whole output (every turn of the
-    policy, results left out) to the prediction, empty for none; ``grade`` compares it. Neither ever raises.
+    """A rule for extraction, normalisation and comparison. ``extract`` maps the whole output (all turns of
+    the policy, without tool results) to the prediction, empty for none; ``grade`` compares it with the
+    accepted answers. Neither ever raises.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Variant:
 
 
 def find_variant(name: str) -> Variant:
-    """The variant of that name; raises ConfigError with the known names."""
+    """Return the variant of that name. Raises ConfigError, which lists the known names."""
     if name not in VARIANTS:
         raise ConfigError(f"unknown answer rules {name!r}; there are {', '.join(VARIANTS)}")
     return VARIANTS[name]
@@ -111,8 +111,8 @@ def _grade_default(prediction: str, answers: Sequence[str], kind: Kind) -> Grade
 
 
 def normalize_squad(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, blanks collapsed, in this order: ``0.5`` becomes
-    ``05``.
+    """Lower-case, then remove ASCII punctuation, remove articles, and collapse whitespace. For example,
+    ``0.5`` becomes ``05``.
     """
     return _without_articles(text.lower().translate(_NO_PUNCTUATION))
 
@@ -124,8 +124,8 @@ def _without_articles(text: str) -> str:
 def _grade_normalized(
     prediction: str, answers: Sequence[str], normalize: Callable[[str], str], *, closed: bool, blank: bool
 ) -> Grades:
-    """Grades after one normalisation. ``closed``: yes, no and noanswer only match themselves; ``blank``: so
-    may nothing.
+    """Grade after a normalisation. ``closed``: yes, no and noanswer only match themselves. ``blank``: an
+    empty prediction may be an exact match.
     """
     predicted = normalize(prediction)
     golds = [normalize(answer) for answer in answers]
@@ -161,7 +161,7 @@ def _extract_arpo_train(output: str) -> str:
     inside, closing, _ = output.partition("<answer>")[2].partition("</answer>")
     if not closing:
         return ""
-    if "\\boxed " in inside:  # this form wins over braces wherever it stands
+    if "\\boxed " in inside:  # this form takes precedence over braces, wherever it occurs
         return inside.rpartition("\\boxed ")[2].split("$")[0]
     start = inside.rfind("\\boxed{")
     end = _find_closing_brace(inside, start) if start >= 0 and start == inside.rfind("\\boxed") else None
@@ -169,7 +169,7 @@ def _extract_arpo_train(output: str) -> str:
 
 
 def _find_closing_brace(text: str, start: int) -> int | None:
-    """Where the first group behind ``start`` closes, every brace counted; None where it stays open."""
+    """Index at which the first group after ``start`` closes, counting every brace; None if it stays open."""
     depth = 0
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -187,8 +187,8 @@ def _extract_arpo_eval(output: str) -> str:
 
 
 def _arpo_eval_box(text: str) -> str:
-    """The last box without its command, or from the command on where it is not a closed group; empty without
-    any.
+    """The content of the last box, or the text from its command on if its group is not closed; empty if there
+    is no box.
     """
     text = text.strip()
     start = text.rfind("\\boxed")
@@ -224,7 +224,7 @@ def _grade_arpo_eval(prediction: str, answers: Sequence[str], kind: Kind) -> Gra
 
 
 def number_after_mark(solution: str) -> str | None:
-    """GSM8K's final number: behind the first ``#### ``, without thousands commas; None where there is
+    """GSM8K's final number, which follows the first ``#### ``, without thousands separators; None if there is
     none.
     """
     match = re.search(r"#### (-?[0-9.,]+)", solution)
@@ -232,7 +232,7 @@ def number_after_mark(solution: str) -> str | None:
 
 
 def count_tag_pairs(text: str, tag: str) -> int:
-    """Closed pairs of a tag, as ``arpo-eval`` counts tool calls: whether they ran or were refused."""
+    """Count closed pairs of a tag, as ``arpo-eval`` counts tool calls, whether executed or rejected."""
     count = 0
     while (closed := text.partition(f"<{tag}>")[2].partition(f"</{tag}>"))[1]:
         count, text = count + 1, closed[2]
@@ -323,22 +323,21 @@ VARIANTS: Final[Mapping[str, Variant]] = {
 }
 
 
-# From a rollout that ended to its result: the environment's record, or an answer taken out, graded and
-# judged.
+# The result of a finished rollout: the environment's record, or the extracted answer, graded or judged.
 
 
 RETURN = "episode_return"
-"""Metric under which an environment's return is kept."""
+"""Metric that stores an environment's return."""
 JUDGE_METRICS: Final = frozenset({"num_judge_asks", "num_judge_tokens"})
-"""Metrics of a verdict and not of its answer."""
+"""Metrics of a judge's verdict, not of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRollout:
-    """A rollout as it ended. ``turns`` is all that the policy wrote, results left out, and ``token_ids`` the
-    same in ids where the player has them; both are None after a fault, and the rest is empty.
+    """A finished rollout. ``turns`` is the text of all policy turns without tool results, and ``token_ids``
+    their token ids if the player has them. After a fault both are None and the other fields are empty.
 
-    ``num_tokens`` is None where a server wrote something and did not count it.
+    ``num_tokens`` is None if a server did not report the number of generated tokens.
     """
 
     task: Task
@@ -355,12 +354,12 @@ class FinishedRollout:
 
     @property
     def output(self) -> str:
-        """The turns as one text, which is what an answer is taken from."""
+        """The turns as one text, from which the answer is extracted."""
         return "".join(self.turns or ())
 
 
 def from_trace(trace: Trace, sample: int) -> FinishedRollout:
-    """The one rollout of a trace that the rollout loop played."""
+    """Convert the only rollout of a trace of the rollout loop."""
     ((leaf, path),) = trace.rollouts()
     if leaf.episode_return is None:
         return FinishedRollout(task=trace.task, sample=sample, outcome=leaf.outcome, detail=leaf.detail)
@@ -376,7 +375,7 @@ def from_trace(trace: Trace, sample: int) -> FinishedRollout:
 
 
 def from_collected(task: Task, sample: int, collected: Collected) -> FinishedRollout:
-    """A rollout of an endpoint's agent."""
+    """Convert a rollout of an agent behind an endpoint."""
     trajectory = collected.trajectory
     if trajectory is None:
         return FinishedRollout(task=task, sample=sample, outcome=collected.outcome, detail=collected.detail)
@@ -390,10 +389,11 @@ def from_collected(task: Task, sample: int, collected: Collected) -> FinishedRol
 
 
 class Grader:
-    """Grades rollouts of one panel; safe to use from several threads. ``scorer`` None takes the environment's
-    record.
+    """Grades rollouts of one set of evaluation tasks; thread-safe. If ``scorer`` is None, the environment's
+    record is the result.
 
-    After ``max_faults_in_a_row`` failures the judge is not asked any more, and :meth:`check` raises.
+    After ``max_faults_in_a_row`` consecutive failures, the judge gets no more requests and :meth:`check`
+    raises.
     """
 
     def __init__(
@@ -445,8 +445,8 @@ class Grader:
         return replace(answer, outcome=rollout.outcome, answered=None, score=score, success=success)
 
     def judge_answer(self, task: Task, answer: SampleResult) -> SampleResult:
-        """The result of an answer that waits for its judge; where the judge fails it still waits, and is
-        never wrong for that.
+        """Judge an answer whose verdict is pending. If the judge fails, the verdict stays pending and the
+        answer does not count as wrong.
         """
         assert self._judge is not None and answer.answered is not None
         if self._fatal_error is not None:
@@ -457,10 +457,10 @@ class Grader:
             verdict = self._judge.judge(
                 task.question, task.answers, answer.prediction, key=f"{task.key}/{answer.sample}"
             )
-        except ModelError as error:  # it ends the evaluation, but not before what was played is kept
+        except ModelError as error:  # ends the evaluation, but only after the finished rollouts are stored
             self._fatal_error = error
             return replace(answer, detail=f"judge: {error}")
-        if verdict.num_requests:  # else it was decided without the judge
+        if verdict.num_requests:  # otherwise it was decided without the judge
             with self._lock:
                 self._num_faults = self._num_faults + 1 if verdict.is_correct is None else 0
                 self._last_fault = verdict.fault or self._last_fault
@@ -476,9 +476,7 @@ class Grader:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raises EngineFault once the judge has failed too often in a row, ModelError when it will never
-        answer.
-        """
+        """Raises EngineFault if the judge failed too often in a row, ModelError if it can never respond."""
         if self._fatal_error is not None:
             raise self._fatal_error
         if self._num_faults >= self._max_faults:

@@ -58,7 +58,7 @@ def hub() -> HfApi:
 
 
 def require_target(repo: str, *, dry_run: bool) -> None:
-    """Raises ConfigError for a name that no repository can have, HubError where nobody is logged in."""
+    """Raises ConfigError for an invalid repository name, and HubError without a login."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -80,11 +80,11 @@ def upload(
     dry_run: bool,
     message: str,
 ) -> Pushed:
-    """Write the card to the folder and upload it with the commit message ``message``; a missing repository is
-    created.
+    """Write the card to the folder and upload the folder with the commit message ``message``. Creates a
+    missing repository.
 
-    Raises ConfigError if ``private`` is set and the repository is public, and HubError if the hub fails; the
-    same call then continues, and sends no file again that has arrived.
+    Raises ConfigError if ``private`` is set and the repository is public, and HubError if the hub fails. Call
+    it again to continue; files that were already uploaded are skipped.
     """
     (folder / CARD).write_text(card, encoding="utf-8")
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -107,7 +107,7 @@ def upload(
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """One line for whatever the hub or its client says, without the token."""
+    """Convert every error of the hub or its client to one line without the token."""
     try:
         yield
     except (HTTPError, OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
@@ -128,7 +128,7 @@ def _format_error(error: BaseException) -> str:
     return one_line(str(error)) or type(error).__name__
 
 
-# Which settings of a run may be read by everybody: those whose form rules out paths and secrets.
+# Settings of a run that may be published: those whose format rules out paths and secrets.
 
 
 OMITTED: Final = "(not shown)"
@@ -144,8 +144,8 @@ _LONGEST_MIXED: Final = 24  # of letters and digits without a break: longer ones
 
 
 def public_settings(settings: RunSettings) -> str:
-    """TOML of what is not at its default. Texts with blanks or slashes, and whatever may be a secret or name
-    a person or a machine, are left out, which the value says.
+    """TOML of the non-default settings. Texts with spaces or slashes, and texts that may be a secret or the
+    name of a person or machine, are replaced by a placeholder.
     """
     tree: dict[str, Any] = {}
     private = private_words()
@@ -166,8 +166,8 @@ def public_settings(settings: RunSettings) -> str:
 
 
 def public_variables(variables: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """The entries of ``model.template_kwargs`` that the chat template names. A value that is no switch,
-    number, plain word or date is ``OMITTED``.
+    """The entries of ``model.template_kwargs`` that the chat template uses. A value that is not a boolean,
+    number, plain word or date is replaced by ``OMITTED``.
     """
     own = set(re.findall(r"\w+", template))
     shown: dict[str, Any] = {}
@@ -191,7 +191,7 @@ def private_words() -> frozenset[str]:
 
 
 def base_model(name: str) -> str:
-    """The name of a model that everybody can read; empty for a folder of this machine."""
+    """The name of a public model; empty for a local folder."""
     is_plain = _MODEL.fullmatch(name) and not Path(name).exists()
     return name if is_plain else ""
 
@@ -223,7 +223,7 @@ def may_be_secret(name: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """A word that names no place, key, person or machine, or :data:`OMITTED`."""
+    """The text if it is not a path, key, or name of a person or machine, otherwise :data:`OMITTED`."""
     return text if _is_plain(text, private_words()) else OMITTED
 
 
@@ -239,14 +239,14 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text)
 
 
-# The model card of a run: what it was trained from and how, its scores with intervals, how to load it.
+# The model card of a run: base model, training settings, scores with intervals, and loading instructions.
 
 
 BASES: Final[Mapping[str, tuple[str, str]]] = {
     "smollm2-135m-instruct": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
     "gemma3-270m": ("google/gemma-3-270m", "gemma"),
 }
-"""What the packaged models are on the hub, and under which licence."""
+"""Hub names and licences of the packaged models."""
 
 
 def find_base(name: str) -> tuple[str, str]:
@@ -375,7 +375,7 @@ Contexts are as in training where a server renders them so (`outrider.json` says
 - `call_format`: {calls}"""
 
 
-# The card of a data set: what is in it, how it is loaded, and what nobody has looked at.
+# The card of a data set: content, loading instructions, and unreviewed properties.
 
 
 _LOADING: Final[Mapping[str, tuple[str, str, str]]] = {
@@ -400,8 +400,8 @@ _LOADING: Final[Mapping[str, tuple[str, str, str]]] = {
 
 
 def dataset_card(repo: str, kind: str, counts: Mapping[str, int], agents: Mapping[str, int]) -> str:
-    """Markdown with the hub's fields in front. ``agents`` are told by the number of their trajectories, those
-    whose names may be private without one.
+    """Markdown with the hub's metadata in front. ``agents`` maps agents to their number of trajectories;
+    names that may be private are omitted.
     """
     description, files, command = _LOADING[kind]
     configs = [{"config_name": "default", "data_files": files}] if files else None
@@ -435,15 +435,15 @@ _SHORTEST: Final = 8  # characters of a secret: a shorter one would be found in 
 
 
 Prepared: TypeAlias = tuple[str, dict[str, int], Counter[str]]
-"""The kind of a data set, how many of what it has, and its agents by their number of trajectories."""
+"""The kind of a data set, its counts by name, and the number of trajectories by agent."""
 
 
 def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool = False) -> Pushed:
-    """Check a file of ours, write its card, and upload both. ``path`` is a step-trace buffer, a file of
-    chat trajectories, or the folder ``traces`` of a run.
+    """Validate a data set, write its card, and upload both. ``path`` is a step-trace buffer, a file of chat
+    trajectories, or the folder ``traces`` of a run.
 
-    Raises DataError and BufferCorrupt for what is none of these or is damaged, and ConfigError where it holds
-    a secret of this environment; else as :func:`outrider.evaluation.hub.push_run`.
+    Raises DataError and BufferCorrupt for other or damaged files, and ConfigError if the data contain a
+    secret of the process environment; other errors as :func:`outrider.evaluation.hub.push_run`.
     """
     require_target(repo, dry_run=dry_run)
     with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
@@ -464,7 +464,7 @@ def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool 
 
 
 def _buffer(path: Path, folder: Path) -> Prepared:
-    """A copy of the file as it is at one moment, removed steps included."""
+    """Copy a consistent snapshot of the file, including removed steps."""
     copy = folder.with_name("copy.sqlite")  # SQLite puts files of its own beside what it reads
     copy_database(path, copy)
     database = Database(copy, writable=False)
@@ -489,7 +489,7 @@ def _buffer(path: Path, folder: Path) -> Prepared:
 
 
 def _trajectories(path: Path, folder: Path) -> Prepared:
-    """What Outrider reads of the file; columns of others stay here."""
+    """Write only the columns that Outrider reads; unknown columns are not published."""
     imported = import_trajectories(path)
     lines = [_record(trajectory, imported) for trajectory in imported.trajectories]
     _require_no_secret(path, lines)
@@ -504,7 +504,7 @@ def _trajectories(path: Path, folder: Path) -> Prepared:
 
 
 def _record(trajectory: Trajectory, imported: Imported) -> str:
-    """A line that is read back as the same trajectory."""
+    """Serialize to a line that is read back as the same trajectory."""
     messages = [{"role": message.role, "content": message.content} for message in trajectory.prompt]
     for step in trajectory.steps:
         messages.append({"role": "assistant", "content": step.text})
@@ -561,10 +561,9 @@ def push_run(
     """Export the newest checkpoint (or that of ``step``), write its card, and upload both. The address is
     ``$HF_ENDPOINT``, the token that of the login or of ``$HF_TOKEN``.
 
-    Raises :class:`ConfigError` for a name that no repository can have and for ``private`` where there is a
-    public one, :class:`CheckpointError` as
-    :func:`~outrider.training.export.export_run` does, and :class:`HubError` where the hub fails; the same
-    call then goes on, and sends no file again that has arrived.
+    Raises :class:`ConfigError` for an invalid repository name and for ``private`` if the repository is
+    public, :class:`CheckpointError` as :func:`~outrider.training.export.export_run`, and :class:`HubError` if
+    the hub fails. Call it again to continue; files that were already uploaded are skipped.
     """
     checkpoint = find_checkpoint(run, step)
     require_target(repo, dry_run=dry_run)

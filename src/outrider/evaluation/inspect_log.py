@@ -1,4 +1,4 @@
-"""An evaluation as a log needs it, whatever kind it was."""
+"""Export of evaluations as logs of inspect-ai."""
 
 import hashlib
 import importlib.util
@@ -95,7 +95,7 @@ def modified_time(path: Path) -> datetime:
     return datetime.fromtimestamp(path.stat().st_mtime, UTC).replace(microsecond=0)
 
 
-# The messages of a rollout out of its recorded nodes, native calls and their results told apart.
+# Messages of a rollout from its recorded nodes, with native calls and their results.
 
 
 AFTER_POLICY = (Origin.POLICY, Origin.DEMONSTRATION)
@@ -213,7 +213,7 @@ def to_eval_log(evaluation: LoggedEvaluation) -> "EvalLog":
 
 
 def _results(evaluation: LoggedEvaluation) -> list[Any]:
-    """The mean of every score over the rollouts that have it, and the evaluation's own summary."""
+    """Mean of every score over the rollouts that have it, and the summary of the evaluation."""
     from inspect_ai.log import EvalMetric, EvalScore
 
     scores = []
@@ -324,7 +324,7 @@ def _calls(message: LoggedMessage, number: int) -> dict[str, Any]:
 
 
 def _id(*parts: str) -> str:
-    """Of the same evaluation the same, as long as the readers' own."""
+    """A deterministic id with the length of inspect's own ids."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:22]
 
 
@@ -433,7 +433,7 @@ def _path(rows: Mapping[tuple[str, int], TraceRow], trace_id: str, node_id: int)
     return path[::-1]
 
 
-# An evaluation of ``outrider eval --tasks``, from its results: the turns without what tools said.
+# An evaluation of ``outrider eval --tasks``, from its results, which have policy turns without tool results.
 
 
 def load_tasks_evaluation(folder: Path) -> LoggedEvaluation:

@@ -18,8 +18,8 @@ from outrider.training.setup import load_weights
 
 
 def resolve(settings: ModelSettings) -> ModelSettings:
-    """The settings to load: for a run directory or a checkpoint in one those of the run, with what was set
-    besides the name.
+    """The settings to load. For a run directory or a checkpoint in one, these are the settings of the run,
+    overridden by explicitly set values except the name.
 
     Raises CheckpointError for a run without a checkpoint and a checkpoint outside of its run.
     """
@@ -43,7 +43,7 @@ def resolve(settings: ModelSettings) -> ModelSettings:
 
 
 def load_language_model(settings: ModelSettings) -> LanguageModel:
-    """Load what :func:`resolve` gave. Raises ModelError and CheckpointError."""
+    """Load the model of resolved settings (:func:`resolve`). Raises ModelError and CheckpointError."""
     loaded = load_model(
         settings.name, precision=settings.precision, device=settings.device, forward=settings.forward
     )
@@ -57,9 +57,7 @@ def load_language_model(settings: ModelSettings) -> LanguageModel:
 
 
 def weights_hash(loaded: LanguageModel) -> str:
-    """BLAKE2b (hex) over names, types and bytes of all weights: two models are the same exactly when this
-    is.
-    """
+    """BLAKE2b (hex) over names, types and bytes of all weights; equal if and only if the models are."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(loaded.model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -68,6 +66,6 @@ def weights_hash(loaded: LanguageModel) -> str:
 
 
 def template_hash(loaded: LanguageModel) -> str:
-    """BLAKE2b (hex) over the chat template, which makes prompts of messages and is not among the weights."""
+    """BLAKE2b (hex) over the chat template, which affects prompts and is not part of the weights."""
     template = json.dumps(loaded.tokenizer.chat_template, sort_keys=True)
     return hashlib.blake2b(template.encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""Runs one row of a pack again: trains and evaluates from its recipe, or trains on its toy, and compares the
+"""Reproduce one row of a pack: train and evaluate from its recipe, or train on its toy, and compare the
 results.
 
-No command of a pack is executed: the run is built from the recipe and from names that were checked.
+No command of a pack is executed; the run is built from the recipe and from validated names.
 """
 
 import subprocess
@@ -39,12 +39,12 @@ _MAX_STARTS = 10  # runs that start from one another
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A row played again. ``low`` and ``high`` are the interval that was packed; of an exact return the range
-    of its seeds.
+    """A reproduced row. ``low`` and ``high`` are the interval in the pack, or for an exact return the range
+    over seeds.
 
-    ``is_share``: the row is a score, else an expected return.
+    ``is_share``: the row is a score, otherwise an expected return.
 
-    ``num_different`` are the tasks that came out otherwise, None where there are no tasks.
+    ``num_different`` counts the tasks with a different result; None if there are no tasks.
     """
 
     row: str
@@ -57,7 +57,7 @@ class Replayed:
 
     @property
     def agrees(self) -> bool:
-        """The same to the digits that tables show, or within the interval."""
+        """Whether the results are equal to the digits of the tables, or within the interval."""
         same = round(self.measured, DECIMALS) == round(self.recorded, DECIMALS)
         return same or self.low <= self.measured <= self.high
 
@@ -74,7 +74,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """``folder`` takes the runs that are played, ``local_paths`` has paths of files outside of the pack."""
+    """Reproduces runs in ``folder``; ``local_paths`` has the paths of files outside of the pack."""
 
     pack: Path
     verified: Verified
@@ -83,7 +83,7 @@ class Replay:
     progress: ProgressKind
 
     def play(self, row: str) -> Replayed:
-        """Play the row. Raises PackError where there is none of this name or it cannot be played here."""
+        """Reproduce the row. Raises PackError if it does not exist or cannot be reproduced here."""
         exact = _exact_rows(self.pack, self.verified.manifest)
         if row in exact:
             return self._toy(exact[row])
@@ -201,9 +201,9 @@ def replay_row(
     given: Mapping[str, Path],
     progress: ProgressKind,
 ) -> str:
-    """Play ``row`` (None: the cheapest that can be played here) and say what came out.
+    """Reproduce ``row`` (None: the cheapest that is possible here) and return the result as a sentence.
 
-    Raises PackError where it does not agree, and ConfigError where ``folder`` is not empty.
+    Raises PackError if the results do not agree, and ConfigError if ``folder`` is not empty.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty")
@@ -228,7 +228,7 @@ def replay_row(
 
 
 def cheapest_first(pack: Path, verified: Verified) -> list[str]:
-    """Rows by what they cost: toys by their policy tokens, then trainings by their seconds."""
+    """Rows sorted by cost: toys by their policy tokens, then trainings by their seconds."""
     exact = sorted(
         _exact_rows(pack, verified.manifest).values(), key=lambda item: (item.num_policy_tokens, item.name)
     )

@@ -6,7 +6,7 @@
     exact.jsonl         exact returns of trainings without held-out tasks, one line per seed
     tables.json         scores, intervals and costs, computed from the results
 
-A pack may come from anybody: nothing is read outside its folder, no link is followed, and no command in it is
+Packs are untrusted: nothing outside the folder is read, no link is followed, and no command in a pack is
 executed.
 """
 
@@ -69,8 +69,8 @@ class PackedFile(_Part):
 
 
 class PackedInput(_Part):
-    """A file or folder that a recipe names and that is not in the pack; ``sha256`` is None where it was gone
-    already.
+    """A file or folder that a recipe refers to and that is not in the pack; ``sha256`` is None if it did not
+    exist when the pack was made.
     """
 
     name: str
@@ -78,10 +78,8 @@ class PackedInput(_Part):
 
 
 class PackedRun(_Part):
-    """Where a run's results come from. ``versions`` are what its checkpoints recorded: packages, processor,
-    threads.
-
-    ``inputs`` are by the recipe's dotted key.
+    """Provenance of a run's results. ``versions`` is the record in its checkpoints: packages, processor,
+    threads. ``inputs`` maps dotted keys of the recipe to inputs.
     """
 
     kind: Literal["training", "panel"]
@@ -91,8 +89,8 @@ class PackedRun(_Part):
 
 
 class Manifest(_Part):
-    """Contents of a pack. ``packed_on`` describes the machine that packed, which need not be the one that ran
-    the trainings. ``panels`` is only in packs of version 0.3 and earlier.
+    """Contents of a pack. ``packed_on`` describes the machine that made the pack, which may differ from the
+    machine of the trainings. ``panels`` exists only in packs of version 0.3 and earlier.
     """
 
     format: Literal["outrider pack 1"]
@@ -105,9 +103,9 @@ class Manifest(_Part):
 
 
 def read_manifest(pack: Path) -> Manifest:
-    """The manifest of an untouched pack, after every file has been checked.
+    """Verify every file of a pack and return its manifest.
 
-    Raises PackError, naming the file, for one that was changed, added or taken away, for a link, and for a
+    Raises PackError, with the file's name, for a changed, added or missing file, for a link, and for a
     malformed manifest.
     """
     if not pack.is_dir():
@@ -150,14 +148,14 @@ def file_sha256(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file that is parsed as a whole. Raises PackError where it is larger than any that was packed."""
+    """Read a file that is parsed as a whole. Raises PackError if it is larger than :data:`MAX_TEXT`."""
     if path.stat().st_size > MAX_TEXT:
         raise PackError(f"{path.name} is larger than {MAX_TEXT >> 20} MiB")
     return path.read_bytes()
 
 
 def read_json(path: Path) -> Any:
-    """Plain data of a JSON file. Raises PackError naming it."""
+    """Parse a JSON file. Raises PackError with its name."""
     try:
         return json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
@@ -165,8 +163,8 @@ def read_json(path: Path) -> Any:
 
 
 def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
-    """Relative names and sizes of all files. Raises PackError for what is neither a file nor a folder, and
-    for too many.
+    """Relative names and sizes of all files. Raises PackError for anything that is neither a file nor a
+    folder, and for too many files.
     """
     num_files = 0
     pending = [(folder, prefix)]
@@ -188,14 +186,14 @@ def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-# The first place where two trees of plain data differ, to within the rounding of another library.
+# Comparison of two trees of plain data, up to rounding.
 
 
-_CLOSE: Final = 1e-9  # the same sums by another numpy
+_CLOSE: Final = 1e-9  # tolerance for rounding differences between versions of numpy
 
 
 def first_difference(written: Any, computed: Any, path: str = "") -> str | None:
-    """Where two trees differ, in words; None where they do not, to within the rounding of another library."""
+    """Describe the first difference between two trees; None if they are equal up to rounding."""
     if isinstance(written, dict) and isinstance(computed, dict):
         if other := sorted(written.keys() ^ computed.keys()):
             return f"{path}.{other[0]} is in one of the two only"
@@ -219,20 +217,20 @@ def first_difference(written: Any, computed: Any, path: str = "") -> str | None:
     return next((difference for difference in differences if difference is not None), None)
 
 
-# Exact returns: trainings whose expected return is computed and not sampled, hence without a held-out panel.
+# Exact returns: trainings whose expected return is computed instead of sampled, without held-out tasks.
 #
-# One JSON object a training, as ``python -m benchmarks.learning toys`` writes it and as a line of a pack's
+# One JSON object per training, written by ``python -m benchmarks.learning toys``, and one line of a pack's
 # ``exact.jsonl``.
 
 
-DECIMALS: Final = 3  # of an expected return: what a table does not show is a tie
+DECIMALS: Final = 3  # of an expected return; values that are equal in a table are ties
 _Key = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,99}$")]
 _MAX_ROWS: Final = 20_000
 
 
 class ExactResult(BaseModel):
-    """One training. ``settings`` and ``max_policy_tokens`` are what it was computed with; ``result`` has the
-    ``expected_return`` and what was counted.
+    """One training with its ``settings`` and ``max_policy_tokens``. ``result`` has the ``expected_return``
+    and counters.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -251,17 +249,17 @@ class ExactResult(BaseModel):
 
     @property
     def expected_return(self) -> float:
-        """Of the policy at the end."""
+        """Expected return of the final policy."""
         return float(self.result["expected_return"])
 
     @property
     def num_policy_tokens(self) -> int:
-        """Tokens that it wrote in training."""
+        """Tokens that the policy generated in training."""
         return int(self.result.get("num_policy_tokens", 0))
 
 
 def parse_exact_result(content: bytes | str, location: str) -> ExactResult:
-    """Read one object. Raises PackError naming the place."""
+    """Parse one object. Raises PackError with ``location``."""
     try:
         result = ExactResult.model_validate_json(content)
     except ValidationError as error:
@@ -275,8 +273,8 @@ def parse_exact_result(content: bytes | str, location: str) -> ExactResult:
 
 
 def read_exact(path: Path) -> dict[str, ExactResult]:
-    """The rows of an ``exact.jsonl`` by name, in file order. Raises PackError for a malformed line and a row
-    that is there twice.
+    """The rows of an ``exact.jsonl`` by name, in file order. Raises PackError for a malformed line and for a
+    duplicate row.
     """
     rows: dict[str, ExactResult] = {}
     lines = read_bytes(path).splitlines()
@@ -299,8 +297,8 @@ def group_by_method(rows: Mapping[str, ExactResult]) -> dict[tuple[str, str], li
 
 
 def exact_groups(rows: Mapping[str, ExactResult]) -> list[dict[str, Any]]:
-    """For each toy and method the returns by seed, their mean, and the interquartile mean with its interval
-    over seeds.
+    """Returns by seed, their mean, and their interquartile mean with an interval over seeds, for each toy and
+    method.
     """
     groups: list[dict[str, Any]] = []
     for (toy, method), members in group_by_method(rows).items():
@@ -317,25 +315,26 @@ def exact_groups(rows: Mapping[str, ExactResult]) -> list[dict[str, Any]]:
     return groups
 
 
-# Recipes that travel: a run's settings without the folders of the machine, and back again where they are
-# given.
+# Portable recipes: settings without the machine's folders, and their conversion back to local paths.
 
 
 START: Final = "model.initial_checkpoint"
-PACK_PREFIX: Final = "pack:"  # begins a path that is one of the pack's own run folders
-EXTERNAL_PREFIX: Final = ".../"  # begins a path whose folders stayed on the machine that packed
-_NUM_DIGITS: Final = 12  # of a hash in a name: other content under one name must stay another setting
+PACK_PREFIX: Final = "pack:"  # prefix of a path in one of the pack's own run folders
+EXTERNAL_PREFIX: Final = ".../"  # prefix of a path on the machine that made the pack
+_NUM_DIGITS: Final = (
+    12  # of a hash in a name, so that different content under one name is a different setting
+)
 _DATA: Final = frozenset((".jsonl", ".json", ".parquet", ".sqlite", ".toml", ".safetensors"))
 
 
 def portable(
     tree: Mapping[str, Any], runs: Mapping[Path, str]
 ) -> tuple[dict[str, Any], dict[str, PackedInput]]:
-    """Settings without the machine's folders, and what they named. ``runs`` are packed run folders (resolved)
-    by their names.
+    """Remove the machine's folders from settings. Returns the portable settings and the inputs that they
+    refer to. ``runs`` maps resolved folders of packed runs to their names.
 
-    A path keeps its last part and the start of its content's SHA-256; one below a packed run becomes
-    ``pack:NAME/...``.
+    A path is replaced by its last part and the start of the SHA-256 of its content; a path below a packed run
+    becomes ``pack:NAME/...``.
     """
     inputs: dict[str, PackedInput] = {}
 
@@ -362,11 +361,10 @@ def portable(
 def local(
     tree: Mapping[str, Any], local_paths: Mapping[str, Path], inputs: Mapping[str, PackedInput]
 ) -> dict[str, Any]:
-    """The other way: what is ``local_paths`` by dotted key stands in for what stayed on the machine that
-    packed.
+    """The inverse of :func:`portable`: replace inputs that are not in the pack by ``local_paths``, by dotted
+    key.
 
-    Raises PackError for a path that is not given, and for one whose content is not what the run was computed
-    with.
+    Raises PackError for a missing path, and for a path whose content differs from the run's input.
     """
 
     def replaced(key: str, text: str) -> str:
@@ -387,7 +385,7 @@ def local(
 
 
 def content_sha256(path: Path) -> str | None:
-    """SHA-256 (hex) of a file, or of the names and contents in a folder; None where there is neither."""
+    """SHA-256 (hex) of a file, or of the names and contents in a folder; None if the path does not exist."""
     if path.is_file():
         return file_sha256(path)
     if not path.is_dir():
@@ -400,7 +398,9 @@ def content_sha256(path: Path) -> str | None:
 
 
 def _is_path(key: str, text: str) -> bool:
-    """A starting checkpoint always is one; another text where it is absolute, or names what is there."""
+    """Whether a setting is a path: always for a starting checkpoint, otherwise if the text is an absolute
+    path or an existing file.
+    """
     if key == START and text != "none":
         return not text.startswith((PACK_PREFIX, EXTERNAL_PREFIX))
     if PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute() or text.startswith("~/"):
@@ -747,9 +747,9 @@ def make_pack(
 ) -> Manifest:
     """Pack run folders of ``outrider train`` and ``outrider eval``, and folders or files of exact results.
 
-    ``commands`` are what made them, for people. With ``weights`` the newest checkpoint of each training, and
-    those from which others of the pack start, come along. Raises ConfigError where ``out`` is there,
-    DataError for what is no run, and PackError for results that contradict themselves.
+    ``commands`` are the commands that produced them, for documentation. With ``weights``, the pack includes
+    the newest checkpoint of each training and the checkpoints from which other runs of the pack start. Raises
+    ConfigError if ``out`` exists, DataError for other folders, and PackError for inconsistent results.
     """
     if out.exists():
         raise ConfigError(f"{out} exists: a pack is never overwritten")

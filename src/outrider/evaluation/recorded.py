@@ -1,4 +1,4 @@
-"""Trajectories of a run directory's traces, or of a file of chats."""
+"""Trajectories from the traces of a run directory, or from a file of chats."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ _ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)
 
 
 def recorded_trajectories(source: Path, *, held_out: bool = False) -> list[Trajectory]:
-    """Of a run all rollouts with a return: those of training, and those of evaluations on the split
-    ``train``, or on any split with ``held_out``. Raises DataError.
+    """Read trajectories. From a run, these are all rollouts with a return: those of training, and those of
+    evaluations on the split ``train``, or on any split if ``held_out``. Raises DataError.
     """
     if not source.is_dir():
         return list(import_trajectories(source).trajectories)
@@ -35,7 +35,7 @@ def recorded_trajectories(source: Path, *, held_out: bool = False) -> list[Traje
 
 
 def _files(run: Path, *, held_out: bool, left_out: list[str]) -> Iterator[tuple[str, Sequence[TraceRow]]]:
-    """``left_out`` gets the split of every evaluation that is not read."""
+    """Yield files and rows; append the split of every skipped evaluation to ``left_out``."""
     reader = TraceReader(run / "traces")
     for step in reader.steps():
         yield f"{run.name}/{step}", reader.read(step)
@@ -51,7 +51,8 @@ def _files(run: Path, *, held_out: bool, left_out: list[str]) -> Iterator[tuple[
 
 
 def build_trajectories(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:
-    """One a leaf, in order; what several rollouts share is in each. ``name`` is in front of their ids."""
+    """Build one trajectory per leaf, in order; shared nodes are repeated in each. ``name`` prefixes the
+    ids."""
     groups: dict[str, dict[int, TraceRow]] = {}
     for row in rows:
         groups.setdefault(row.trace_id, {})[row.node_id] = row

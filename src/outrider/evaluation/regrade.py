@@ -1,6 +1,6 @@
-"""``outrider eval --regrade RUN``: grade the stored replies of an evaluation by the present graders.
+"""``outrider eval --regrade RUN``: grade the stored replies of an evaluation with the current graders.
 
-No model is needed, and nothing of the evaluation changes: the result is written beside it, as
+This needs no model and does not change the evaluation. The result is written to its folder as
 ``regraded-1.json``, ``regraded-2.json`` and so on.
 """
 
@@ -49,7 +49,7 @@ def _describe_verdict(result: SampleResult) -> str:
 
 
 def describe_changes(regraded: RegradeReport) -> list[str]:
-    """How many verdicts changed, and which."""
+    """Report the number of changed verdicts, and list them."""
     changed = regraded.changed
     lines = [f"{len(changed)} of {regraded.num_graded} verdicts changed"]
     lines += [
@@ -66,7 +66,7 @@ def describe_changes(regraded: RegradeReport) -> list[str]:
 
 
 def side_by_side(regraded: RegradeReport) -> Table:
-    """A row a score, the old value beside the new one."""
+    """A table with one row per score, and columns for the old and the new value."""
     before, after = (
         {entry.name: entry for entry in report.scores} for report in (regraded.before, regraded.after)
     )
@@ -100,11 +100,11 @@ _MAX_JUDGES: Final = 8  # judges at a time
 
 
 def regrade_replies(folder: Path, overrides: Sequence[str] = ()) -> int:
-    """Grade, print the tables and what changed, and write them beside the evaluation.
+    """Grade, print the tables and the changes, and write them to the folder of the evaluation.
 
-    Raises ConfigError for results without replies, for an environment's own record and for overrides that are
-    none of grading; DataError for damaged results or tasks; EngineFault and ModelError where a judge stopped
-    it (nothing is written then).
+    Raises ConfigError for results without replies, for scores that an environment recorded, and for overrides
+    that do not affect grading; DataError for damaged results or tasks; EngineFault and ModelError if a judge
+    fails (nothing is written then).
     """
     regraded = regrade(folder, overrides)
     number = 1
@@ -119,7 +119,7 @@ def regrade_replies(folder: Path, overrides: Sequence[str] = ()) -> int:
 
 
 def regrade(folder: Path, overrides: Sequence[str] = ()) -> RegradeReport:
-    """The same without printing or writing. Raises as above."""
+    """:func:`regrade_replies` without printing and writing. Raises the same errors."""
     if not (folder / RESULTS).is_file():
         raise ConfigError(f"{folder} holds no evaluation of tasks")
     identity, stored_results = read_results(folder / RESULTS)
@@ -154,8 +154,8 @@ def regrade(folder: Path, overrides: Sequence[str] = ()) -> RegradeReport:
 
 
 def _settings(folder: Path, results: Sequence[SampleResult], overrides: Sequence[str]) -> EvalTasksSettings:
-    """Those of the evaluation, with what is to be another. Raises ConfigError where its replies cannot be
-    graded again.
+    """The settings of the evaluation with ``overrides``. Raises ConfigError if its replies cannot be graded
+    again.
     """
     answered = [result for result in results if not result.outcome.is_fault or result.answered is not None]
     if num_without_turns := sum(result.turns is None for result in answered):
@@ -189,7 +189,7 @@ def _tasks(settings: EvalTasksSettings, identity: Mapping[str, Json], folder: Pa
 def _grade(
     settings: EvalTasksSettings, eval_tasks: EvalTasks, results: Sequence[SampleResult], judge: Judge | None
 ) -> list[SampleResult]:
-    """In the order of the results; a fault of the play stays what it is."""
+    """Grade in the order of the results; faults of the rollout are unchanged."""
     environment = settings.environment
     grader = Grader(
         rules=find_variant(settings.rules),

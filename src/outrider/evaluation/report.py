@@ -1,4 +1,4 @@
-"""Table of an evaluation: every score with its interval, faults apart, and the same as JSON."""
+"""Report of an evaluation as a table and as JSON: every score with its interval, and faults separately."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +28,10 @@ _SAME: Final[Mapping[Scorer | None, str]] = {"em": "em", "f1": "f1", "math": "ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A mean over tasks with its 95 % interval: Wilson's where every task has 0 or 1, else a bootstrap over
+    """A mean over tasks with its 95 % interval: Wilson's if every task has 0 or 1, otherwise a bootstrap over
     tasks.
 
-    ``is_share``: written in per cent; else it is a return or another number.
+    ``is_share``: written in per cent; otherwise it is a return or another number.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Score:
 
     @property
     def text(self) -> str:
-        """Value and interval. Equal values of a bootstrap have none."""
+        """Value and interval. A bootstrap of equal values has no interval."""
         if self.low < self.high:
             return score(self.value, self.low, self.high, is_share=self.is_share)
         return f"{score(self.value, is_share=self.is_share)} (all equal)"
@@ -51,9 +51,9 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTasksReport:
-    """``summary`` with what it is a summary of. ``num_requested``: samples that were asked for.
-    ``num_unjudged`` of the faults are the judge's alone: those answers are kept. ``first_faults`` are some of
-    them, to show what went wrong.
+    """``summary`` with the settings and identity of the evaluation. ``num_requested`` is the number of
+    requested samples. ``num_unjudged`` counts the faults of the judge alone, whose answers are stored.
+    ``first_faults`` are examples of faults for display.
     """
 
     name: str
@@ -77,7 +77,7 @@ class EvalTasksReport:
 
     @property
     def scores(self) -> list[Score]:
-        """The panel's own score first, then the others; counts are in :attr:`counts`."""
+        """The main score first, then the others; counts are in :attr:`counts`."""
         scores: list[Score] = []
         for name, tasks, is_share in self._task_scores():
             if values := [tasks[key] for key in sorted(tasks)]:
@@ -112,7 +112,7 @@ class EvalTasksReport:
                 yield "return" if name == RETURN else name, tasks, self.scorer is not None or name in _SHARES
 
     def as_json(self) -> dict[str, Json]:
-        """Plain data; what is not defined is null. Two runs of one evaluation give the same."""
+        """Plain data with null for undefined values. Repeating an evaluation gives the same data."""
         summary = self.summary
         numbers = {
             "num_tool_calls": summary.num_tool_calls, "num_tokens": summary.num_tokens,
@@ -150,7 +150,7 @@ class EvalTasksReport:
         return table
 
     def lines(self) -> Sequence[str]:
-        """Lines for what the table has no column for."""
+        """Lines with the information that is not in the table."""
         summary = self.summary
         scored = f"{summary.num_scored} of {self.num_requested} samples scored"
         lines = [
@@ -188,7 +188,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# The report of a panel from its results, whoever played them and whenever they were graded.
+# The report of an evaluation from its results, independent of the player and the time of grading.
 
 
 _MAX_FAULTS_SHOWN: Final = 3
@@ -202,8 +202,8 @@ def build_report(
     identity: Mapping[str, Json],
     results: Sequence[SampleResult],
 ) -> EvalTasksReport:
-    """``scorer`` is None where the environment's own record is the score; samples beyond ``num_samples`` do
-    not count.
+    """Build the report. ``scorer`` is None if the environment's own record is the score. Samples beyond
+    ``num_samples`` are ignored.
     """
     rules = find_variant(settings.rules)
     requested = requested_samples(results, settings.num_samples)
@@ -229,5 +229,5 @@ def build_report(
 
 
 def requested_samples(results: Sequence[SampleResult], num_samples: int) -> list[SampleResult]:
-    """Without samples of an earlier call that asked for more."""
+    """Drop samples of an earlier call with a larger ``num_samples``."""
     return [result for result in results if result.sample < num_samples]

@@ -25,14 +25,14 @@ SIGMA: Final = 0.1  # tool calls; ARPO's released evaluation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """One sample of one task. ``score`` in [0, 1] is the task set's own metric and ``success`` whether it
-    counts as solved; both are None when it could not be scored: ``outcome`` is a fault then, and ``detail``
-    says which. Of a sample that a judge scored, ``detail`` is what the judge wrote.
+    """One sample of one task. ``score`` in [0, 1] is the task set's own metric, and ``success`` is whether
+    the task counts as solved. Both are None if the sample could not be scored; ``outcome`` is then a fault
+    and ``detail`` describes it. For a sample scored by a judge, ``detail`` is the judge's text.
 
-    ``answered`` is how the rollout ended where only the judge failed: the answer stands, and only the judge
-    is asked again. ``num_tokens`` is None where a server did not count them. ``turns`` is the reply, all that
-    the policy wrote, a text per turn; None after a fault, and where an earlier Outrider did not keep it.
-    ``token_ids`` has the same in ids, where the player has them.
+    ``answered`` is the outcome of the rollout if only the judge failed: the answer is final, and only the
+    judge is called again. ``num_tokens`` is None if a server did not report it. ``turns`` has the text of
+    each policy turn; None after a fault, and in files of earlier versions that did not store it.
+    ``token_ids`` has the token ids of the turns, if the player has them.
     """
 
     task_key: str
@@ -50,8 +50,8 @@ class SampleResult:
     token_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a fault with a score, a score without success, an ending that has no score,
-        and an answer without a fault of its judge.
+        """Raises ValueError for a fault with a score, a score without success, another outcome without score,
+        and ``answered`` without a fault of the judge.
         """
         is_scored = self.score is not None
         if is_scored is self.outcome.is_fault or is_scored is not (self.success is not None):
@@ -69,12 +69,12 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTasksSummary:
-    """Means over tasks of means over a task's scored samples; ``num_tool_calls`` and ``num_tokens`` are per
-    answer, tokens without the ``num_uncounted`` answers whose tokens nobody counted.
+    """Means over tasks of means over a task's scored samples. ``num_tool_calls`` and ``num_tokens`` are per
+    answer; ``num_tokens`` excludes the ``num_uncounted`` answers without a token count.
 
     ``pass_at_k`` maps k to pass@k over the ``num_tasks_at_k[k]`` tasks with at least k scored samples.
-    ``score`` is avg@k. ``outcomes`` counts scored samples by how they ended, ``faults`` the others. NaN where
-    nothing was scored. ``task_...`` hold what was averaged, by task key.
+    ``score`` is avg@k. ``outcomes`` counts scored samples by outcome, ``faults`` the others. Values are NaN
+    if no sample was scored. ``task_...`` have the averaged values by task key.
     """
 
     num_tasks: int
@@ -98,8 +98,8 @@ class EvalTasksSummary:
 
 
 def pass_at_k(*, num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that one of ``k`` samples drawn without replacement from ``num_samples`` is correct: 1 - C(n-c,
-    k) / C(n, k).
+    """Probability that at least one of ``k`` samples drawn without replacement from ``num_samples`` is
+    correct: 1 - C(n-c, k) / C(n, k).
 
     Unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1); exact integers, one division.
     Raises ValueError unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
@@ -118,12 +118,12 @@ def avg_at_k(scores: Sequence[float]) -> float:
 
 
 def majority_at_k(labels: Sequence[str], successes: Sequence[bool]) -> float:
-    """Success of the most frequent label among k samples; of a tie the mean, which is what a random choice
-    would expect.
+    """Success of the most frequent label among k samples. For a tie it is the mean, the expected value of a
+    random choice.
 
-    An empty label (no answer) has no vote; without any vote the result is 0. Samples of one label may differ
-    in success (two texts that normalise alike): their mean counts. Raises ValueError when the lengths differ
-    or there is no sample.
+    An empty label (no answer) is not a vote; without any vote the result is 0. Samples with the same label
+    may differ in success (texts with the same normalised form); their mean counts. Raises ValueError if the
+    lengths differ or there is no sample.
     """
     if len(labels) != len(successes) or not labels:
         raise ValueError("majority needs one success a label, and at least one")
@@ -139,11 +139,11 @@ def majority_at_k(labels: Sequence[str], successes: Sequence[bool]) -> float:
 
 
 def tool_productivity(*, accuracy: float, mean_tool_calls: float, sigma: float = SIGMA) -> float:
-    """100 a T / (T + sigma): accuracy in percent, discounted where tools are hardly used (ARPO's released
+    """100 a T / (T + sigma): accuracy in percent, discounted if tools are rarely used (ARPO's released
     evaluation).
 
-    ``mean_tool_calls`` is T, calls per answer. There T counts tag pairs, refused calls too; pass executed
-    calls here.
+    ``mean_tool_calls`` is T, calls per answer. ARPO's T counts tag pairs, including rejected calls; pass
+    executed calls here.
     """
     return 100.0 * accuracy * mean_tool_calls / (mean_tool_calls + sigma)
 
@@ -161,8 +161,8 @@ def summarise(
     ks: Sequence[int] = (1,),
     normalize: Callable[[str], str] = normalize_answer,
 ) -> EvalTasksSummary:
-    """The panel's scores; the order of results changes nothing. ``normalize`` makes labels of predictions for
-    the majority.
+    """Summarize results, independent of their order. ``normalize`` maps predictions to labels for the
+    majority vote.
 
     Raises ValueError for two results of one sample.
     """
@@ -187,13 +187,13 @@ def summarise(
         )
         for key, group in results_by_task.items()
     }
-    metrics: dict[str, dict[str, float]] = {}  # of the tasks that have the metric
+    metrics: dict[str, dict[str, float]] = {}  # only tasks that have the metric
     for key, group in results_by_task.items():
         for name in sorted({name for entry in group for name in entry.metrics}):
             values = [entry.metrics[name] for entry in group if name in entry.metrics]
             metrics.setdefault(name, {})[key] = fmean(values)
     calls = [entry.num_tool_calls for entry in scored]
-    # A k that no task has samples enough for is left out rather than reported as a number.
+    # Omit a k for which no task has enough samples.
     task_passes = {
         k: {
             key: pass_at_k(num_samples=len(group), num_correct=sum(e.success is True for e in group), k=k)
@@ -229,24 +229,24 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(numbers) if numbers else math.nan
 
 
-# The results of a panel on disk: append-only, so that a stopped evaluation continues where it was.
+# The results of an evaluation on disk, append-only, so that a stopped evaluation can be resumed.
 #
-# A JSONL file. The first line says what was evaluated, each further one is a
-# :class:`~outrider.evaluation.results.SampleResult`. A line counts once it is whole and on disk; a finished
-# sample is never played again, a fault is, and its later result takes its place. An answer that only its
-# judge failed is not played again either: it is judged again.
+# A JSONL file. The first line identifies the evaluation, and each further line is a
+# :class:`~outrider.evaluation.results.SampleResult`. An incomplete last line is ignored. Scored samples are
+# never repeated. Faulted samples are, and the later result replaces the earlier one. If only the judge
+# failed, the answer is judged again without a new rollout.
 
 
-RESULTS: Final = "results.jsonl"  # of an evaluation's folder, and what it comes to:
+RESULTS: Final = "results.jsonl"  # in the folder of an evaluation, as the next two
 SUMMARY: Final = "summary.json"
-SETTINGS: Final = "evaluation.toml"  # as of the last command
+SETTINGS: Final = "evaluation.toml"  # settings of the last command
 FORMAT: Final = "outrider panel 1"
-_HEADER_PREFIX: Final = f'{{"format": "{FORMAT}"'.encode()  # of the first line, keys being sorted
+_HEADER_PREFIX: Final = f'{{"format": "{FORMAT}"'.encode()  # start of the first line, whose keys are sorted
 
 
 class EvalTasksStore:
-    """One panel's results. Open it with :meth:`open`; adding is safe from several threads, the file belongs
-    to one process.
+    """The results of one evaluation. Create it with :meth:`open`. Adding is thread-safe, and the file is
+    locked by one process.
     """
 
     def __init__(self, path: Path, file: FileLock, results: dict[tuple[str, int], SampleResult]) -> None:
@@ -257,11 +257,11 @@ class EvalTasksStore:
 
     @classmethod
     def open(cls, path: Path, *, identity: Mapping[str, Json]) -> "EvalTasksStore":
-        """Continue the file or start it. ``identity`` is all that results depend on: panel hash, model,
-        sampling, rules.
+        """Continue the file or create it. ``identity`` contains everything that results depend on: task hash,
+        model, sampling, rules.
 
-        A line torn by a kill is cut off. Raises ConfigError when the file is of another identity or in use,
-        DataError naming the line when it is damaged.
+        An incomplete last line is removed. Raises ConfigError if the file has another identity or is in use,
+        and DataError with the line number if it is damaged.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -284,17 +284,17 @@ class EvalTasksStore:
 
     @property
     def results(self) -> list[SampleResult]:
-        """The latest result of every sample, by task key and sample number; faults too."""
+        """The latest result of every sample, faults included, sorted by task key and sample number."""
         with self._lock:
             return [self._results[key] for key in sorted(self._results)]
 
     @property
     def unjudged(self) -> list[SampleResult]:
-        """Answers whose judge failed, by task key and sample number."""
+        """Answers whose judge failed, sorted by task key and sample number."""
         return [result for result in self.results if result.answered is not None]
 
     def pending(self, tasks: Sequence[Task], *, num_samples: int) -> list[tuple[Task, int]]:
-        """Samples that are missing or ended in a fault other than the judge's, in the panel's order."""
+        """Samples that are missing or have a fault other than the judge's, in the order of ``tasks``."""
         with self._lock:
             return [
                 (task, sample)
@@ -322,7 +322,7 @@ class EvalTasksStore:
             self._results[result.task_key, result.sample] = result
 
     def close(self) -> None:
-        """Give the file back; may be called twice."""
+        """Close and unlock the file; may be called twice."""
         with self._lock:
             self._file.release()
 
@@ -332,8 +332,8 @@ class EvalTasksStore:
 
 
 def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
-    """Identity of a closed file, and its results by task key and sample number. Raises DataError naming the
-    line.
+    """Identity of a closed file, and its results sorted by task key and sample number. Raises DataError with
+    the line number.
     """
     lines = read_lines(path)[0] or [b""]
     recorded = _parse_line(path, 1, lines[0]).get("identity")
@@ -343,7 +343,7 @@ def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
 
 
 def write_results(path: Path, identity: Mapping[str, Json], results: Sequence[SampleResult]) -> None:
-    """The same as a new file that :meth:`EvalTasksStore.open` continues."""
+    """Write a new results file that :meth:`EvalTasksStore.open` can continue."""
     store = EvalTasksStore.open(path, identity=identity)
     try:
         for result in results:
@@ -375,7 +375,8 @@ def _read(
 
 
 def _reply(record: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
-    """Raises TypeError for what is no text per turn, and no list of ids per turn."""
+    """Parse ``turns`` and ``token_ids``. Raises TypeError unless they have a text or a list of ids per
+    turn."""
     turns, ids = record.get("turns"), record.get("token_ids")
     has_texts = turns is None or (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns))
     has_ids = ids is None or (

@@ -1,8 +1,8 @@
-"""``outrider eval --tasks``: play the tasks, grade the answers, store each result, and print the scores.
+"""``outrider eval --tasks``: run the tasks, grade the answers, store each result, and print the scores.
 
-A model in this process plays through the rollout loop, or an agent behind a chat endpoint does. A folder has
-one evaluation: ``results.jsonl`` (:class:`~outrider.evaluation.results.EvalTasksStore`) and ``summary.json``.
-The same command resumes a stopped one and tries again the samples that a fault kept from being scored.
+The policy is a model in this process, which uses the rollout loop, or an agent behind a chat endpoint. A
+folder has one evaluation: ``results.jsonl`` (:class:`~outrider.evaluation.results.EvalTasksStore`) and
+``summary.json``. The same command resumes a stopped evaluation and retries faulted samples.
 """
 
 import json
@@ -49,21 +49,21 @@ _MODE = "evaluation"
 
 
 class Player(Protocol):
-    """``identity``: what results depend on; ``rollout_status`` of its rollouts are for the one who
-    watches.
+    """Generates the rollouts of an evaluation. ``identity`` contains everything that results depend on;
+    ``rollout_status`` is the live status of the rollouts, for progress display.
     """
 
     identity: Mapping[str, Json]
     rollout_status: RolloutStatus
 
     def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
-        """Play what is owed; ``record`` may be called from several threads and must have stored when it
-        returns.
+        """Run the pending samples. ``record`` may be called from several threads and must have stored the
+        results when it returns.
         """
         ...
 
     def notes(self) -> list[str]:
-        """Notes on the play beside its results."""
+        """Notes to print in addition to the results."""
         ...
 
 
@@ -73,14 +73,15 @@ def make_player(
     on_tokens: Callable[[int], None] = lambda num_tokens: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Player:
-    """Load the model, or ask the endpoint what it serves. Raises ModelError, CheckpointError and EngineFault.
+    """Load the model, or query the endpoint for its models. Raises ModelError, CheckpointError and
+    EngineFault.
 
-    ``on_tokens`` gets the number of tokens of every decoding step of a model in this process, ``note`` what
-    its settings are told of it. How many positions a model behind an endpoint has, nobody knows here.
+    For a model in this process, ``on_tokens`` is called with the number of tokens of every decoding step, and
+    ``note`` with messages about its settings. The context length of a model behind an endpoint is unknown.
     """
     if settings.endpoint is not None:
         return EndpointPlayer.connect(settings.endpoint, settings)
-    assert settings.model is not None  # the settings see to it
+    assert settings.model is not None  # guaranteed by the validation of the settings
     return LocalPlayer.load(settings.model, settings, on_tokens=on_tokens, note=note)
 
 
@@ -88,10 +89,9 @@ def make_player(
 class LocalPlayer:
     """A model in this process.
 
-    A batch holds the same rollouts whatever was played before: sample i of the panel's next ``batch_size``
-    tasks. So an evaluation that was stopped ends with the same bits as one that was not, for which a batch
-    that a kill tore apart is played as a whole again. Only after a fault rollouts are played in a batch of
-    their own.
+    The composition of a batch does not depend on earlier results: it is sample i of the next ``batch_size``
+    tasks. A batch that was interrupted is repeated as a whole, so a resumed evaluation has bit-identical
+    results. Only faulted rollouts are retried in a batch of their own.
     """
 
     engine: Engine
@@ -113,7 +113,7 @@ class LocalPlayer:
         resolved = resolve(model_settings)
         set_threads(settings.num_threads, device=resolved.device)
         loaded = load_language_model(resolved)
-        if loaded.unpacked is not None:  # slower than what was planned for
+        if loaded.unpacked is not None:  # slower than planned
             note(describe_path(loaded, resolved.name))
         check_positions(settings, model=model_settings.name, longest=loaded.context_length, note=note)
         precision = resolve_precision(resolved.precision, resolved.device)
@@ -132,8 +132,8 @@ class LocalPlayer:
         return cls(engine=engine, identity=identity, settings=settings)
 
     def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
-        """One batch after the other; its results are recorded when it is over."""
-        assert self.settings.model is not None  # what makes it local
+        """Run one batch after the other, and record the results of each at its end."""
+        assert self.settings.model is not None  # a local player always has a model
         renderer = make_renderer(self.engine.tokenizer, self.settings.model, self.settings.environment)
         scheduler = Scheduler(
             engine=self.engine,
@@ -154,11 +154,11 @@ class LocalPlayer:
         for sample in range(self.settings.num_samples):
             for start in range(0, len(setup.tasks), size):
                 batch: Sequence[Task] = setup.tasks[start : start + size]
-                # A whole batch if something of it never ended, else only what a fault ended.
+                # The whole batch if any of its samples has no result, otherwise only the faulted samples.
                 if all(store.has(task.key, sample) for task in batch):
                     batch = [task for task in batch if (task.key, sample) in pending]
                 if batch:
-                    # nothing of an earlier batch: a resumed evaluation has none either
+                    # no cached prefixes of earlier batches, because a resumed evaluation has none either
                     self.engine.free_cache()
                     report = scheduler.run(batch, modes=(_MODE,), training_step=-1 - sample)
                     self.num_retries += report.num_retries
@@ -168,7 +168,7 @@ class LocalPlayer:
                     record([rollout for rollout in rollouts if (rollout.task.key, sample) in pending])
 
     def notes(self) -> list[str]:
-        """How many tries were repeated."""
+        """Number of retries."""
         return _retry_notes(self.num_retries)
 
 
@@ -184,7 +184,8 @@ class EndpointPlayer:
 
     @classmethod
     def connect(cls, endpoint_settings: EndpointSettings, settings: EvalTasksSettings) -> "EndpointPlayer":
-        """Ask once what is served: a wrong address or key shows before anything is played."""
+        """Query the served models once, so that a wrong address or key is an error before the first
+        rollout."""
         discovered = ChatEndpoint(endpoint_settings).discovered()
         identity: dict[str, Json] = {
             "endpoint_model": discovered.model,
@@ -197,8 +198,8 @@ class EndpointPlayer:
         return cls(endpoint=ChatEndpoint(discovered), identity=identity, settings=settings)
 
     def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
-        """Raises EngineFault after ``max_faults_in_a_row`` and ModelError when the server will never
-        answer.
+        """Raises EngineFault after ``max_faults_in_a_row`` consecutive faults, and ModelError if the server
+        can never respond.
         """
         collector = Collector(
             endpoint=self.endpoint,
@@ -219,7 +220,7 @@ class EndpointPlayer:
         self.num_retries += sum(result.num_retries for result in results)
 
     def notes(self) -> list[str]:
-        """Requests that were sent again, by their reason, and how many tries were repeated."""
+        """Repeated requests by reason, and the number of retried rollouts."""
         retries = sorted(self.endpoint.retries.items())
         resend_notes = (
             [f"requests sent again: {', '.join(f'{count} after {reason}' for reason, count in retries)}"]
@@ -233,20 +234,18 @@ def _retry_notes(num_retries: int) -> list[str]:
     return [f"tries repeated after a fault: {num_retries}"] if num_retries else []
 
 
-_MAX_JUDGES = 8  # that are asked at a time, for one batch of a model's answers
+_MAX_JUDGES = 8  # concurrent judge requests for one batch of answers
 
 
 def evaluate_tasks(
     settings: EvalTasksSettings, folder: Path, *, progress: Literal["auto", "rich", "plain", "none"] = "auto"
 ) -> int:
-    """Play what is owed, write ``summary.json`` and print it.
+    """Run the pending samples, write ``summary.json`` and print it.
 
-    Exit status 0 also where faults remain: they are told. 1 where nothing could be scored, since there is no
-    result then.
+    Returns the exit status: 0 even if faults remain, which are reported, and 1 if no sample could be scored.
 
     Raises ConfigError, DataError, ToolUnavailable, ModelError and CheckpointError before anything is written,
-    and EngineFault or ModelError when an endpoint or a judge stopped the play; what was played by then is
-    kept.
+    and EngineFault or ModelError if an endpoint or a judge fails permanently; results up to then are stored.
     """
     if folder.exists() and (
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / RESULTS).exists())
@@ -287,10 +286,10 @@ def run_evaluation(
     display: Progress,
     rollout_status: RolloutStatus | None = None,
 ) -> tuple[EvalTasksReport, list[str]]:
-    """The evaluation itself: its report, and notes about the play that are none of its results. Raises as
-    above.
+    """Run the evaluation. Returns its report, and notes that are not part of the results. Raises the same
+    errors as :func:`evaluate_tasks`.
 
-    ``rollout_status`` is told where the rollouts are.
+    ``rollout_status`` receives the live status of the rollouts.
     """
     judge = None if settings.judge is None else discover_judge(settings.judge)
     if settings.judge is not None and judge is not None:
@@ -340,10 +339,10 @@ def play_eval_tasks(
     meter: TokenMeter | None = None,
     num_parallel: int = 1,
 ) -> None:
-    """Judge the answers whose judge had failed, then play what is missing or faulty, ``num_parallel`` at a
+    """Judge the answers with a pending verdict, then run missing and faulted samples, ``num_parallel`` at a
     time.
 
-    ``meter`` shows the player's tokens.
+    ``meter`` displays the player's generated tokens.
     """
     recorder = _Recorder(
         setup=setup,
@@ -362,9 +361,7 @@ def play_eval_tasks(
 
 @dataclass(slots=True, kw_only=True)
 class _Recorder:
-    """Grades rollouts, stores their results and shows how far it is; its methods may be called from several
-    threads.
-    """
+    """Grades rollouts, stores their results and reports progress; thread-safe."""
 
     setup: EvalSetup
     grader: Grader
@@ -377,7 +374,7 @@ class _Recorder:
     _lock: Lock = field(default_factory=Lock)
 
     def begin(self) -> None:
-        """Show what is on file."""
+        """Report the stored results as progress."""
         results = requested_samples(self.store.results, self.num_samples)
         self.num_done = sum(not result.outcome.is_fault for result in results)
         total = len(self.setup.tasks) * self.num_samples
@@ -385,7 +382,7 @@ class _Recorder:
         self.display.advance(self.num_done)
 
     def judge_again(self) -> None:
-        """Ask the judge about answers that wait for it; each verdict is stored as it comes."""
+        """Judge the answers with a pending verdict, and store each verdict when it arrives."""
         tasks = {task.key: task for task in self.setup.tasks}
         waiting = requested_samples(self.store.unjudged, self.num_samples)
         with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
@@ -396,7 +393,7 @@ class _Recorder:
         self.grader.check()
 
     def record(self, rollouts: Sequence[FinishedRollout]) -> None:
-        """Grade and store. Raises EngineFault once the judge is dead; what was graded is stored by then."""
+        """Grade and store. Raises EngineFault if the judge failed permanently, after storing all grades."""
         if self.setup.scorer == "judge":
             with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
                 self._add(list(pool.map(self.grader.grade, rollouts)))

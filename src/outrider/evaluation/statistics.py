@@ -1,16 +1,18 @@
 """Statistics of comparing runs: pure functions over float64 arrays, random draws from named streams only.
 
 Interquartile mean, bootstrap over runs and probability of improvement follow Agarwal et al. 2021 (arXiv
-2108.13264), with these departures. There, every task has a policy of its own, so runs are drawn anew for each
-task; here one policy answers all tasks of a panel, and that would average the spread between seeds away. So a
-run is drawn whole, tasks are drawn once for all groups, and the interquartile mean is over runs: over single
-tasks of score 0 or 1 it would saturate. And runs are moved away from their mean by sqrt(n / (n - 1)) before
-they are drawn, because a bootstrap of n values is too narrow by just that factor (Hesterberg 2015,
-"narrowness bias"), which matters at three seeds.
+2108.13264), with these differences:
 
-Even so a bootstrap of few values is too narrow, since it has seen no more than they are: ``COVERAGE``. The
-interval of the probability of improvement is of the plain bootstrap; where all runs of one side are higher it
-is that one value.
+- In the paper, every task has its own policy, so runs are resampled independently for each task. Here one
+  policy answers all tasks, and resampling per task would average out the variance between seeds. Therefore a
+  run is drawn with all its tasks, and tasks are drawn once for all groups.
+- The interquartile mean is over runs. Over single tasks with scores 0 or 1 it would saturate.
+- Deviations of runs from their mean are scaled by sqrt(n / (n - 1)) before resampling, because a bootstrap of
+  n values is too narrow by that factor (Hesterberg 2015, "narrowness bias"), which matters at three seeds.
+
+A bootstrap of few values is nevertheless too narrow; ``COVERAGE`` has the actual coverage. The interval of
+the probability of improvement is that of the plain bootstrap. If all runs of one side are higher, it consists
+of one value.
 """
 
 import math
@@ -27,19 +29,19 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 NUM_DRAWS: Final = 4000
 COVERAGE: Final = {2: 60, 3: 80, 4: 90}
-"""Percent of 95 % intervals over so many seeds that hold the true interquartile mean, for normal and for flat
-noise.
+"""Actual coverage, in percent, of 95 % intervals of the interquartile mean by number of seeds, for normal and
+uniform noise.
 """
 UNBOUNDED: Final = (-math.inf, math.inf)
 _TAILS: Final = (2.5, 97.5)  # percent: a 95 % interval
-DECIMALS: Final = 12  # sums of the same scores in another order must count as ties
+DECIMALS: Final = 12  # rounding, so that sums of the same scores in another order are ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The scores of one group: shape (runs, tasks), or (runs, 1) where only the mean over tasks is known.
+    """The scores of one group: shape (runs, tasks), or (runs, 1) if only the mean over tasks is known.
 
-    ``name`` keys the group's random stream, so its draws do not depend on the order of groups.
+    ``name`` is the key of the group's random stream, so its draws do not depend on the order of groups.
     """
 
     name: str
@@ -53,9 +55,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A value with its 95 % interval; ``low`` and ``high`` are NaN where fewer than two runs can give
-    none.
-    """
+    """A value with its 95 % interval; ``low`` and ``high`` are NaN for fewer than two runs."""
 
     value: float
     low: float
@@ -63,7 +63,7 @@ class Estimate:
 
     @property
     def has_interval(self) -> bool:
-        """Whether there were runs enough for an interval."""
+        """Whether there were enough runs for an interval."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 
@@ -82,9 +82,9 @@ def interquartile_mean(values: Scores) -> Scores:
     """Mean of the middle half along the last axis: the mean of the empirical quantile function from 1/4 to
     3/4.
 
-    Each end gives up exactly a quarter of the weight, parts of a value too, so three values are trimmed as
-    well. Where 4 divides their number this is the 25 % trimmed mean of Agarwal et al. 2021. NaN in, NaN out.
-    Raises ``ValueError`` without values.
+    Exactly a quarter of the weight is removed at each end, including fractions of a value, so that three
+    values are trimmed, too. If the number of values is divisible by 4, this is the 25 % trimmed mean of
+    Agarwal et al. 2021. NaN values give NaN. Raises ``ValueError`` without values.
     """
     num = values.shape[-1]
     if not num:
@@ -108,8 +108,7 @@ def iqm_estimate(
 ) -> Estimate:
     """Interquartile mean over runs of their mean scores, with its interval over runs and tasks.
 
-    ``within`` is what the value can be at all: spread apart, runs may step beyond, and the interval is cut
-    there.
+    ``within`` is the range of possible values. Scaled deviations may exceed it, so the interval is clipped.
     """
     value = float(interquartile_mean(sample.scores.mean(axis=1)))
     if sample.num_runs < 2:
@@ -129,10 +128,10 @@ def iqm_difference(
     within: tuple[float, float] = UNBOUNDED,
     num_draws: int = NUM_DRAWS,
 ) -> Estimate:
-    """Interquartile mean of ``first`` minus that of ``second``; both see the same drawn tasks, which are
-    those of one panel.
+    """Interquartile mean of ``first`` minus that of ``second``. Both have the same tasks, and every draw
+    resamples them identically for both.
 
-    Raises ``ValueError`` when the two do not have equally many tasks.
+    Raises ``ValueError`` if the numbers of tasks differ.
     """
     _check_tasks(first, second)
     value = float(
@@ -150,7 +149,7 @@ def iqm_difference(
 def improvement_estimate(first: Sample, second: Sample, *, seed: int, num_draws: int = NUM_DRAWS) -> Estimate:
     """:func:`improvement_probability` of the runs' mean scores, with its interval over runs and tasks.
 
-    Raises ``ValueError`` when the two do not have equally many tasks.
+    Raises ``ValueError`` if the numbers of tasks differ.
     """
     _check_tasks(first, second)
     value = float(improvement_probability(first.scores.mean(axis=1), second.scores.mean(axis=1)))
@@ -170,11 +169,10 @@ def iqm_band(
     within: tuple[float, float] = UNBOUNDED,
     num_draws: int = NUM_DRAWS,
 ) -> Band:
-    """Interquartile mean over runs of ``curves``, shape (runs, points), at each point; the tasks are taken as
-    given.
+    """Interquartile mean over runs of ``curves``, shape (runs, points), at each point, for fixed tasks.
 
-    A drawn run is drawn with its whole curve. NaN at a point makes that point NaN; fewer than two runs have
-    no interval.
+    Runs are resampled with their whole curves. A NaN at a point makes the result NaN there; fewer than two
+    runs have no interval.
     """
     num_runs, num_points = curves.shape
     value = interquartile_mean(curves.T)
@@ -189,12 +187,12 @@ def iqm_band(
 
 
 def bin_means(x: Scores, values: Scores, edges: Scores) -> Scores:
-    """Mean of ``values`` per unit of cost between neighbouring ``edges``, shape (edges - 1,); NaN where
-    nothing is known.
+    """Mean of ``values`` per unit of cost between adjacent ``edges``, shape (edges - 1,); NaN in bins without
+    known values.
 
-    ``x`` (n,) are ascending totals; ``values[i]`` holds from ``x[i - 1]`` (0 at first) to ``x[i]``. So a run
-    has a value in every bin within its range, however many steps it took, and none is made up beyond it.
-    Edges must lie within 0 and x[-1].
+    ``x`` (n,) are ascending totals; ``values[i]`` applies from ``x[i - 1]`` (initially 0) to ``x[i]``. A run
+    therefore has a value in every bin within its range, regardless of its number of steps, and no value is
+    extrapolated. Edges must be between 0 and x[-1].
     """
     known = np.isfinite(values)
     widths = np.where(known, np.diff(x, prepend=0.0), 0.0)
@@ -213,8 +211,8 @@ def _check_tasks(first: Sample, second: Sample) -> None:
 
 
 def _bootstrap_means(sample: Sample, *, seed: int, num_draws: int, widen: bool) -> Scores:
-    """Mean scores of drawn runs on drawn tasks, shape (draws, runs); every sample of one seed sees the same
-    tasks.
+    """Mean scores of resampled runs on resampled tasks, shape (draws, runs). For one ``seed``, all samples
+    use the same resampled tasks.
     """
     num_tasks = sample.scores.shape[1]
     counts = stream(seed, "compare", "tasks").multinomial(
@@ -230,8 +228,8 @@ def _bootstrap_rows(name: str, num_runs: int, *, seed: int, num_draws: int) -> n
 
 
 def _widened(scores: Scores) -> Scores:
-    """Runs (last axis, at least two) moved away from their mean, so that drawing them has the variance of the
-    mean.
+    """Scale the deviations of runs (last axis, at least two) from their mean, so that resampling has the
+    variance of the mean.
     """
     num = scores.shape[-1]
     centre = scores.mean(axis=-1, keepdims=True)
@@ -243,15 +241,15 @@ def _estimate(value: float, draws: Scores, within: tuple[float, float]) -> Estim
     return Estimate(value=value, low=float(low), high=float(high))
 
 
-# Whether a difference between two groups of runs is more than chance: tests, their correction, and the
+# Significance of a difference between two groups of runs: tests, correction for multiple comparisons, and the
 # verdict. Pure functions.
 
 
 ALPHA: Final = 0.05
 MIN_SEEDS: Final = 3
-_MAX_EXACT: Final = 14  # differences whose 2^n signs are all tried
+_MAX_EXACT: Final = 14  # number of differences up to which all 2^n signs are enumerated
 _NUM_FLIPS, _FLIPS_PER_BATCH = 10_000, 1_000
-_NUM_NODES: Final = 64  # of the integral of Student's tail
+_NUM_NODES: Final = 64  # Gauss-Legendre nodes for the tail of Student's distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +266,7 @@ class PairedTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The name of the better group, or None with the reasons why the data carry none."""
+    """The name of the better group, or None with the reasons why the data support no conclusion."""
 
     winner: str | None
     reasons: tuple[str, ...]
@@ -278,8 +276,8 @@ def paired_test(first: Scores, second: Scores, *, seed: int) -> PairedTest:
     """Test over tasks of two score vectors of shape (tasks,), task by task: McNemar's where all scores are 0
     or 1.
 
-    It takes the trained policies as given: what other seeds would have given, only the interval over runs
-    tells. Raises ``ValueError`` when the shapes differ or there is no task.
+    The test is conditional on the trained policies; only the interval over runs accounts for other seeds.
+    Raises ``ValueError`` if the shapes differ or there is no task.
     """
     if first.shape != second.shape or not len(first):
         raise ValueError("a paired test needs the same tasks on both sides, and at least one")
@@ -293,8 +291,11 @@ def paired_test(first: Scores, second: Scores, *, seed: int) -> PairedTest:
 
 
 def mcnemar_p(num_first: int, num_second: int) -> float:
-    """Exact two-sided p of McNemar's test: tasks that only the first solved against tasks that only the
-    second solved.
+    """Exact two-sided p of McNemar's test.
+
+    Args:
+        num_first: Number of tasks that only the first group solved.
+        num_second: Number of tasks that only the second group solved.
     """
     num = num_first + num_second
     tail = term = 1
@@ -308,8 +309,8 @@ def sign_flip_p(differences: Scores, *, seed: int) -> float:
     """Two-sided p of mean difference zero, when each task's difference is as likely with either sign (Fisher
     1935).
 
-    Exact up to 14 tasks that differ; beyond, from 10,000 draws as (1 + hits) / (1 + draws), which never is 0
-    (Phipson and Smyth 2010).
+    Exact for up to 14 differing tasks. For more, estimated from 10,000 draws as (1 + hits) / (1 + draws),
+    which is never 0 (Phipson and Smyth 2010).
     """
     rounded = np.round(differences, DECIMALS)
     values = rounded[rounded != 0]
@@ -332,10 +333,10 @@ def seeds_p(first: Sample, second: Sample) -> float:
     """Two-sided p of no difference between two trainings, over the mean scores of their runs: Welch's t test
     (1947).
 
-    It alone asks whether other seeds would have shown the same; Colas et al. 2018 (arXiv 1806.08295) choose
-    it for learning algorithms. Where the runs of neither side differ among themselves there is no spread to
-    measure, and p is the share of the ways to hand out the runs that look as unequal: 2 / C(n + k, n). Raises
-    ValueError for fewer than two runs a side.
+    This is the only test of whether the difference would persist with other seeds; Colas et al. 2018 (arXiv
+    1806.08295) recommend it for learning algorithms. If the variance is zero on both sides, p is that of a
+    permutation test instead, the share of assignments of runs to sides that are as unequal:
+    2 / C(n + k, n). Raises ValueError for fewer than two runs per side.
     """
     sizes = [first.num_runs, second.num_runs]
     if min(sizes) < 2:
@@ -350,8 +351,8 @@ def seeds_p(first: Sample, second: Sample) -> float:
 
 
 def student_p(t: float, freedom: float) -> float:
-    """Chance of a value beyond ``t`` on either side under Student's distribution with ``freedom`` degrees, at
-    least 1.
+    """Two-sided tail probability of ``t`` under Student's distribution with ``freedom`` degrees of freedom
+    (at least 1).
 
     With t = sqrt(freedom) tan(angle) the density is a power of the cosine, so the tail is an integral over
     angles (Gauss-Legendre).
@@ -365,8 +366,8 @@ def student_p(t: float, freedom: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's (1979) step-down correction, in the given order: with it, the chance of any false finding stays
-    below alpha.
+    """Holm's (1979) step-down correction, which keeps the family-wise error rate below alpha. Returns
+    corrected p-values in the order of ``p_values``.
     """
     corrected = [1.0] * len(p_values)
     largest = 0.0
@@ -386,18 +387,18 @@ def verdict(
     p_seeds: float | None,
     obstacles: Sequence[str] = (),
 ) -> Verdict:
-    """Names a winner only where nothing speaks against it; otherwise says everything that does.
+    """Name a winner only if all criteria are met; otherwise return every reason against it.
 
-    What is asked: at least three seeds a side, a corrected p below 0.05 over tasks and one over seeds
-    (``p_seeds``; None where the paired test itself runs over seeds), an interval of the difference over seeds
-    that excludes 0, and one sign of all. ``obstacles`` are reasons from outside the numbers.
+    The criteria: at least three seeds per side; a corrected p below 0.05 over tasks and one over seeds
+    (``p_seeds``; None if the paired test itself is over seeds); an interval of the difference over seeds that
+    excludes 0; and the same sign in all of them. ``obstacles`` are reasons unrelated to the scores.
 
-    Each part alone would name too many. The test over tasks takes the policies as given, so seeds that differ
-    are a difference to it; the interval is too narrow for three seeds and is not corrected for many groups;
-    the test over seeds supposes that means are about normal. Of comparisons of four equal groups of three
-    seeds that differ much, about one in three would have a winner without the test over seeds, and one in
-    thirty has with it; one in eight where seeds either succeed or fail, which no test of three can tell from
-    a difference (``tests/evals/test_significance.py``).
+    No criterion suffices alone. The test over tasks is conditional on the policies, so it also detects
+    differences that are due to seeds. The interval is too narrow for three seeds and is not corrected for
+    multiple groups. The test over seeds assumes approximately normal means. If four equal groups of three
+    seeds with a large variance are compared, about one comparison in three would have a winner without the
+    test over seeds, and one in thirty with it. If seeds either succeed or fail, it is one in eight, because
+    no test of three seeds can distinguish this from a difference (``tests/evals/test_significance.py``).
     """
     reasons = list(obstacles)
     for sample in (first, second):

@@ -1,4 +1,4 @@
-"""``outrider eval --tasks``: settings, task sets by name, and tasks with an environment to play them in."""
+"""``outrider eval --tasks``: settings, task sets by name, and tasks with their environments."""
 
 import base64
 import binascii
@@ -123,12 +123,11 @@ def _iter_changes(
             yield f"{prefix}{key}", value, before
 
 
-# Task sets by name, from the Hugging Face hub or from a file of the user's, and the panel that an
-# evaluation freezes.
+# Task sets by name, from the Hugging Face hub or from a local file, and the fixed tasks of an evaluation.
 #
-# A name stands for a data set, its columns, its metric and its prompt. The metric is the one that ARPO
-# reports (arXiv 2507.19849, section 4): token F1 for the Wikipedia questions, a judge for open ones,
-# mathematical equality for mathematics.
+# A name selects a data set, its columns, its metric and its prompt. The metric is the one that ARPO reports
+# (arXiv 2507.19849, section 4): token F1 for the Wikipedia questions, a judge for open ones, mathematical
+# equality for mathematics.
 
 
 PROMPTS: Final[Mapping[Kind, str]] = {
@@ -174,7 +173,7 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTasks:
-    """Tasks of an evaluation in a fixed order, and the hash of all that is in them.
+    """Tasks of an evaluation in a fixed order, and the hash of their content.
 
     ``num_left_out`` counts rows that need an attachment.
     """
@@ -251,7 +250,7 @@ _ANY_FILE: Final = (
 
 
 def load_benchmark(name_or_path: str, *, limit: int | None = None, others: Sequence[str] = ()) -> EvalTasks:
-    """A panel from ``gsm8k`` (the hub), ``gsm8k=FILE`` (the set's rules on a file of one's own) or ``FILE``
+    """Load tasks from ``gsm8k`` (the hub), ``gsm8k=FILE`` (the set's rules for a local file) or ``FILE``
     (questions, F1).
 
     A name goes as papers write it, too (``MATH-500``). ``limit`` takes the first tasks; ``others`` are names
@@ -292,7 +291,7 @@ def prompt_messages(benchmark: Benchmark, task: Task) -> tuple[Message, Message]
 
 
 def find_benchmark(name_or_path: str, *, others: Sequence[str] = ()) -> tuple[Benchmark, Path | None]:
-    """The task set that a name stands for, and the file of the user's, where one is given; nothing is read.
+    """The task set with that name, and the local file if one is given. Reads no data.
 
     Raises ConfigError as :func:`load_benchmark` does.
     """
@@ -390,7 +389,7 @@ def _decrypt(text: str, canary: str, row: Row) -> str:
         raise DataError(f"{row.location}: cannot decrypt with the row's canary") from error
 
 
-# The configuration of ``outrider eval --tasks``: what is played, by whom, and how it is scored.
+# The configuration of ``outrider eval --tasks``.
 
 
 _QUESTIONS: Final = "tools"  # the environment of questions that come from elsewhere
@@ -421,57 +420,58 @@ class EvalTasksLimits(Limits):
 
 
 class EvalTasksSettings(Settings):
-    """One evaluation on one panel, by a model here or one behind an endpoint."""
+    """One evaluation on one set of tasks, of a local model or a model behind an endpoint."""
 
     tasks: str
-    """A task set (``gsm8k``), one with a file of yours (``gsm8k=FILE``), a file of questions, or an
+    """A task set (``gsm8k``), a task set with your own file (``gsm8k=FILE``), a file of questions, or an
     environment.
     """
     limit: int | None = Field(None, ge=1)
-    """Only the first tasks."""
+    """Use only the first tasks."""
     panel: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """The panel's hash: other tasks, such as those of a data set that changed on the hub, are refused."""
+    """Expected hash of the tasks. Different tasks, for example after a data set changed on the hub, are an
+    error."""
     split: str = "test"
-    """Of an environment; task sets have one."""
+    """Split of an environment's tasks; task sets have only one."""
     model: ModelSettings | None = None
     """``name`` may also be a run directory (its newest checkpoint) or a checkpoint in one."""
     endpoint: EndpointSettings | None = None
     environment: EnvironmentConfig | None = None
     """The environment's settings, or with ``tools = "on"`` those of the tools (``environment.corpus``)."""
     tools: Literal["default", "on", "off"] = "default"
-    """``default``: off for questions, on for environments. ``on`` takes tools, prompt and limits of a model
-    that is a run from that run, but for what is set here.
+    """``default``: off for questions, on for environments. With ``on``, if the model is a run, tools, prompt
+    and limits default to those of the run.
     """
     num_samples: int = Field(1, ge=1)
     """k of pass@k and avg@k."""
     temperature: float = Field(0.0, ge=0)
     instruction: Literal["system", "user"] = "system"
-    """Without tools: the message that tells how to answer; a chat template without system messages has it in
-    the user's anyway."""
+    """Without tools: the role of the message with the answer instructions. If the chat template does not
+    support system messages, they are in the user message in both cases."""
     rollout: EvalTasksLimits = EvalTasksLimits()
     rules: Literal["default", "arpo-train", "arpo-eval", "squad"] = "default"
     """Extraction and normalisation of answers (``evals.extraction``)."""
     metric: Scorer | None = None
-    """Scorer of questions; None is the judge where one is given, else the task set's own."""
+    """Scorer of questions. None: the judge if one is configured, otherwise the scorer of the task set."""
     judge: JudgeSettings | None = None
     batch_size: int = Field(32, ge=1)
-    """Episodes that a model plays together: their results go to disk, and count, when all of them have ended.
-    Of an endpoint, requests at a time.
+    """Episodes that a local model runs as a batch; results are stored when the whole batch has ended. For an
+    endpoint, the number of concurrent requests.
     """
     max_retries: int = Field(2, ge=0)
-    """Fresh tries of an episode after a fault of a tool or an environment."""
+    """Retries of an episode after a fault of a tool or an environment."""
     max_faults_in_a_row: int = Field(8, ge=1)
-    """Of the endpoint or of the judge, after which the evaluation stops: a dead server must not cost every
-    sample's back-off.
+    """Consecutive faults of the endpoint or of the judge after which the evaluation stops, so that an
+    unreachable server does not cost the back-off time of every sample.
     """
     num_threads: int = Field(2, ge=1)
     watchdog_s: float = Field(300.0, ge=0)
-    """After so many seconds without progress a line says where the evaluation waits (0: never)."""
+    """Seconds without progress after which a line reports where the evaluation waits (0: never)."""
     seed: int = 0
 
     @property
     def num_concurrent(self) -> int:
-        """Episodes at a time: never more than there are simulators."""
+        """Number of concurrent episodes, at most the number of simulators."""
         room = None if self.environment is None else self.environment.max_concurrent
         return self.batch_size if room is None else min(self.batch_size, room)
 
@@ -563,14 +563,14 @@ def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
     return public
 
 
-# From settings to a panel that can be played: tasks, an environment for each, limits, and what identifies
-# all of it.
+# Set-up of an evaluation from its settings: tasks, environments, limits, and their identity.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSetup:
-    """``scorer`` is None where the environment's own record is the score. ``tools`` are the tag names of the
-    tools that questions are asked with. ``identity`` is all that results depend on but for who plays.
+    """``scorer`` is None if the environment's own record is the score. ``tools`` are the tag names of the
+    tools that are available for questions. ``identity`` contains everything that results depend on, except
+    the player.
     """
 
     eval_tasks: EvalTasks
@@ -593,7 +593,7 @@ class EvalSetup:
 
 
 def judge_identity(judge: JudgeSettings) -> dict[str, Json]:
-    """All that a verdict depends on; where the server stands is not among it."""
+    """Everything that a verdict depends on, without the address of the server."""
     values: dict[str, Json] = judge.model_dump(mode="json", exclude={"endpoint"})
     return {**values, "model": judge.endpoint.model, "seed": judge.endpoint.seed}
 
@@ -645,7 +645,7 @@ def open_eval_tasks(settings: EvalTasksSettings) -> EvalSetup:
 
 
 def load_tasks(settings: EvalTasksSettings, task_set: TaskSet | None) -> EvalTasks:
-    """The tasks, without what they are played with. Raises ConfigError and DataError."""
+    """Load only the tasks. Raises ConfigError and DataError."""
     if is_environment(settings.tasks):
         assert task_set is not None  # the settings require it
         tasks = tuple(split_tasks(task_set, settings.split)[: settings.limit])

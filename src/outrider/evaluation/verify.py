@@ -1,4 +1,4 @@
-"""``outrider verify``: is the pack what was packed, and does it say what its results say."""
+"""``outrider verify``: check that a pack is unmodified and that its tables follow from its results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

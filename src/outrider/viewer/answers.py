@@ -47,7 +47,8 @@ AXES: Final = ("step", "tokens", "calls", "seconds")
 
 
 def metric_curves(run: Path) -> dict[str, Any]:
-    """``x`` by axis and ``values`` by metric, one entry a training step; ``metrics`` describe them."""
+    """``x`` by axis and ``values`` by metric, one entry per training step, and a description of each metric
+    in ``metrics``."""
     data = read_run(run)
     records = [record for record in data.records if record["kind"] == "train"]
     names = dict.fromkeys(name for record in records for name in record if name not in ("step", "kind"))
@@ -81,8 +82,8 @@ def metric_curves(run: Path) -> dict[str, Any]:
 
 
 def describe_metric(name: str) -> dict[str, str]:
-    """Unit, meaning, healthy range and where to look; empty words for what no registry here has (the metric
-    of a plug-in)."""
+    """Unit, meaning, healthy range and where to look. Fields are empty for a metric that is not registered
+    here, for example that of a plug-in."""
     try:
         metric = declared_metric(name)
     except UndeclaredMetric:
@@ -104,7 +105,7 @@ def _summed(values: dict[str, list[float | None]], length: int, names: tuple[str
 
 
 LONGEST_TEXT: Final = 200_000
-"""Letters of a turn that are sent at once; the page asks for the whole of a longer one."""
+"""Characters of a turn that are sent initially; the page requests the full text of a longer one."""
 VALUES: Final = ("entropies", "logprobs", "advantages", "ratios", "trainer_logprobs")
 
 
@@ -120,9 +121,7 @@ def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
 
 
 def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, Any]:
-    """The tokens of the policy's nodes on the path of a rollout, with their values; by node. Raises
-    DataError.
-    """
+    """Tokens of the policy nodes on the path of a rollout, with their values, by node. Raises DataError."""
     rows = {row["node_id"]: row for row in _rows(run, stem, trace_id)}
     table = read_rollouts(run, f"{stem}.parquet")
     [*leaves] = [
@@ -144,7 +143,7 @@ def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, 
 
 
 def whole_text(run: Path, stem: str, trace_id: str, node_id: int) -> dict[str, Any]:
-    """A turn that is longer than :data:`LONGEST_TEXT`. Raises DataError."""
+    """Full text of a turn that is longer than :data:`LONGEST_TEXT`. Raises DataError."""
     for row in _rows(run, stem, trace_id):
         if row["node_id"] == node_id:
             return {"text": row["text"]}
@@ -178,7 +177,7 @@ def _node(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# of version 1, whose nodes do not say it
+# records of version 1 have no roles
 _ROLES: Final = {
     Origin.PROMPT: "user",
     Origin.POLICY: "assistant",
@@ -194,7 +193,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _clean(value: Any) -> Any:
-    """Numbers that JSON has not become null."""
+    """Replace NaN and infinity, which JSON cannot represent, with None."""
     if isinstance(value, dict):
         return {str(key): _clean(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -202,11 +201,11 @@ def _clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Where a run is now, what changed on disk since a page last asked, and how it is stopped.
+# Live state of a run, changes on disk since the last request of a page, and stopping a run.
 
 
 def fingerprint(run: Path) -> dict[str, Any]:
-    """Changes whenever a page of the run would: files by their size, steps, and where it is."""
+    """A value that changes whenever a page of the run would: file sizes, steps, and live state."""
     files = [run / name for name in ("metrics.jsonl", "evaluations.jsonl", NOTES)]
     sizes = [file.stat().st_size if file.is_file() else -1 for file in files]
     steps = StepFiles(run / "traces").steps()
@@ -220,8 +219,8 @@ def fingerprint(run: Path) -> dict[str, Any]:
 
 
 def stop(run: Path) -> None:
-    """Ask the run to end with a checkpoint: SIGTERM. Raises DataError where it does not run here, and where
-    the process that it was has gone: another one may have its number by now.
+    """Send SIGTERM, so that the run writes a checkpoint and exits. Raises DataError if the run is not on this
+    machine or its process has ended, because another process may have its id.
     """
     state = live_state(run)
     if state is None or not is_locked(run / "lock"):
@@ -238,13 +237,13 @@ def stop(run: Path) -> None:
 
 
 def _end(pid: int, lock: Path) -> None:
-    """SIGTERM to a process that holds the lock's file open. Where the system does not tell what a process
-    holds (not Linux) its number has to do. Raises OSError.
+    """Send SIGTERM to a process that has the lock file open. Systems other than Linux do not expose open
+    files, so there only the process id is checked. Raises OSError.
     """
     if not Path("/proc/self/fd").is_dir():
         os.kill(pid, signal.SIGTERM)
         return
-    process = os.pidfd_open(pid)  # from here on this process and no later one of its number
+    process = os.pidfd_open(pid)  # refers to this process, even if the id is reused
     try:
         if not _has_open(pid, lock):
             raise ProcessLookupError(errno.ESRCH, "the process that it names is another one")
@@ -263,7 +262,7 @@ def _has_open(pid: int, path: Path) -> bool:
     return False
 
 
-# What the memories of a run held at a step, what is nearest to a query, and what was shown when.
+# Content of the memories at a step, nearest neighbours of a query, and insertions into rollouts.
 
 
 MOST: Final = 500
@@ -271,7 +270,7 @@ _EMBEDDERS: Final = ("algorithm.memory.embedder", "algorithm.tips.memory.embedde
 
 
 def memory_view(run: Path, step: int, words: str = "") -> dict[str, Any]:
-    """Steps and tips that were held after training ``step`` and have ``words``, at most :data:`MOST` of
+    """Steps and tips that were stored after training ``step`` and contain ``words``, at most :data:`MOST` of
     each. Raises DataError.
     """
     revision, tips = _state_at_step(run, step)
@@ -291,8 +290,8 @@ def memory_view(run: Path, step: int, words: str = "") -> dict[str, Any]:
 
 
 def neighbours(run: Path, step: int, words: str, *, memory: str, k: int = 20) -> list[dict[str, Any]]:
-    """The ``k`` nearest steps by their key, or tips by their own text, with the cosine. Raises DataError,
-    and what the run's embedder raises where it is not installed.
+    """The ``k`` nearest steps by key, or nearest tips by text, with the cosine similarity. Raises DataError,
+    and the embedder's error if it is not installed.
     """
     config = read_run(run).settings
     revision, tips = _state_at_step(run, step)
@@ -325,8 +324,8 @@ def neighbours(run: Path, step: int, words: str, *, memory: str, k: int = 20) ->
 def insertions(
     run: Path, *, until: int | None = None, memory: str = "", key: str = "", item: int = -1
 ) -> list[dict[str, Any]]:
-    """Where retrieved steps and tips were put into rollouts, newest first, at most :data:`MOST`: of training
-    step ``until`` alone, or of one ``item`` over the run.
+    """Insertions of retrieved steps and tips into rollouts, newest first, at most :data:`MOST`: only those of
+    training step ``until``, or those of one ``item`` over the run.
     """
     steps = [until] if until is not None else list(reversed(StepFiles(run / "traces").steps()))
     rows: list[dict[str, Any]] = []
@@ -340,7 +339,7 @@ def insertions(
 
 
 def _state_at_step(run: Path, step: int) -> tuple[int | None, list[MemoryChange]]:
-    """The revision of the steps, None where no file tells it, and the tips that were held."""
+    """The revision of the stored steps (None if it was not recorded), and the stored tips."""
     revision: int | None = None
     tips: dict[tuple[str, int], MemoryChange] = {}
     for _, change in read_changes(run, until=step):
@@ -388,7 +387,7 @@ def _tip(tip: MemoryChange) -> dict[str, Any]:
     return {name: getattr(tip, name) for name in names}
 
 
-# The runs below the folders that were named, and what the first page tells of each.
+# The runs below the given folders, and their overview on the first page.
 
 
 _DEPTH: Final = 4  # of folders between the one that was named and a run
@@ -412,10 +411,10 @@ class ViewedRun:
 
 
 class Catalogue:
-    """Runs by id; looks again whenever it is asked for all, since runs begin while a page is open."""
+    """Runs by id. :meth:`all` rescans the folders, because runs may begin while a page is open."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Raises DataError where no run is below any of ``roots``."""
+        """Raises DataError if there is no run below ``roots``."""
         self._roots = list(roots)
         self._known: dict[str, ViewedRun] = {}
         self._overviews: dict[str, tuple[Any, dict[str, Any]]] = {}
@@ -446,7 +445,7 @@ class Catalogue:
         return [self._overview(run) for run in self.all()]
 
     def _overview(self, run: ViewedRun) -> dict[str, Any]:
-        """Read again only where something has changed: a page asks every few seconds."""
+        """Cached until the run changes, because a page requests it every few seconds."""
         now = fingerprint(run.path)
         if (known := self._overviews.get(run.id)) is None or known[0] != now:
             self._overviews[run.id] = known = now, overview(run)
@@ -454,7 +453,7 @@ class Catalogue:
 
 
 def run_id(path: Path) -> str:
-    """A name that tells runs of one name in two folders apart."""
+    """A name that distinguishes runs with the same name in different folders."""
     whole = path.resolve()
     return f"{_NOT_IN_A_NAME.sub('-', whole.name)[:60]}-{zlib.crc32(str(whole).encode()):08x}"
 

@@ -181,7 +181,7 @@ def format_field(value: Field) -> str:
 
 
 def compact(value: Field) -> str:
-    """A field's value, where it is a number below 10^13 in at most five characters: ``0.412``, ``12345``,
+    """Format a field's value; a number below 10^13 has at most five characters: ``0.412``, ``12345``,
     ``123k``."""
     if isinstance(value, str) or not math.isfinite(value):
         return str(value)
@@ -194,8 +194,8 @@ def compact(value: Field) -> str:
 
 
 class Progress:
-    """Display of a run's stages; this base class shows nothing. Displays never change a run, and no method
-    raises.
+    """Display of a run's stages; this base class displays nothing. A display never changes a run, and its
+    methods never raise.
     """
 
     def stage(
@@ -210,8 +210,8 @@ class Progress:
         """Begin or continue a stage (set-up, buffer, cold start, evaluate, train) of ``total`` units, None if
         unknown.
 
-        ``done`` of them are done already, ``num_parallel`` run at a time. ``line_per_unit`` prints a line for
-        each unit, however fast they come.
+        ``done`` units are already complete, and ``num_parallel`` run at a time. ``line_per_unit`` prints a
+        line for each unit without rate limit.
         """
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -221,7 +221,7 @@ class Progress:
         """Show one message."""
 
     def stopping(self) -> bool:
-        """A stop was requested: show it from now on. Returns False if the caller must print it.
+        """Display that a stop was requested. Returns False if the caller must print it.
 
         Called in a signal handler, so it takes no lock and writes nothing itself.
         """
@@ -232,7 +232,7 @@ class Progress:
 
 
 class _StageProgress(Progress):
-    """What both displays share: the clock of the present stage."""
+    """Base class of both displays, with the clock of the current stage."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -242,7 +242,7 @@ class _StageProgress(Progress):
         self._is_broken = False
 
     def _advance(self, done: int, fields: dict[str, Field]) -> tuple[StageClock, bool]:
-        """The stage after a report, and whether the report must have a line."""
+        """Update the stage. Returns it, and whether the report must be printed as a line."""
         if self._stage is None:
             self.stage("run", None)
         assert self._stage is not None
@@ -251,17 +251,17 @@ class _StageProgress(Progress):
         return self._stage, needs_line
 
     def _warn_once(self, error: Exception) -> None:
-        """A stream or terminal that went away must not end the run."""
+        """Disable the display with a warning, because a lost stream or terminal must not end the run."""
         self._is_broken = True
         _log.warning("progress display stopped, the run goes on: %s", error)
 
 
 class PlainProgress(_StageProgress):
-    """One line per event, for logs. Reports that come faster than ``interval`` seconds are thinned out.
+    """One line per event, for logs, with at most one progress report per ``interval`` seconds.
 
-    The first and the last report of a stage, every stage and every note are always printed, so with work
-    being reported the log is never silent for longer than ``interval`` plus one report. A stream that breaks
-    (a closed pipe) ends the display and not the run.
+    The first and the last report of a stage, every stage and every note are always printed. While work is
+    reported, the log is therefore never silent for longer than ``interval`` plus one report. If the stream
+    breaks (a closed pipe), the display ends and the run continues.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class PlainProgress(_StageProgress):
         num_parallel: int = 1,
         line_per_unit: bool = False,
     ) -> None:
-        """Print the end of the stage before, if it was thinned out, and the beginning of this one."""
+        """Print the last report of the previous stage, if it was skipped, and the start of this one."""
         self._flush()
         self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
         self._line_per_unit = line_per_unit
@@ -290,7 +290,7 @@ class PlainProgress(_StageProgress):
         self._print(f"{name}: {status}")
 
     def advance(self, done: int, **fields: Field) -> None:
-        """Print the state of the stage, unless the last line is younger than the interval."""
+        """Print the state of the stage, unless the last line was printed within the interval."""
         stage, needs_line = self._advance(done, dict(fields))
         self._has_unprinted = True
         if (
@@ -306,7 +306,7 @@ class PlainProgress(_StageProgress):
         self._print(one_line(text))
 
     def close(self) -> None:
-        """Print the last report if it was thinned out."""
+        """Print the last report if it was skipped."""
         self._flush()
 
     def _flush(self) -> None:
@@ -326,8 +326,8 @@ class PlainProgress(_StageProgress):
 
 
 class RichProgress(_StageProgress):
-    """A live display that redraws itself: stage, bar, fields, elapsed and left, and the last message under
-    it.
+    """A live display that redraws itself: stage, bar, fields, elapsed and remaining time, and below them the
+    last message.
     """
 
     def __init__(self, *, console: Console | None = None, clock: Clock = time.monotonic) -> None:
@@ -335,7 +335,7 @@ class RichProgress(_StageProgress):
         self._console = console if console is not None else Terminal()
         self._message = ""
         self._is_stopping = False
-        self._has_printed_summary = False  # the last report of the stage has its line
+        self._has_printed_summary = False  # the last report of the stage was printed
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
         )
@@ -351,30 +351,30 @@ class RichProgress(_StageProgress):
         num_parallel: int = 1,
         line_per_unit: bool = False,
     ) -> None:
-        """Leave one line for the finished stage and begin the next."""
+        """Print one line for the finished stage and begin the next."""
         self._print_summary()
         self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
         self._line_per_unit = line_per_unit
         self._message = ""
 
     def advance(self, done: int, **fields: Field) -> None:
-        """Update the numbers; the display redraws on its own clock."""
+        """Update the numbers; the display redraws at its own refresh rate."""
         stage, self._has_printed_summary = self._advance(done, dict(fields))
         if self._has_printed_summary:
             self._print(one_line(stage.summary()))
 
     def note(self, text: str) -> None:
-        """Keep the message above the display and show it as the last one."""
+        """Print the message above the display and show it as the last message."""
         self._message = one_line(text)
         self._print(self._message)
 
     def stopping(self) -> bool:
-        """The next redraw has the line, and every later one."""
+        """Add the line from the next redraw on."""
         self._is_stopping = self._live.is_started and not self._is_broken
         return self._is_stopping
 
     def close(self) -> None:
-        """Stop redrawing and leave the line of the last stage."""
+        """Stop redrawing and print the line of the last stage."""
         self._print_summary()
         self._stage = None
         self._guarded(self._live.stop)
@@ -413,7 +413,7 @@ class RichProgress(_StageProgress):
             grid.add_row(name, bar, Text(count, no_wrap=True), Text(times, no_wrap=True))
         else:
             grid.add_row(name, Text(count, no_wrap=True), Text(times, no_wrap=True))
-        entries = list(stage.fields.items())  # at once: the run's thread adds to them while this one draws
+        entries = list(stage.fields.items())  # a copy: the run's thread may add fields meanwhile
         fields = "  ".join(f"{name} {format_field(value)}" for name, value in entries)
         message = Text(self._message, style="dim", overflow="ellipsis", no_wrap=True)
         shown_fields = Text(one_line(fields), overflow="ellipsis", no_wrap=True)
@@ -437,11 +437,11 @@ def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Pr
 
 
 class TokenMeter:
-    """Call it with the number of tokens of every decoding step: it shows tokens so far, and how many per
-    second lately.
+    """Displays the number of generated tokens and the recent tokens per second. Call it with the number of
+    tokens of every decoding step.
 
-    ``num_done`` tells how many units of the stage are complete. While it is None (the parts are still being
-    made, and what they decode is nobody's progress), tokens are counted and not shown.
+    ``num_done`` returns the number of complete units of the stage. While it is None (during set-up, when
+    decoding is not progress of a stage), tokens are counted but not displayed.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -451,7 +451,7 @@ class TokenMeter:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_METER_WINDOW)
 
     def __call__(self, num_tokens: int) -> None:
-        """Count what one decoding step wrote."""
+        """Count the tokens of one decoding step."""
         self.num_tokens += num_tokens
         if self.num_done is None:
             return
@@ -462,11 +462,12 @@ class TokenMeter:
 
 
 class WatchedProgress(Progress):
-    """A display, and a thread that adds a line when nothing was reported and no rollout went on for
+    """A display, and a thread that prints a line if there was no report and no rollout progress for
     ``after_s`` seconds (0: never).
 
-    The line names the stage, in which calls how many rollouts are and since when, and where the program is.
-    It comes again after as long a silence. The thread only reads, so it changes no result.
+    The line contains the stage, the number of rollouts in each pending call with their waiting time, and the
+    current function of the main thread. It is repeated every ``after_s`` seconds. The thread only reads, so
+    it changes no result.
     """
 
     def __init__(
@@ -505,7 +506,7 @@ class WatchedProgress(Progress):
         return self._display.stopping()
 
     def close(self) -> None:
-        """Ends the thread too."""
+        """Close the display and end the thread."""
         self._is_closed.set()
         self._display.close()
 
@@ -514,7 +515,7 @@ class WatchedProgress(Progress):
             self.look()
 
     def look(self) -> None:
-        """Say where the run waits, if it is time to."""
+        """Print where the run waits, if the silence lasts long enough."""
         now = self._clock()
         last = max(self._reported, self._rollout_status.changed)
         if now - max(last, self._last_note) >= self._after_s:
@@ -533,7 +534,7 @@ class WatchedProgress(Progress):
 
 
 def _program() -> str:
-    """The innermost function of Outrider that the main thread is in."""
+    """The innermost Outrider function on the stack of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith("outrider."):
         frame = frame.f_back

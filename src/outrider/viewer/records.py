@@ -43,7 +43,7 @@ _LATER: Final = frozenset({"metrics"})
 
 
 class StepFiles:
-    """The files of one kind of record. The folder is made with its first file."""
+    """The files of one kind of record. The first write creates the folder."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -64,7 +64,7 @@ class StepFiles:
         try:
             # a stream, because messages about a path name the folders of this machine
             with (self.directory / name).open("rb") as stream:
-                # half of what `read_table` takes for a small file, whose threads have no more to do
+                # single-threaded: half the time of `pq.read_table` for these small files
                 table = pq.ParquetFile(stream).read(use_threads=False)
             added = _added(table, schema)
             columns = [added[name] if name in added else table[name] for name in schema.names]
@@ -83,8 +83,8 @@ class StepFiles:
         return self._numbers(_EVALUATION)
 
     def resume(self, step: int) -> int:
-        """Remove the files of steps after the checkpoint step, and what a kill left half written; return how
-        many.
+        """Remove the files of steps after the checkpoint ``step``, and files that a killed process left
+        half-written. Returns the number of removed files.
         """
         later = [self.directory / step_file(number) for number in self.steps() if number > step]
         obsolete = [*later, *sorted(self.directory.glob(TEMPORARY))]
@@ -100,8 +100,8 @@ class StepFiles:
 
 
 def _added(table: pa.Table, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Columns that earlier versions did not write. A file of version 2 without any other column is
-    damaged.
+    """Default values for columns that earlier versions did not write. Apart from these columns, a file of
+    version 2 that lacks a column is damaged.
     """
     is_first = b"outrider.format" not in (table.schema.metadata or {})
     added = [
@@ -119,7 +119,7 @@ def _added(table: pa.Table, schema: pa.Schema) -> dict[str, pa.Array]:
 # Traces on disk: one Parquet file per training step, one row per node of the trace tree.
 
 
-_VALUES: Final = pa.list_(pa.float32())  # of a token: what a person looks at, and half the size
+_VALUES: Final = pa.list_(pa.float32())  # one value per token, for display only: float32 halves the size
 
 SCHEMA: Final = pa.schema(
     [
@@ -154,8 +154,8 @@ _LISTS: Final = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """One node. ``parent_id`` is -1 at the root; ``rollout`` is the first rollout of the group that goes
-    through the node: of those with a return, else of those that a fault ended.
+    """One node of a trace tree. ``parent_id`` is -1 at the root. ``rollout`` is the first rollout of the
+    group that contains the node; rollouts with a return come before faulted ones.
 
     ``tokens`` (decoded pieces), ``logprobs`` and ``entropies`` (nats) have one value per token on policy
     nodes and are empty elsewhere. ``outcome``, ``episode_return``, ``advantage`` and ``hybrid`` are set on
@@ -163,9 +163,9 @@ class TraceRow:
 
     ``advantages``, ``trainer_logprobs`` (the trainer's, before its first optimiser step) and ``ratios`` (the
     importance ratio of the last pass that trained the token, times its scale) have one value per token, or
-    none where the update did not train the node; of a node that several rollouts share they are those of
-    ``rollout``. ``weight_version`` is that of the weights which sampled the tokens,
-    ``role`` the message's.
+    are empty if the update did not train the node. If several rollouts share the node, the values are those
+    of ``rollout``. ``weight_version`` is the version of the weights that sampled the tokens, ``role`` the
+    role of the message.
     """
 
     step: int
@@ -230,12 +230,12 @@ class TraceReader(StepFiles):
         return read_rows(self.directory, evaluation_file(number))
 
     def has_evaluation(self, number: int) -> bool:
-        """Whether the rollouts of this evaluation are on file."""
+        """Whether the rollouts of this evaluation are stored."""
         return (self.directory / evaluation_file(number)).exists()
 
 
 def parse_metadata(row: TraceRow) -> dict[str, Any]:
-    """What the row's metadata says; empty where it is no JSON object."""
+    """The row's metadata, or an empty dict if it is not a JSON object."""
     try:
         metadata = json.loads(row.metadata or "{}")
     except (ValueError, RecursionError):
@@ -253,13 +253,13 @@ def read_rows(directory: Path, name: str) -> tuple[TraceRow, ...]:
 
 
 def node_table(rows: Iterable[TraceRow]) -> pa.Table:
-    """The rows as they are on file."""
+    """The rows as a table in the schema of the files."""
     values = [[storable(value) for value in _row_values(row)] for row in rows]
     return pa.Table.from_pylist([dict(zip(SCHEMA.names, row, strict=True)) for row in values], schema=SCHEMA)
 
 
 def storable(value: Any) -> Any:
-    """Plain Python values; a lone surrogate, which UTF-8 cannot hold, is spelled out as its escape."""
+    """Convert to plain Python values. Lone surrogates, which UTF-8 cannot encode, become escape sequences."""
     if isinstance(value, str):
         return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, tuple):
@@ -276,7 +276,7 @@ def _row(values: dict[str, Any]) -> TraceRow:
 
 
 # Rollouts on disk: ``rollouts/step-000012.parquet`` and ``rollouts/evaluation-002.parquet``, one row per
-# rollout, faulted ones with their reason: what tables and histograms need without a token being read.
+# rollout. Faulted rollouts have a row with their reason. Tables and histograms read only these files.
 
 
 ROLLOUTS: Final = "rollouts"
@@ -312,14 +312,15 @@ _rollout_values: Final = attrgetter(*ROLLOUT_SCHEMA.names)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRow:
-    """One rollout. ``node_id`` is its last node, -1 where a fault came before any; ``fault`` the reason of
-    an outcome that is a fault, else empty.
+    """One rollout. ``node_id`` is its last node, or -1 if it faulted before its first node. ``fault`` is the
+    reason of a faulted rollout, else empty.
 
-    ``episode_return`` and ``success`` are None after a fault, ``advantage`` where none was given. ``kind`` is
-    ``on-policy``, ``hybrid`` (a retrieved step), ``tips`` or ``demonstration``. Counted over its path, shared
-    nodes too: policy turns, policy tokens, tool calls, retrieved steps, and tips. ``mean_entropy`` is in nats
-    a token. ``forked_from`` is the rollout that wrote its first nodes, or itself. ``metrics`` are those that
-    the environment or the agent program returned, as JSON; None after a fault.
+    ``episode_return`` and ``success`` are None after a fault; ``advantage`` is None if none was computed.
+    ``kind`` is ``on-policy``, ``hybrid`` (a retrieved step), ``tips`` or ``demonstration``. Policy turns,
+    policy tokens, tool calls, retrieved steps, and tips are counted over the whole path, including shared
+    nodes. ``mean_entropy`` is in nats per token. ``forked_from`` is the rollout that wrote its first nodes,
+    or the rollout itself. ``metrics`` is a JSON object with the metrics that the environment or the agent
+    program returned; None after a fault.
     """
 
     step: int
@@ -363,7 +364,7 @@ class RolloutWriter(StepFiles):
 
 
 def rollout_table(rows: Sequence[RolloutRow]) -> pa.Table:
-    """The rows as they are on file."""
+    """The rows as a table in the schema of the files."""
     columns = (
         zip(*(_rollout_values(row) for row in rows), strict=True) if rows else [()] * len(ROLLOUT_SCHEMA)
     )
@@ -375,14 +376,18 @@ def rollout_table(rows: Sequence[RolloutRow]) -> pa.Table:
 
 
 def read_rollouts(run: Path, name: str) -> pa.Table:
-    """The rollouts of a file's name; where version 1 wrote none, made from its nodes. Raises DataError."""
+    """Read the rollouts of a step or evaluation. For records of version 1, which have no rollout files,
+    derive them from the nodes.
+
+    Raises DataError.
+    """
     if (run / ROLLOUTS / name).is_file():
         return StepFiles(run / ROLLOUTS).read_table(name, ROLLOUT_SCHEMA)
     return rollout_table(list(rollouts_from_traces(read_rows(run / "traces", name))))
 
 
 def rollouts_from_traces(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
-    """The rollouts that ended at a leaf among these nodes, as far as version 1 of the records tells."""
+    """Derive the rollouts that end at a leaf among these nodes, as far as version 1 recorded them."""
     nodes = {(row.trace_id, row.node_id): row for row in rows}
     for leaf in rows:
         if leaf.outcome is None:
@@ -402,7 +407,7 @@ def rollout_row(
     success: bool | None = None,
     metrics: str | None = None,
 ) -> RolloutRow:
-    """Of the rows from the root to ``leaf``, which has the outcome."""
+    """Summarize the ``path`` of rows from the root to ``leaf``, which has the outcome."""
     metadata = parse_metadata(leaf)
     policy = [row for row in path if row.origin is Origin.POLICY]
     entropies = [value for row in policy for value in row.entropies]
@@ -446,8 +451,8 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-# Memories on disk: ``memory/step-000012.parquet`` has what came into tips and steps and went since the step
-# before, one row a change.
+# Memories on disk: ``memory/step-000012.parquet`` has one row for each tip or stored step that was added or
+# removed since the previous training step.
 
 
 MEMORY: Final = "memory"

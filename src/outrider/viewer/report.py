@@ -1,4 +1,4 @@
-"""Templates of the HTML pages, which lie beside the code that fills them."""
+"""The HTML report of a run, and the Jinja templates of the HTML pages."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -29,9 +29,9 @@ from outrider.viewer.report_parts import (
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
 
 
-@cache  # to compile it takes longer than to fill it in
+@cache  # compiling a template takes longer than rendering it
 def page_template(path: Path) -> Template:
-    """The template at ``path``: what is put in is escaped, and a name that is not given is an error."""
+    """The template at ``path``, which escapes all values and raises an error for undefined names."""
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(path.parent),
@@ -42,17 +42,18 @@ def page_template(path: Path) -> Template:
     return environment.get_template(path.name)
 
 
-# One held-out task before and after reinforcement learning: the same draws, played by two policies.
+# One held-out task before and after reinforcement learning: two policies with the same random draws.
 
 
 def pick_before_after(
     directory: Path, evaluations: Sequence[Evaluation], notes: list[str]
 ) -> tuple[Sample, ...]:
-    """(before, after) of the first task that the start failed and the end solved; empty where there is none.
+    """(before, after) rollouts of the first task that the initial policy failed and the final one solved, or
+    an empty tuple if there is none.
 
-    The start is the last evaluation of step 0, after a cold start where there was one; the end, the last of
-    all. Nothing is shown of evaluations on different panels, or where the rollouts are not on file (runs of
-    earlier versions).
+    The initial policy is that of the last evaluation at step 0 (after the cold start, if the run has one),
+    the final policy that of the last evaluation. The result is also empty if the two evaluations used
+    different tasks, or if their rollouts are not stored (runs of earlier versions).
     """
     starts = [number for number, evaluation in enumerate(evaluations) if evaluation.step == 0]
     if not starts or evaluations[-1].step == 0:
@@ -78,12 +79,12 @@ def pick_before_after(
     return tuple(sample for sample in samples if sample is not None) if None not in samples else ()
 
 
-# Evaluations of a run in its report: a table per split, and scores over steps from before training on.
+# Evaluations of a run in its report: a table per split, and charts of the score over training steps.
 
 
-_MAX_SERIES: Final = 4  # as many as the page has line styles for
-SHARES: Final = frozenset({"score", "success"})  # shares of solved tasks; anything else is a number
-_MAX_NAME: Final = 18  # characters that have room under the axis
+_MAX_SERIES: Final = 4  # the number of line styles of the page
+SHARES: Final = frozenset({"score", "success"})  # shares of solved tasks; other metrics are plain numbers
+_MAX_NAME: Final = 18  # characters that fit under the axis
 _WITHOUT: Final = "Played on held-out tasks without retrieval, tips or any other help of training."
 _WITH_MEMORY: Final = (
     "Trials with the memory that the labels name: played with what it holds by then, without training."
@@ -91,11 +92,12 @@ _WITH_MEMORY: Final = (
 
 
 def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
-    """Score over step of each split's first metric, with a caption; one line for each panel that was
-    evaluated twice or more.
+    """Charts of each split's first metric over training steps, with captions. A chart has one line for each
+    set of tasks that was evaluated at least twice.
 
-    The last evaluation of step 0 is what training began with. What came before it, as the policy in front of
-    a cold start, has no step: it stands at a named place left of step 0, and no line joins it.
+    The last evaluation at step 0 is the policy at the start of training. Earlier evaluations, such as that of
+    the policy before a cold start, have no training step: they are drawn at a labelled position left of step
+    0 and are not joined by a line.
     """
     is_trial = _has_trials(run)
     charts: list[tuple[Chart, str]] = []
@@ -137,8 +139,8 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
 
 
 def _early_positions(evaluations: Sequence[Evaluation]) -> dict[str, float]:
-    """Where on the axis stands, by label, what was evaluated at step 0 before the policy that training began
-    with: a fifth of its length for each."""
+    """Positions on the x axis, by label, of evaluations before the start of training: left of step 0, each a
+    fifth of the axis length further."""
     before = list(dict.fromkeys(evaluation.label for evaluation in evaluations if evaluation.step == 0))[:-1]
     spacing = max(1.0, max((evaluation.step for evaluation in evaluations), default=0) / 5)
     return {label: spacing * (index - len(before)) for index, label in enumerate(before)}
@@ -152,7 +154,8 @@ def _line(
     *,
     is_trial: bool,
 ) -> Series:
-    """The points of one panel; the last evaluation of a place or of a step stands for it."""
+    """The line of one set of tasks. If a position or step was evaluated several times, the last one
+    counts."""
     latest: dict[float, Evaluation] = {}
     for trial, evaluation in enumerate(evaluations, start=1):
         position = positions.get(evaluation.label, 0.0) if evaluation.step == 0 else evaluation.step
@@ -163,7 +166,7 @@ def _line(
         label = evaluation.label if is_trial or x < 0 else f"{evaluation.label}, step {evaluation.step}"
         points.append(Point(x=x, value=value.value, low=value.ci_low, high=value.ci_high, name=label))
         if x < 0:
-            points.append(Point(x=x, value=None))  # what lies between is no training
+            points.append(Point(x=x, value=None))  # break the line: no training happened in between
     return Series(label=f"panel {tasks_hash[:12]}", points=tuple(points))
 
 
@@ -184,13 +187,13 @@ def _describe_conditions(run: RunData, columns: Sequence[Evaluation]) -> str:
 
 def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
     """A table per split for the template: ``rows`` are (metric, one cell per column), ``columns`` the labels
-    with their facts. A label that was evaluated several times has the last result.
+    with their details. If a label was evaluated several times, the table has the last result.
     """
     tables: list[dict[str, Any]] = []
     for split in dict.fromkeys(evaluation.split for evaluation in run.evaluations):
         last = {
             evaluation.label: evaluation for evaluation in run.evaluations if evaluation.split == split
-        }  # the curve has them all
+        }  # the chart has all evaluations
         columns = list(last.values())
         names = dict.fromkeys(name for evaluation in columns for name in evaluation.metrics)
         rows: list[tuple[str, list[str]]] = []
@@ -224,7 +227,7 @@ def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
 
 
 def _head(evaluation: Evaluation) -> str:
-    """Panel of an evaluation; faults are rollouts that are in none of its numbers."""
+    """Column header: the tasks of an evaluation, and its faulted rollouts, which no metric includes."""
     faults = f", {evaluation.num_faults} FAULTS in no score" if evaluation.num_faults else ""
     return (
         f"step {evaluation.step}, {evaluation.num_tasks} tasks{faults}, temperature "
@@ -232,10 +235,10 @@ def _head(evaluation: Evaluation) -> str:
     )
 
 
-# The report of a run: one HTML file that needs no network, no script and nothing beside it.
+# The report of a run: one self-contained HTML file without scripts and network access.
 #
-# Model output and retrieved text are untrusted: everything passes through Jinja2's autoescape, and the page
-# forbids scripts and loads by its content security policy as a second wall.
+# Model output and retrieved text are untrusted: Jinja2 escapes every value, and as a second defence the
+# page's content security policy forbids scripts and external resources.
 
 
 MAX_BYTES: Final = 1_000_000
@@ -279,8 +282,8 @@ _CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
 def write_report(run_dir: Path) -> Path:
     """Write ``report.html`` into the run directory, atomically, and return its path.
 
-    Whatever of the inputs is missing or damaged is said at the top of the page. Raises ``OSError`` when it
-    cannot be written.
+    The top of the page lists missing and damaged input files. Raises ``OSError`` if the file cannot be
+    written.
     """
     run = read_run(run_dir)
     notes = list(run.notes)
@@ -305,7 +308,7 @@ def render(
     trees: Sequence[Tree] = (),
     before_after: Sequence[Sample] = (),
 ) -> bytes:
-    """The page as UTF-8; pure."""
+    """Render the page as UTF-8, without reading any file of the run."""
     figures, missing = _figures(run)
     shown_notes = list(dict.fromkeys(notes))
     if len(shown_notes) > _NUM_NOTES:
@@ -350,7 +353,7 @@ def _first(config: Mapping[str, str], *keys: str) -> str:
 
 
 def _figures(run: RunData) -> tuple[list[tuple[Markup, str]], list[str]]:
-    """Drawn charts with their captions, and the titles of those without a value."""
+    """Charts with their captions, and the titles of charts without values."""
     figures = [(svg_chart(chart), caption) for chart, caption in evaluation_charts(run)]
     missing: list[str] = []
     for title, kind, lines in (("Reward", "train", _reward_lines(run)), *_CURVES):
@@ -378,7 +381,7 @@ def _figures(run: RunData) -> tuple[list[tuple[Markup, str]], list[str]]:
 
 
 def _reward_lines(run: RunData) -> tuple[tuple[str, str], ...]:
-    """On-policy and hybrid rollouts apart; their mixture only where a run has no such split."""
+    """Separate lines for on-policy and hybrid rollouts; their mean only if the run has no such split."""
     lines = tuple(
         line
         for line in _SPLIT_REWARD_LINES
@@ -388,7 +391,7 @@ def _reward_lines(run: RunData) -> tuple[tuple[str, str], ...]:
 
 
 def _counts(run: RunData) -> list[tuple[str, str, str]]:
-    """(name, sum over the run, meaning) of the counts of events that are above zero."""
+    """(name, sum over the run, meaning) of every event counter above zero."""
     counts = [metric for metric in DECLARED if "/num_" in metric.name and metric.group in _COUNTED_GROUPS]
     totals = [(metric, run.total("train", metric.name) + run.total("sft", metric.name)) for metric in counts]
     return [(metric.name, number(total), metric.meaning) for metric, total in totals if total]

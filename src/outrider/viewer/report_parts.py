@@ -1,8 +1,8 @@
 """Parts of the HTML reports: line charts as static SVG, sample rollouts, and groups as trees.
 
-The charts are drawn here because no light library fits: pygal links a script from the network into its output
-and leather fixes its colours, while these charts take theirs from the page (dark and light) and need axes
-with units and nothing else.
+The charts are drawn here because no lightweight library fits: pygal's output loads a script from the network
+and leather uses fixed colours, while these charts use the colours of the page (dark or light) and need only
+axes with units.
 """
 
 import math
@@ -31,7 +31,7 @@ class Point:
     """One value over ``x``; ``value`` None breaks the line. ``low`` and ``high`` are an interval around the
     value.
 
-    ``name`` is what pointing at it tells, in place of ``x``.
+    ``name`` replaces ``x`` in the tooltip of the point.
     """
 
     x: float
@@ -58,8 +58,8 @@ class Series:
 class Chart:
     """A chart of up to four series that share a unit.
 
-    ``is_share``: values are shares of 0 to 1, written in per cent. ``x_tick_labels`` are names of x that are
-    no numbers of the axis: they must lie left of all others.
+    ``is_share``: values are shares from 0 to 1, written in per cent. ``x_tick_labels`` name positions on the
+    x axis that are not steps; they must be left of all other points.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Chart:
     x_tick_labels: Mapping[float, str] = field(default_factory=dict)
 
     def format_value(self, value: float) -> str:
-        """A value as people read it."""
+        """Format a value for display."""
         return score(value) if self.is_share else number(value)
 
 
@@ -408,8 +408,7 @@ def _cut(items: list[_T], limit: int) -> tuple[list[_T], int, list[_T]]:
     return items[: limit - num_tail], len(items) - limit, items[len(items) - num_tail :]
 
 
-# Groups whose rollouts branched, as trees for the report: where they left, with which entropies, and what
-# every leaf got.
+# Groups with branched rollouts, as trees for the report: forks, entropies, and the returns of the leaves.
 
 
 NUM_TREES: Final = 3
@@ -434,7 +433,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Turns without a fork between them, then the branches that go on; ``leaf`` where a rollout ends here."""
+    """Turns without a fork between them, followed by branches; ``leaf`` is set if a rollout ends here."""
 
     rollout: int
     turns: tuple[TreeNode, ...]
@@ -487,7 +486,7 @@ def _children(rows: Sequence[TraceRow]) -> dict[int, list[TraceRow]]:
 
 
 def _drop_faulted(rows: Sequence[TraceRow]) -> list[TraceRow]:
-    """Without what a fault left behind, which leads to no leaf."""
+    """Drop nodes of faulted rollouts, which lead to no leaf."""
     parents = {row.node_id: row.parent_id for row in rows}
     retained: set[int] = set()
     for row in rows:

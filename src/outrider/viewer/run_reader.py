@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class RecordedProgress(Progress):
-    """Another display, and what it is told on disk: at most once a second, and at every stage and note.
+    """Wraps a display and also records progress on disk, at most once a second and at every stage and note.
 
-    Nothing is written before the set-up is over: a run that is refused then, or has nothing left to do, stays
-    as it was. A disk that is full ends the record and not the run.
+    Nothing is written before the end of the set-up, so that a run that fails then, or has nothing left to do,
+    is unchanged. If the disk is full, recording ends and the run continues.
     """
 
     def __init__(self, inner: Progress, run: Path, *, clock: Clock = time.monotonic) -> None:
@@ -96,7 +96,7 @@ class RecordedProgress(Progress):
         return self._inner.stopping()
 
     def close(self) -> None:
-        """The last state, which says that the process did end its work, and the end of the display."""
+        """Record that the process has finished, and close the display."""
         self._state["has_ended"] = True
         self._write()
         self._inner.close()
@@ -111,7 +111,7 @@ class RecordedProgress(Progress):
             self._guarded(self._replace)
 
     def _replace(self) -> None:
-        # Neither forced to disk nor locked: it says what is now, and a second later something else.
+        # Neither synced to disk nor locked, because the next update replaces it a second later.
         temporary = self._run / f"{LIVE}.new"
         temporary.write_text(
             json.dumps(self._state | {"line": self._stage.summary(), "time": time.time()}), encoding="utf-8"
@@ -183,10 +183,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """Contents of a run directory; ``notes`` say what could not be read.
+    """Contents of a run directory; ``notes`` list the files that could not be read.
 
-    ``config`` is flat (dotted keys) and for people: of a path it has the name alone. ``settings`` are the
-    same with whole paths, for telling runs apart; they do not belong on a page.
+    ``config`` is flat (dotted keys) and for display, with only the last part of each path. ``settings`` are
+    the same with absolute paths, for comparing runs; do not show them on a page.
     """
 
     config: Mapping[str, str]
@@ -210,12 +210,12 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Training steps on file."""
+        """Number of recorded training steps."""
         return max((step for step, _ in self.curve("train", "reward/mean")), default=0)
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps that the recipe asks for are on file."""
+        """Whether all steps of the recipe are recorded."""
         num_steps = self.config.get("train.num_steps", "")
         return num_steps.isdigit() and self.num_steps >= int(num_steps)
 
@@ -269,7 +269,7 @@ def finite(value: object) -> float | None:
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """For people, and for telling runs apart."""
+    """The configuration for display and for comparing runs (:class:`RunData`)."""
     try:
         with path.open("rb") as stream:
             table = tomllib.load(stream)

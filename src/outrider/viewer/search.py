@@ -31,8 +31,8 @@ _FEW: Final = ("task_key", "outcome", "fault", "mode", "kind", "trace_id")  # of
 
 
 class RolloutIndex:
-    """Reads what is new whenever it is asked. :meth:`table` has the columns of the rollouts' files, and
-    ``where``: the name of the file without its ending.
+    """Index of the rollouts of a run, which reads new files at every call. :meth:`table` has the columns of
+    the rollout files, and ``where``, the name of the file without its extension.
     """
 
     def __init__(self, run: Path) -> None:
@@ -52,8 +52,8 @@ class RolloutIndex:
         ]
 
     def table(self, only: str = "") -> pa.Table:
-        """Of all that is on file now, without those that cannot be read: they are in ``notes``. Of one file
-        alone: raises DataError.
+        """The rollouts of all files; unreadable files are skipped and listed in ``notes``. With ``only``, the
+        rollouts of that file; raises DataError if it cannot be read.
         """
         if only:
             is_known = only in self.stems()
@@ -165,7 +165,7 @@ def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def rows_of_table(table: pa.Table) -> list[dict[str, Any]]:
-    """Plain data; numbers that JSON has not become null."""
+    """Rows as plain data; NaN and infinity become None."""
     return [
         {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -191,9 +191,9 @@ def histogram(table: pa.Table) -> dict[str, Any]:
     return {"edges": edges.tolist(), "numbers": numbers.tolist(), "missing": missing}
 
 
-# Search in the text of all turns, file by file, newest step first. ASCII letters match in either case. Texts
-# that were read are cached within a bound, because people change one letter and search again. Arrow does the
-# slow work (reading, lower case, matching) without the GIL.
+# Search in the text of all turns, file by file, newest step first, ignoring the case of ASCII letters. Texts
+# are cached up to a size limit, because users often change one letter and search again. Arrow does the slow
+# work (reading, lower-casing, matching) without the GIL.
 
 
 MOST_HITS: Final = 200
@@ -232,7 +232,7 @@ class TextSearch:
         return {"hits": hits, "more": False}
 
     def warm(self, stems: Sequence[str]) -> None:
-        """Read what fits into the cache, newest first, before the first search."""
+        """Fill the cache before the first search, newest files first."""
         for stem in reversed(stems):
             if self._is_cancelled or self._num_bytes > _MAX_CACHE_BYTES * 0.9:
                 return
@@ -240,7 +240,7 @@ class TextSearch:
                 self._texts(stem)
 
     def leave(self) -> None:
-        """Stop :meth:`warm`: another run was opened."""
+        """Stop :meth:`warm`, because the user opened another run."""
         self._is_cancelled = True
 
     def _hits(self, stem: str, query: str, words: str) -> list[dict[str, Any]]:
@@ -254,8 +254,8 @@ class TextSearch:
         return [row | {"where": stem, "text": _excerpt(row["text"], words)} for row in rows]
 
     def _texts(self, stem: str) -> pa.ChunkedArray:
-        """The texts of a file in lower case. A full cache takes no further file: a search goes through all of
-        them, so that evicting the oldest would evict each before it is read again.
+        """The texts of a file in lower case. A full cache accepts no further file: every search reads all
+        files in the same order, so evicting the oldest would evict each file before its next use.
         """
         path = self._folder / f"{stem}.parquet"
         facts = path.stat().st_size, path.stat().st_mtime_ns

@@ -1,9 +1,10 @@
-"""Who may ask the server, and what the browser may do with its answers.
+"""The viewer's web server, its access control, and the static bundle.
 
-Against a page of another origin: the Host header must be one of ours (DNS rebinding), nothing is readable
-across origins, what a browser loads for a page of another one is refused, and the one request that changes
-something needs our own Origin and a token that only our page knows. Model output is hostile: the policy of
-the page allows no script but ours, and no address but ours.
+Protection against pages of other origins: the Host header must be one of the server's (DNS rebinding), no
+response is readable across origins, requests that a browser makes for a page of another origin are rejected,
+and the only request that changes something requires the server's own Origin and a token known only to the
+viewer's page. Model output is untrusted: the content security policy of the page allows only scripts and
+addresses of the server itself.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ from outrider.viewer.answers import LONGEST_TEXT, REQUESTS, Catalogue, ViewedRun
 from outrider.viewer.records import SCHEMA, StepFiles
 from outrider.viewer.search import rows_of_table
 
-# The viewer as a folder of files that any file server gives out: what the page would ask, asked before.
+# The viewer as a folder of static files for any file server: the response to every request of the page,
+# computed in advance.
 
 
 PAGE: Final = Path(__file__).with_name("page")
@@ -42,13 +44,13 @@ POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Of the page's content: no script, style or address but ours. A file server says nothing, so a bundle's page
-says it itself."""
+"""Content security policy of the page: only the viewer's own scripts, styles and addresses. A plain file
+server sends no such header, so the page of a bundle has it in a ``meta`` element."""
 _META: Final = (
     f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
     '<meta name="outrider-bundle" content="1">'
 )
-_FIRST: Final = '<meta charset="utf-8">'  # a policy holds for what stands behind it
+_FIRST: Final = '<meta charset="utf-8">'  # a policy applies only to the elements after it
 _TEXTS: Final = ["task_key", "trace_id", "node_id", "rollout", "origin", "text"]
 
 
@@ -59,7 +61,7 @@ def write_bundle(
     compare: Callable[[Sequence[Path]], str],
     note: Callable[[str], None],
 ) -> None:
-    """Everything of all runs into a new ``folder``. Raises ConfigError where something is there already."""
+    """Write all data of all runs into a new ``folder``. Raises ConfigError if ``folder`` is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: --bundle writes a new folder")
     viewer = Viewer(catalogue)
@@ -79,7 +81,7 @@ def write_bundle(
         if len(runs) > 1:
             try:
                 page = compare([run.path for run in runs])
-            except OutriderError as error:  # the bundle shows runs that cannot be compared all the same
+            except OutriderError as error:  # the bundle is useful without the comparison
                 note(f"not compared: {error}")
                 page = (
                     f'<!doctype html><meta charset="utf-8"><title>Outrider</title><p>{escape(str(error))}</p>'
@@ -88,7 +90,7 @@ def write_bundle(
 
 
 def _without_paths(value: Any, run: Path) -> Any:
-    """Without the folder of this machine that the run is in: a bundle is read elsewhere."""
+    """Replace the path of the run in all strings, because a bundle is read on other machines."""
     if isinstance(value, dict):
         return {name: _without_paths(item, run) for name, item in value.items()}
     if isinstance(value, list):
@@ -99,7 +101,7 @@ def _without_paths(value: Any, run: Path) -> Any:
 
 
 def _write_run(viewer: Viewer, run: ViewedRun, folder: Path) -> None:
-    """The files of one run, below ``folder``."""
+    """Write the files of one run below ``folder``."""
 
     def answer(request: str, **params: str) -> Any:
         return viewer.answer(request, {"run": run.id, **params})
@@ -139,7 +141,7 @@ def _write(path: Path, value: Any) -> None:
 COOKIE: Final = "outrider_view"
 _POLICY: Final = f"{POLICY}; frame-ancestors 'none'"
 STILL_PAGE: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-"""The policy of a page without scripts that has its style in itself."""
+"""Content security policy of a page without scripts and with inline styles."""
 HEADERS: Final = (
     (b"content-security-policy", _POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -151,7 +153,7 @@ HEADERS: Final = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what is bound to ``host``."""
+    """Whether a server bound to ``host`` is reachable only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -161,9 +163,13 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Around the whole application. ``hosts`` are the names that a Host header may have, None: any (bound
-    elsewhere, where the ``token`` decides). ``token`` is asked for, in the address or in the cookie that it
-    left, unless it is None.
+    """ASGI middleware that checks every request.
+
+    Args:
+        app: The application.
+        hosts: Accepted values of the Host header. None accepts any, for a server that is not bound to
+            loopback and relies on ``token``.
+        token: If not None, every request must contain it in the address or in the cookie set earlier.
     """
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str] | None, token: str | None) -> None:
@@ -172,7 +178,7 @@ class Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand on."""
+        """Reject the request, or pass it to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -212,7 +218,8 @@ class Guard:
 
 
 def _is_for_another_page(request: Request) -> bool:
-    """What a page of another origin loads: it cannot read that, but would let us work. A link is not."""
+    """Whether a page of another origin loads this resource. It could not read the response, but would cost
+    the server work. Following a link to the viewer does not count."""
     site = request.headers.get("sec-fetch-site", "none")
     mode = request.headers.get("sec-fetch-mode", "navigate")
     return site not in ("none", "same-origin") and mode != "navigate"
@@ -224,14 +231,14 @@ def _is_own(request: Request, host: str) -> bool:
     return origin in (f"http://{host}", f"https://{host}") and site == "same-origin"
 
 
-# The viewer's server: the page's files, and what is on disk as JSON. Read-only but for the stop button.
+# The viewer's server: the files of the page, and run data as JSON. Read-only except for the stop button.
 
 
-MOST_ANSWERS: Final = 4  # made at a time: each may hold a whole file in memory
-MOST_FOLLOWERS: Final = 64  # pages that follow a run
+MOST_ANSWERS: Final = 4  # computed concurrently: each may load a whole file into memory
+MOST_FOLLOWERS: Final = 64  # pages that follow a run at the same time
 _REFUSED: Final = (OutriderError, ValueError, OSError)
 Compare = Callable[[Sequence[Path]], str]
-"""Run folders to the page of ``outrider compare``, as HTML without scripts."""
+"""Maps run folders to the page of ``outrider compare``, as HTML without scripts."""
 
 
 def make_app(
@@ -243,8 +250,8 @@ def make_app(
     every_s: float = 1.0,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> Guard:
-    """The application. ``every_s``: how often a page that follows a run looks for news, until the server
-    ``is_ending``.
+    """Build the application. A page that follows a run receives updates every ``every_s`` seconds until
+    ``is_ending`` returns True.
     """
     server = _Server(Viewer(catalogue), compare, every_s, is_ending)
     routes = [
@@ -259,7 +266,7 @@ def make_app(
 
 
 class _Server:
-    """The routes. What reads files does so in a thread."""
+    """The routes. Requests that read files run in a thread."""
 
     def __init__(
         self, viewer: Viewer, compare: Compare, every_s: float, is_ending: Callable[[], bool]
@@ -270,10 +277,10 @@ class _Server:
         self._is_ending = is_ending
         self._answering = asyncio.Semaphore(MOST_ANSWERS)
         self._num_followers = 0
-        self._stop_token = secrets.token_urlsafe(24)  # only our page can read it
+        self._stop_token = secrets.token_urlsafe(24)  # other origins cannot read it from the page
 
     async def page(self, request: Request) -> Response:
-        """The one page; with it goes what the stop button has to show."""
+        """The page of the viewer, with the token that the stop button must send."""
         text = (PAGE / "index.html").read_text(encoding="utf-8")
         return HTMLResponse(text.replace("STOP_TOKEN", self._stop_token))
 
@@ -294,7 +301,7 @@ class _Server:
         return Response(body, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
-        """Server-sent events: one whenever something of a run has changed."""
+        """Server-sent events: one for each change of a run."""
         try:
             run = self._viewer.catalogue.get(request.query_params.get("run", ""))
         except KeyError:
@@ -304,7 +311,7 @@ class _Server:
         return StreamingResponse(self._news(request, run.path), media_type="text/event-stream")
 
     async def _news(self, request: Request, run: Path) -> AsyncIterator[str]:
-        """Sent when the one before was taken: of a page that does not read nothing piles up."""
+        """Yield an event only after the previous one was consumed, so no events queue up for a slow page."""
         before = ""
         self._num_followers += 1
         try:
@@ -331,7 +338,7 @@ class _Server:
             return JSONResponse({"error": str(error)}, status_code=400)
 
     async def stop(self, request: Request) -> Response:
-        """SIGTERM, which a run answers with a checkpoint."""
+        """Send SIGTERM to the run, which writes a checkpoint and exits."""
         token = request.headers.get("x-outrider-stop", "")
         if not hmac.compare_digest(token.encode(), self._stop_token.encode()):
             return JSONResponse({"error": "reload the page: its token is of another server"}, status_code=403)
@@ -350,7 +357,7 @@ def _as_json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-# Starts the viewer's server, and says where it is.
+# Starting the server.
 
 
 MOST_CONNECTIONS = 256
@@ -366,8 +373,8 @@ def serve(
     opens: bool,
     log: Callable[[str], None],
 ) -> None:
-    """Serve until Ctrl-C. Bound to another address than loopback, the printed one has a token without which
-    nothing is answered. Raises ConfigError for an address that cannot be bound.
+    """Serve until Ctrl-C. If the server is not bound to loopback, the printed address contains a token that
+    every request must have. Raises ConfigError if the address cannot be bound.
     """
     is_own = is_loopback(host)
     token = None if is_own else secrets.token_urlsafe(24)

@@ -31,8 +31,8 @@ _STAGES: Final = (("rollouts", "time/rollout"), ("updates", "time/update"))
 
 
 def summary_lines(run: Path) -> list[str]:
-    """Of what is on file, within 80 columns but for a long path. Scores are in per cent, with 95 %
-    intervals; of seconds those that were recorded, over every process that the run had.
+    """Summary lines from the run's files, at most 80 columns wide except for long paths. Scores are in per
+    cent with 95 % intervals; seconds are the recorded ones, summed over all processes of the run.
     """
     data = read_run(run)
     return [
@@ -43,7 +43,7 @@ def summary_lines(run: Path) -> list[str]:
 
 
 def one_line_summary(run: Path) -> str:
-    """Method, task, steps, and the last score with its interval, as far as they are on file."""
+    """Method, task, steps, and the last score with its interval, as far as they are recorded."""
     data = read_run(run)
     method, task = (data.config.get(f"{name}.type", "?") for name in ("algorithm", "environment"))
     parts = [f"{method} on {task}", f"{data.num_steps} of {data.config.get('train.num_steps', '?')} steps"]
@@ -122,17 +122,17 @@ STEP_FIELDS: Final[Mapping[str, str]] = {
     "s/step": "time/step",
     "tokens/s": "speed/rollout_tokens",
 }
-"""What is shown of a step, and the metric that it is."""
+"""Displayed label of a step's value, and its metric."""
 
 _NUM_STEPS: Final = 5
 _NUM_NOTES: Final = 3
-_SILENT_S: Final = 60.0  # without a word, at which a line says so
+_SILENT_S: Final = 60.0  # without output, after which a line reports the silence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """A run at one moment. ``lines`` may hold any text; ``state_key`` changes with every step, stage and
-    note.
+    """State of a run at one moment. ``lines`` may contain any text; ``state_key`` changes with every step,
+    stage and note.
     """
 
     status: Status
@@ -141,7 +141,7 @@ class RunSnapshot:
 
 
 def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
-    """Read the run's files; what is missing or damaged is left out. ``now``: seconds since 1970."""
+    """Read the run's files and skip missing or damaged ones. ``now``: seconds since 1970."""
     data, live, notes = read_run(run), live_state(run), read_notes(run)
     status: Status
     if is_locked(run / "lock"):

@@ -1,11 +1,12 @@
 """Trackers: optional mirrors of the metrics in TensorBoard, Weights & Biases or Trackio.
 
-``metrics.jsonl`` is the record; a tracker that cannot start stops the run before it begins, and a tracker
-that fails later is switched off, said loudly and counted, while training goes on.
+``metrics.jsonl`` is the authoritative record. A tracker that cannot start is an error before the run begins.
+A tracker that fails later is disabled with a warning and counted, and training continues.
 
-A resumed run goes on in the trackers' own runs, which ``trackers.json`` of the run directory names. It plays
-the steps behind its checkpoint again, with the same values: TensorBoard forgets the first ones, the others
-may show them twice. W&B cannot continue a run that was written offline: what follows is a run of its own.
+A resumed run continues the trackers' own runs, whose identities are in ``trackers.json`` of the run
+directory. It repeats the steps after its checkpoint with the same values: TensorBoard discards the first
+ones, the other trackers may show them twice. W&B cannot continue an offline run, so a resumed run starts a
+new W&B run.
 """
 
 import importlib.util
@@ -32,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerContext:
-    """Facts for building a tracker: ``config`` are the run's settings, ``newest_step`` is that of the newest
-    checkpoint (None without any), ``known`` what :attr:`Tracker.identity` was when the run began, and
-    ``first_step`` the smallest step that may come: negative if the run has a cold start.
+    """Arguments for building a tracker: ``config`` are the run's settings, ``newest_step`` is the step of the
+    newest checkpoint (None if there is none), ``known`` is the :attr:`Tracker.identity` from the start of the
+    run, and ``first_step`` is the smallest step that may be logged (negative if the run has a cold start).
     """
 
     run_dir: Path
@@ -46,10 +47,10 @@ class TrackerContext:
 
 
 class Tracker(Protocol):
-    """A mirror of the metrics; may raise, :class:`TrackerSet` deals with it. ``identity`` is what its run can
-    be continued by; a tracker that cannot continue a run needs none.
+    """A mirror of the metrics. Methods may raise; :class:`TrackerSet` catches the exceptions. ``identity``
+    identifies the tracker's run when it is resumed; a tracker that cannot resume a run needs none.
 
-    As a plug-in, a class made by ``build(settings, context)`` with :class:`TrackerContext`.
+    A plug-in is a class with ``build(settings, context)``, where ``context`` is a :class:`TrackerContext`.
     """
 
     identity: str | None
@@ -66,7 +67,7 @@ class Tracker(Protocol):
 
 
 class _BuiltinTracker:
-    """A tracker whose package is an extra."""
+    """A tracker whose package is an optional dependency (an extra)."""
 
     identity: str | None = None
 
@@ -135,7 +136,7 @@ class TrackioTracker(_BuiltinTracker):
         options = {"config": dict(context.config), "resume": "never" if context.known is None else "allow"}
         name = context.known or context.run_dir.name
         self._run: Any = _start("trackio", lambda: module.init(project=context.project, name=name, **options))
-        self.identity = str(self._run.name)  # another one than requested if that is taken
+        self.identity = str(self._run.name)  # differs from the requested name if that is taken
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -162,7 +163,7 @@ class TrackerSet:
         return tuple(self._trackers)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Send the values that are defined and finite; a tracker that raises is switched off."""
+        """Send the values that are defined and finite, and disable a tracker that raises."""
         values = {
             name: float(value)
             for name, value in metrics.items()
@@ -208,8 +209,8 @@ def make_trackers(
     first_step: int = 0,
     warn: Callable[[str], None] = _log.warning,
 ) -> TrackerSet:
-    """Start the named trackers before the first rollout. ``newest_step``: that of the newest checkpoint, None
-    without any. ``first_step``: the smallest step that may be logged.
+    """Start the named trackers before the first rollout. ``newest_step``: the step of the newest checkpoint,
+    or None. ``first_step``: the smallest step that may be logged.
 
     Raises :class:`~outrider.errors.ConfigError` for an unknown or repeated name, a missing extra, or a
     tracker that cannot start.
@@ -235,7 +236,7 @@ def make_trackers(
         )
         trackers[name] = _start(name, partial(build_by_name, "trackers", name, None, context))
     for name, tracker in trackers.items():
-        if (identity := getattr(tracker, "identity", None)) is not None:  # a tracker need not have any
+        if (identity := getattr(tracker, "identity", None)) is not None:  # optional for plug-ins
             known[name] = str(identity)
     if known:
         replace_file(identities, json.dumps(known).encode())
@@ -256,5 +257,5 @@ def _start(name: str, start: Callable[[], Any]) -> Any:
         return start()
     except OutriderError:
         raise
-    except Exception as error:  # no login, no network, no space: said before the run begins
+    except Exception as error:  # no login, network or disk space: raise before the run begins
         raise ConfigError(f"tracker {name!r} cannot start: {error}") from error
