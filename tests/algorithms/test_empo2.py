@@ -362,3 +362,11 @@ def test_the_preset_for_small_models_bounds_what_novelty_adds() -> None:
         .advantages.values
     )
     np.testing.assert_allclose(found, [-0.25, -0.25, -0.25, 0.75], atol=0.01 * 2)
+
+
+def test_a_step_that_is_generated_again_counts_no_tip_twice() -> None:
+    method = algorithm()
+    assert method.tips is not None
+    method.tips.counts["dropped"] += 3  # rollouts of a step that a stop request ends
+    method.discard_step()
+    assert "counts" not in method.state()[0] and not method.tips.counts

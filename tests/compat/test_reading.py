@@ -86,37 +86,16 @@ def test_a_recorded_step_is_played_again_without_a_difference(run: str, capsys: 
     assert ["same", "8"] in counts and ["different", "0"] in counts
 
 
-def test_a_buffer_is_read_as_it_was_written_and_added_to(capsys: Said) -> None:
-    with StepTraceBuffer(Path("buffer.sqlite"), load_embedder("hash"), mode="read") as buffer:
-        kept = buffer.steps(range(1, 10))
-        assert (len(buffer), buffer.revision) == (9, 1)
-        for thing, place in {"lamp": "hill", "ship": "lake", "ring": "wood"}.items():
-            texts = [step.text for step in buffer.trajectory(f"given/{thing}")]
-            assert texts == [
-                f"<search>{thing}</search>",
-                f"<search>the {thing}</search>",
-                f"<answer>{place}</answer>",
-            ]
-            (hit,) = buffer.query(f"Where is the {thing}?")
-            assert hit.record.task_key == buffer.trajectory(f"given/{thing}")[0].task_key
-            assert hit.similarity > 0.99
-    Path("more.jsonl").write_text(
-        json.dumps(
-            {
-                "task_key": "tasks-7",
-                "question": "Where is the bell?",
-                "reward": 1.0,
-                "messages": [{"role": "assistant", "content": "<answer>hill</answer>"}],
-            }
-        )
-    )
-    done(capsys, "buffer", "import", "more.jsonl", "--out", "buffer.sqlite", "--embedder", "hash")
-    with StepTraceBuffer(Path("buffer.sqlite"), load_embedder("hash"), mode="read") as buffer:
-        assert (len(buffer), buffer.revision) == (10, 2)
-        assert buffer.steps(range(1, 10)) == kept
+def test_its_buffer_is_refused_in_one_line_and_stays_as_it_is(capsys: Said) -> None:
+    before = Path("buffer.sqlite").read_bytes()
+    told = "format_version is 1, this version of Outrider reads 2: build or import the buffer again"
+    with pytest.raises(DataError, match=told):
+        StepTraceBuffer(Path("buffer.sqlite"), load_embedder("hash"), mode="read")
+    assert told in refused(capsys, "train", "recipe.toml", "train.num_steps=1", "--run", "more")
+    assert Path("buffer.sqlite").read_bytes() == before
 
 
-def test_a_new_run_opens_its_buffer_and_starts_from_its_weights(capsys: Said) -> None:
+def test_a_new_run_starts_from_its_weights(capsys: Said) -> None:
     start = f"model.initial_checkpoint=rapo/{LAST}"
     said = done(
         capsys, "train", "recipe.toml", start, "train.num_steps=0", "--run", "new", "--progress", "plain"
@@ -125,8 +104,6 @@ def test_a_new_run_opens_its_buffer_and_starts_from_its_weights(capsys: Said) ->
     begun = load_file(Path("new", "checkpoints", "step-000000", "masters.safetensors"))
     written = load_file(Path("rapo", LAST, "masters.safetensors"))
     assert begun.keys() == written.keys() and all(torch.equal(begun[name], written[name]) for name in begun)
-    done(capsys, "train", "recipe.toml", "train.num_steps=1", "--run", "more", "--progress", "none")
-    assert outrider.load_run("more").metrics()["tokens/retrieved"][0].as_py() > 0
 
 
 def test_an_evaluation_of_its_checkpoint_has_its_weights(capsys: Said) -> None:

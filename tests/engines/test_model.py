@@ -263,7 +263,7 @@ def test_auto_precision_is_bfloat16_only_with_a_matrix_unit_for_it(
 ) -> None:
     """A1: never where it is slow, and never where it cannot be packed."""
     processor = Processor(model="a test's", instruction_sets=frozenset(flags))
-    monkeypatch.setattr("outrider.engines.local.processor.read_processor", lambda: processor)
+    monkeypatch.setattr("outrider.engines.local.model.read_processor", lambda: processor)
     monkeypatch.setattr(onednn, "can_pack", lambda dtype: packs)
     assert load_model(str(save_tiny_model(tmp_path)), precision="auto").dtype is expected
 

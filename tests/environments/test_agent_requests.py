@@ -285,6 +285,6 @@ def test_or_whose_tools_break_the_reading(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: Any) -> Any:
         raise SystemExit(3)
 
-    monkeypatch.setattr("outrider.tokens.call_formats.read_turn", broken)
+    monkeypatch.setattr("outrider.environments.base.read_turn", broken)
     with pytest.raises(EnvironmentFault, match="BadTools cannot read a turn: SystemExit: 3"):
         Episode(BadTools()).read("x")

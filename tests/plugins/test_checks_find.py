@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -185,8 +186,13 @@ def _shuffled(self: Script, requests: Sequence[Request]) -> list[Generation]:
 
 def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
     return [
-        ScriptedEngine._generation(self, one, [5] * (one.max_tokens + 1), None)  # type: ignore[arg-type]
-        for one in requests
+        replace(
+            generation,
+            token_ids=(5,) * (request.max_tokens + 1),
+            logprobs=(0.0,) * (request.max_tokens + 1),
+            entropies=(0.0,) * (request.max_tokens + 1),
+        )
+        for request, generation in zip(requests, ScriptedEngine.generate(self, requests), strict=True)
     ]
 
 

@@ -124,7 +124,7 @@ def test_a_turn_that_breaks_its_reader_is_a_fault_of_its_rollout(monkeypatch: py
     def broken(*_: Any) -> Any:
         raise TypeError("'int' object is not iterable")
 
-    monkeypatch.setattr("outrider.tokens.call_formats.read_turn", broken)
+    monkeypatch.setattr("outrider.rollout.endpoint.read_turn", broken)
     played, _, _ = play(ANSWER)
     assert played.outcome == Outcome.ENVIRONMENT_FAULT and "not iterable" in played.detail
 

@@ -197,7 +197,7 @@ def test_another_processor_is_told_and_the_same_one_is_not(
     run_training(RunDirectory.open(here), progress="plain", on_start=lambda stop: None)
     assert "OTHER" not in capsys.readouterr().out
     other = Processor(model="another", instruction_sets=frozenset({"avx1024"}))
-    monkeypatch.setattr("outrider.engines.local.processor.read_processor", lambda: other)
+    monkeypatch.setattr("outrider.training.resume.read_processor", lambda: other)
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX2")
     run_training(RunDirectory.open(elsewhere), progress="plain", on_start=lambda stop: None)
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("OTHER")]

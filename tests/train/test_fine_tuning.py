@@ -16,9 +16,10 @@ from outrider.training.packing import RolloutPath
 from outrider.training.settings import ColdStartSettings
 from outrider.types import Origin
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (
+from tests.train.test_pack_update import (  # noqa: F401
     Recorder,
     assert_equal_gradients,
+    double_precision,
     eager,
     gradients_of,
     padded_logprobs,

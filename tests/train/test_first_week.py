@@ -191,8 +191,8 @@ def test_dry_run_refuses_what_a_run_would_miss(
 
 def test_an_environment_that_breaks_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (recipe.parent / "first_week_broken.py").write_text(
-        "from tests.plugins.test_api import Own, OwnSettings\n"
-        "class Broken(Own):\n    Settings = OwnSettings\n    def reset(self, seed):\n        return 1 / 0\n"
+        "from tests.plugins.test_api import Own\n"
+        "class Broken(Own):\n    def reset(self, task, seed):\n        return 1 / 0\n"
     )
     own = '{type="first_week_broken:Broken"}'
     assert dry(recipe, f"environment={own}") == 2

@@ -16,10 +16,11 @@ from outrider.training.settings import OptimizerSettings, UpdateSettings
 from outrider.training.update import rollout_paths, update
 from tests.objectives import nested
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (
+from tests.train.test_pack_update import (  # noqa: F401
     OBJECTIVES,
     Recorder,
     assert_equal_gradients,
+    double_precision,
     eager,
     gradients_of,
     padded_logprobs,

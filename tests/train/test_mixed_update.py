@@ -29,9 +29,10 @@ from outrider.training.update import MetricAccumulator, UpdateReport, loss_input
 from outrider.types import Origin, Task
 from tests.objectives import nested
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (
+from tests.train.test_pack_update import (  # noqa: F401
     Recorder,
     assert_equal_gradients,
+    double_precision,
     eager,
     gradients_of,
     random_trace,

@@ -23,9 +23,10 @@ from outrider.types import Origin
 from tests.objectives import nested
 from tests.tiny import tiny_model
 from tests.train.test_mixed_update import with_demonstration
-from tests.train.test_pack_update import (
+from tests.train.test_pack_update import (  # noqa: F401
     Recorder,
     assert_equal_gradients,
+    double_precision,
     eager,
     padded_logprobs,
     random_trace,

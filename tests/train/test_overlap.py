@@ -27,7 +27,13 @@ from outrider.training.step_metrics import staleness_alarms, staleness_metrics
 from outrider.training.update import update
 from outrider.types import Message, Origin, Outcome, Task
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import Recorder, honest, random_trace, shift
+from tests.train.test_pack_update import (  # noqa: F401
+    Recorder,
+    double_precision,
+    honest,
+    random_trace,
+    shift,
+)
 
 # half of a pair too: a broken tool may say anything
 TEXTS = st.text(st.characters(exclude_categories=()))

@@ -266,3 +266,21 @@ def test_a_step_without_signal_is_an_alarm_with_its_reason(
     outrider.train(recipe(model, environment={"kind": kind}, train={"num_steps": 3}), run=tmp_path / "run")
     alarms = [line for line in notes(tmp_path / "run").splitlines() if line.startswith("ALARM")]
     assert len(alarms) == 1 and told in alarms[0], alarms
+
+
+def test_what_the_learner_started_is_closed_if_a_later_check_fails(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr("outrider.training.learner.LocalLearner.close", lambda self: closed.append(True))
+    with pytest.raises(ConfigError, match="context"):
+        outrider.train(recipe(model, model={"context_length": 10**6}), run=tmp_path / "run")
+    assert closed == [True]
+
+
+def test_an_evaluation_without_training_is_finished_when_it_is_resumed(model: Path, tmp_path: Path) -> None:
+    given = recipe(model, train={"num_steps": 0}, evaluation={"at_start": True})
+    outrider.train(given, run=tmp_path / "run")
+    outrider.train(resume=tmp_path / "run")
+    assert "this run is finished: 0 of 0 steps" in notes(tmp_path / "run")
+    assert len((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()) == 1

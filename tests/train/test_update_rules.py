@@ -17,7 +17,15 @@ from outrider.training.settings import OptimizerSettings, UpdateSettings
 from outrider.training.update import UpdateReport, measure_kl, rollout_paths, update
 from outrider.types import Origin, Outcome, Task
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import Recorder, honest, ids, node, random_trace, shift
+from tests.train.test_pack_update import (  # noqa: F401
+    Recorder,
+    double_precision,
+    honest,
+    ids,
+    node,
+    random_trace,
+    shift,
+)
 
 
 def trained(

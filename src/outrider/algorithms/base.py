@@ -478,6 +478,9 @@ class Algorithm:
     def restore_counts(self, saved: Sequence[Mapping[str, int]]) -> None:
         """Restore what :meth:`counts` returned."""
 
+    def discard_step(self) -> None:
+        """Forget what the hooks have counted in the rollouts of a step that will be generated again."""
+
 
 Demonstrations = Mapping[str, Sequence[Step] | None]
 

@@ -474,6 +474,10 @@ class Exploration(Algorithm):
             [counts] = saved
             self.retrieval.counts = Counter(counts)
 
+    def discard_step(self) -> None:
+        if self.tips is not None:
+            self.tips.discard_step()
+
 
 class Rapo(Exploration):
     """Exploration by retrieval; see :class:`RapoSettings`."""

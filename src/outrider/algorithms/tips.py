@@ -304,6 +304,11 @@ class TipHook(Hook):
         self.counts = Counter()
         self._endings = {}
 
+    def discard_step(self) -> None:
+        """Forget the counts and endings of rollouts that no step has measured."""
+        self.counts = Counter()
+        self._endings = {}
+
     def gathered(self) -> dict[str, Any]:
         """The counts, and what :meth:`after_group` needs and no trace contains."""
         return {"counts": dict(self.counts), "endings": dict(self._endings), "step": self._training_step}

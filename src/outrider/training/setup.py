@@ -228,6 +228,7 @@ def build(
         factory = task_set.make()
         cleanup.callback(factory.close)
         learner = start_learner(settings, initial=not resumed)
+        cleanup.callback(learner.close)  # it may have started processes, and the checks below can fail
         language_model = learner.language_model
         note(describe_path(language_model, model_settings.name))
         if model_settings.lora is not None and (
@@ -244,7 +245,6 @@ def build(
         renderer = make_checked_renderer(
             language_model.tokenizer, model_settings, settings.environment, note=note
         )
-        cleanup.callback(learner.close)
         remote = None
         if start_remote is None:
             context = EngineContext(
@@ -418,8 +418,12 @@ def open_buffer(
             note("the buffer's last writer was killed inside a batch: that batch is added again")
         if source_path is None and not resumed:
             tasks = train_tasks[: settings.buffer.num_tasks]
-            filled = fill_buffer(buffer, task_set, factory, tasks, settings, note, count_tokens=count_tokens)
-            task_set.close()
+            try:
+                filled = fill_buffer(
+                    buffer, task_set, factory, tasks, settings, note, count_tokens=count_tokens
+                )
+            finally:
+                task_set.close()  # ends the experts' processes; a later request starts them again
             reason = f": no trajectory of an expert entered it (of {len(tasks)} tasks: {filled.outcomes()})"
         _require_steps(buffer, reason)
     except BaseException:

@@ -161,7 +161,9 @@ class Trainer:
         settings, state = self.parts.settings, self.state
         saved = state.load_newest(checkpoints)
         is_done = state.step >= settings.train.num_steps or self._is_budget_spent()
-        if is_done and self._is_evaluated(self._last_label):
+        # A run without cold start and training steps has only the evaluation at its start.
+        trains = state.step or settings.cold_start.num_examples
+        if is_done and (not trains or self._is_evaluated(self._last_label)):
             self.progress.note(
                 f"this run is finished: {state.step} of {settings.train.num_steps} steps; nothing to do"
             )
@@ -274,8 +276,9 @@ class Trainer:
                 parts, self.rollouts(training=True), step=state.step, cursor=state.task_cursor
             )
         except BaseException:
-            # The step is given up: it will be played again, to the same bits.
+            # The step will be generated again, with the same bits: nothing may be counted twice.
             parts.algorithm.restore_counts(counts)
+            parts.algorithm.discard_step()
             raise
         return QueuedStep(sampled=sampled, counts=counts, seconds=0.0)
 

@@ -92,7 +92,7 @@ def test_the_wait_for_other_episodes_follows_from_the_servers() -> None:
 
 
 def test_a_script_is_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.plugins.imports.search_folders", lambda: (tmp_path, HERE))
+    monkeypatch.setattr("outrider.tools.mcp.tool.search_folders", lambda: (tmp_path, HERE))
     assert numbers(command=None, args=(), script="server.py").script_path() == HERE / "server.py"
     (tmp_path / "server.py").write_text("")
     assert numbers(command=None, args=(), script="server.py").script_path() == tmp_path / "server.py"
