@@ -399,8 +399,8 @@ def _summary(trace: Trace) -> RolloutAdvantages:
 
 class RejectionSettings(ObjectiveSettings):
     """Rejection sampling: imitate accepted rollouts of the policy. This is a policy gradient with advantages
-    0 and 1, without a baseline or a negative signal. Rejected rollouts are not counted in denominators, so the
-    loss is the mean negative log-likelihood over the tokens of the selected rollouts.
+    0 and 1, without a baseline or a negative signal. Rejected rollouts are not counted in denominators, so
+    the loss is the mean negative log-likelihood over the tokens of the selected rollouts.
 
     A rollout is accepted if its environment return is at least ``threshold``. ``keep`` selects among the
     accepted rollouts of a task: ``all`` (at most ``max_kept``, the first ones), the ``best``, or the
