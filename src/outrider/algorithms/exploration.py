@@ -480,25 +480,25 @@ class Exploration(Algorithm):
 
 
 class Rapo(Exploration):
-    """Exploration by retrieval; see :class:`RapoSettings`."""
+    """RAPO (arXiv 2603.03078): exploration by retrieval."""
 
     Settings = RapoSettings
 
 
 class Arpo(Exploration):
-    """Exploration by branching; see :class:`ArpoSettings`."""
+    """ARPO and AEPO (arXiv 2507.19849, 2510.14545): exploration by branching."""
 
     Settings = ArpoSettings
 
 
 class Empo2(Exploration):
-    """Exploration with tips; see :class:`Empo2Settings`."""
+    """EMPO² (arXiv 2602.23008): exploration with tips."""
 
     Settings = Empo2Settings
 
 
 class Combined(Exploration):
-    """Any of the three parts; see :class:`CombinedSettings`."""
+    """Any combination of retrieval, branching and tips."""
 
     Settings = CombinedSettings
 

@@ -195,12 +195,12 @@ class Workload:
 
     @property
     def episode_tokens(self) -> int:
-        """Tokens that an update computes of an episode at most."""
+        """Maximum number of tokens that an update computes per episode."""
         return self.context * self.contexts
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step at most: every episode as long as it may be, and nothing shared."""
+        """Maximum number of tokens of a step: every episode has the maximum length, and shares no prefix."""
         return self.episodes * self.episode_tokens
 
     def update_seconds(self, shape: ModelShape, *, ranks: int, peak: float) -> float:
@@ -219,7 +219,8 @@ class Workload:
 
 
 def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | None = None) -> Workload:
-    """Of a recipe. The length of prompts is not in it, so it is given; ``longest``: positions of the model.
+    """Create the workload of a recipe. ``prompt_tokens`` is an argument because recipes do not contain it;
+    ``longest`` is the number of positions of the model.
 
     ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
     """
@@ -230,12 +231,12 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
         precision = "float32" if device == "cpu" else "bfloat16"
     limits = [limit for limit in (settings.model.context_length, longest) if limit]
     context = min([prompt_tokens + settings.rollout.max_response_tokens, *limits])
-    # a conversation that is rendered again before a turn may begin a context anew
+    # rendering a conversation again before a turn may start a new context
     contexts = settings.rollout.max_turns if settings.model.history_thinking == "strip" else 1
     has_several_updates = update.num_mini_batches * update.num_epochs > 1
     return Workload(
         training=Training(
-            # a rollout that is longer is a micro-batch of its own
+            # a longer rollout is a separate micro-batch
             max_tokens=max(update.max_tokens, context * contexts),
             precision=precision,
             checkpointed=update.checkpoint_activations,
@@ -283,7 +284,7 @@ class Layout:
 
     @property
     def overrides(self) -> list[str]:
-        """Settings that ask for it."""
+        """Settings that select this layout."""
         if self.placement == "process":
             return []
         settings = {
@@ -320,7 +321,7 @@ class Fit:
 
 
 def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> Fit:
-    """Count it. A GPU needs 1.1 times the bytes of its processes and 2 GB
+    """Compute the memory of a layout. A GPU needs 1.1 times the bytes of its processes and 2 GB
     (:func:`outrider.planning.memory.with_margin`); what is left is for keys and values.
 
     A colocated GPU counts the trainer's peak, the engine's weights and what a sleeping engine leaves: both at

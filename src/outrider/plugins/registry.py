@@ -148,7 +148,7 @@ def known_names(kind: Kind) -> list[str]:
 
 
 def is_known(kind: Kind, name: str) -> bool:
-    """Whether a recipe may use this name."""
+    """Return whether a recipe may use this name."""
     return name in BUILT_IN[kind] or is_import_path(name) or name in registered(kind)
 
 
