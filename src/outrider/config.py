@@ -1,4 +1,4 @@
-"""Settings: one pydantic tree, TOML files, dotted overrides, and errors that fit on one line."""
+"""Settings: a pydantic tree with TOML files, dotted overrides and one-line error messages."""
 
 import copy
 import logging
@@ -32,23 +32,25 @@ if TYPE_CHECKING:
     from outrider.plugins.imports import Origin
 
 
-# Paths in settings: where a relative path is looked up, and what is reported when nothing is there.
+# Lookup of paths in settings, and messages for paths that do not exist.
 #
-# A path in a recipe is relative to the recipe's folder and, if nothing is there, to the current folder; a
-# path on the command line the other way round. A run stores absolute paths.
+# A relative path in a recipe is looked up in the recipe's folder first and then in the current folder; a path
+# on the command line in the opposite order. A run stores absolute paths.
 
 
 TreeT = TypeVar("TreeT")
 Folders: TypeAlias = Callable[[str], Sequence[Path]]
-"""The folders in which the path of a dotted key is looked up, the first one first."""
+"""Returns the folders in which the path of a dotted key is looked up, in order."""
 _reported: set[tuple[str, Path]] = set()
 
 
 def absolute_paths(settings: TreeT, folders: Folders, prefix: str = "") -> TreeT:
-    """The settings with every relative path made absolute. An input that is in none of the folders stays as
-    it is, for :func:`require_paths`; any other path that does not exist is one below the current folder.
+    """Return the settings with every relative path made absolute.
+
+    An input that exists in none of the folders is unchanged, so that :func:`require_paths` reports it. Any
+    other path that does not exist is resolved against the current folder.
     """
-    tree: Any = settings  # outrider.config needs this module, so that its class cannot be named here
+    tree: Any = settings  # not annotated as RunSettings: its module imports outrider.config
     changed: dict[str, Any] = {}
     for name, value in tree:
         absolute = _absolute(value, f"{prefix}{name}", folders, is_input=tree.names_path(name))
@@ -95,8 +97,10 @@ def _located(path: Path, key: str, folders: Folders, *, is_input: bool) -> Path:
 
 
 def require_paths(settings: Any, folders: Sequence[Path], *, prefix: str = "") -> None:
-    """Raise DataError, which names the setting, the path and the searched folders, if an input does not
-    exist. Sections that the run does not read (``unread_sections``) are not checked.
+    """Check that all inputs exist, except in sections that the run does not read (``unread_sections``).
+
+    Raises:
+        DataError: if an input does not exist; names the setting, the path and the searched folders.
     """
     for key, path in _inputs(settings, prefix):
         if not path.exists() and shutil.which(path) is None:
@@ -104,7 +108,7 @@ def require_paths(settings: Any, folders: Sequence[Path], *, prefix: str = "") -
 
 
 def no_such_file(path: Path, folders: Sequence[Path]) -> str:
-    """What is reported of a path that does not exist."""
+    """Format the error for a path that does not exist."""
     if path.is_absolute():
         return f"{path}: no such file or folder"
     searched = " and ".join(dict.fromkeys(str(folder.absolute()) for folder in (*folders, Path.cwd())))
@@ -112,7 +116,7 @@ def no_such_file(path: Path, folders: Sequence[Path]) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """A path for people: relative if it is below the current folder."""
+    """Format a path for messages: relative if it is below the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -129,10 +133,10 @@ def _inputs(settings: Any, prefix: str) -> Iterator[tuple[str, Path]]:
                 yield from _inputs(item, f"{prefix}{name}{'' if number is None else f'.{number}'}.")
 
 
-# Describes problems of a configuration in one line each: plain dotted paths and near matches.
+# One-line descriptions of configuration errors, with plain dotted paths and suggestions.
 #
-# Locations of pydantic's errors contain the tag of a union's member, or the name of a section's plug-in
-# (``algorithm.grpo.groupsize``), which the user did not write.
+# Locations in pydantic's errors contain union tags or plug-in names (``algorithm.grpo.groupsize``), which
+# are not part of the user's keys.
 
 
 _NO_SECTION = {"model_attributes_type", "model_type", "dict_type"}
@@ -149,7 +153,7 @@ _EXPLAINED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "sampling_temperature"), _SAMPLING),
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), _SCHEDULE),
 }
-"""Keys of other libraries that have no counterpart, and why."""
+"""Keys of other libraries without a counterpart, with the reason."""
 _SIMILAR: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(
         ("batch_size", "train_batch_size", "rollout_batch_size", "per_device_train_batch_size"),
@@ -168,14 +172,14 @@ _SIMILAR: Final[Mapping[str, Sequence[str]]] = {
     ),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_grad"), ("optimizer.max_grad_norm",)),
 }
-"""Common names of other libraries, and the keys of ours that are suggested for them."""
-_SURE: Final = 0.8  # similarity above which a name is a typing error before it is anything else
+"""Common key names of other libraries, and the keys that are suggested for them."""
+_SURE: Final = 0.8  # similarity from which a name is treated as a typing error before any other explanation
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A section of which there are several types. ``depth`` is the length of its path; ``name`` is the type
-    that the configuration chose, ``others`` are the sections of the other types.
+    """A section with several types. ``depth`` is the length of its path; ``name`` is the type that the
+    configuration selected, ``others`` are the sections of the other types.
     """
 
     depth: int
@@ -184,7 +188,7 @@ class _Choice:
 
 
 def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = None) -> str:
-    """One error of pydantic about ``tree``, a tree of ``kind``, as ``path: what is wrong``."""
+    """Format one pydantic error about ``tree``, a tree of ``kind``, as ``path: message``."""
     path, sections, choices = _locate(kind, item["loc"])
     location, text = ".".join(path), item["msg"].removeprefix("Value error, ")
     discriminator = str(item.get("ctx", {}).get("discriminator")).strip("'")
@@ -218,8 +222,8 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = Non
 def _locate(
     kind: type[BaseModel], loc: Sequence[str | int]
 ) -> tuple[list[str], list[type[BaseModel]], list[_Choice]]:
-    """The path without tags, the sections in which its last key was looked up, and the types that were chosen
-    on the way.
+    """Return the path without tags, the sections in which its last key was looked up, and the selected types
+    along the path.
     """
     path: list[str] = []
     parents: list[type[BaseModel]] = []
@@ -227,7 +231,7 @@ def _locate(
     sections = [kind]
     marker: _Marker | None = None
     for part in loc:
-        if marker is not None and isinstance(part, str):  # the plug-in's name, which is no key
+        if marker is not None and isinstance(part, str):  # the name of the plug-in, which is not a key
             others = {
                 _type_value(member): member
                 for member in marker.builtin_classes()
@@ -236,7 +240,7 @@ def _locate(
             choices.append(_Choice(len(path), part, others))
             sections, marker = [marker.settings_class(part)], None
             continue
-        chosen = [  # the members of a union whose literals have the tag
+        chosen = [  # the union members whose literals contain the tag
             section
             for section in sections
             if len(sections) > 1
@@ -265,7 +269,7 @@ def _locate(
 
 
 def _type_value(section: type[BaseModel]) -> str:
-    """The value of ``type`` that selects a section; empty if nothing does."""
+    """Return the value of ``type`` that selects a section; empty if it has no type."""
     field = section.model_fields.get("type")
     values = get_args(field.annotation) if field is not None else ()
     return str(values[0]) if len(values) == 1 else ""
@@ -279,7 +283,7 @@ def _child_sections(section: type[BaseModel], key: str) -> list[type[BaseModel]]
 
 
 def _members(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field may hold, one by one or in a list."""
+    """Yield the section classes that a field accepts, directly or in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -287,7 +291,7 @@ def _members(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 class _Marker(Protocol):
-    """Mark of :mod:`outrider.plugins.registry` on a field whose class the recipe names."""
+    """Marker of :mod:`outrider.plugins.registry` on a field whose plug-in class is named in the recipe."""
 
     def settings_class(self, name: str) -> type[BaseModel]: ...
 
@@ -313,9 +317,10 @@ def _suggest(
     choices: Sequence[_Choice],
     tree: Any,
 ) -> str:
-    """What an unknown key may mean, every suggestion valid in this configuration: a key of another type of
-    the section, a key of the same section that is like this one or contains it as a word (``url``:
-    ``server_url``), or one of this very name in another section.
+    """Suggest replacements for an unknown key, all valid in this configuration.
+
+    Candidates are a key of another type of the section, a key of the same section that is similar or contains
+    it as a word (for example ``server_url`` for ``url``), or a key of the same name in another section.
     """
     *above, key = path
     names = {name for section in sections for name in section.model_fields}
@@ -323,7 +328,7 @@ def _suggest(
     similar = [other for other in _SIMILAR.get(key, ()) if other in known]
     if similar and not any(_describe_owner(choice, path) for choice in choices):
         return f", did you mean {' or '.join(similar)}?"
-    # Other keys with this last part, those of every run before those of one plug-in.
+    # Other keys with this last part; keys of every run come before keys of one plug-in.
     same_name = sorted(
         (other for other in known if other.rpartition(".")[2] == key and other != ".".join(path)),
         key=lambda other: (other.count("."), other),
@@ -341,7 +346,7 @@ def _suggest(
         return f", did you mean {' or '.join(same_name[:2])}?"
     if (match := match or closest_match(key, names)) is not None:
         return f", did you mean {'.'.join([*above, match])}?"
-    for choice in reversed(choices):  # a mistyped key of another type
+    for choice in reversed(choices):  # a misspelled key of another type
         rest = path[choice.depth :]
         for name, other_section in choice.others.items():
             match = (
@@ -353,8 +358,8 @@ def _suggest(
 
 
 def _describe_owner(choice: _Choice, path: Sequence[str]) -> str:
-    """The other types of a section that have this key: at the same place or, if none has, elsewhere in the
-    section.
+    """Describe the other types of a section that have this key, at the same path or, if none has, at any
+    other path of the section.
     """
     rest = [part for part in path[choice.depth :] if not part.isdigit()]
     if owners := [name for name, section in choice.others.items() if _has(section, rest)]:
@@ -376,7 +381,7 @@ def _types(names: Sequence[str]) -> str:
 
 
 def _has(section: type[BaseModel], keys: Sequence[str]) -> bool:
-    """Whether a dotted key leads somewhere below a section."""
+    """Return whether a dotted key exists below a section."""
     sections = [section]
     for number, key in enumerate(keys):
         if not any(key in candidate.model_fields for candidate in sections):
@@ -387,8 +392,8 @@ def _has(section: type[BaseModel], keys: Sequence[str]) -> bool:
 
 
 def _paths(section: type[BaseModel], tree: Any, prefix: str) -> Iterator[str]:
-    """Every dotted key below a section; of a section with several types, those of the type that ``tree``
-    chooses, else that of the default.
+    """Yield every dotted key below a section. For a section with several types, yield the keys of the type
+    that ``tree`` selects, or else of the default.
     """
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}"
@@ -407,7 +412,7 @@ def _chosen_sections(
             return [type(default)] if isinstance(default, BaseModel) else []
         try:
             return [marker.settings_class(chosen)]
-        except ConfigError:  # an unknown name is an error of its own
+        except ConfigError:  # an unknown name is reported by its own error
             return []
     members = _child_sections(section, name)
     if len(members) < 2:
@@ -424,41 +429,43 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
-    details: ClassVar[frozenset[str]] = frozenset()  # without effect; plug-ins of 0.3 extend it
+    details: ClassVar[frozenset[str]] = frozenset()  # no longer used; plug-ins written for 0.3 extend it
 
     input_paths: ClassVar[frozenset[str]] = frozenset()
-    """Fields that name a file or folder that has to exist, as a path or as text. Other fields of the type
-    Path name what may be made.
+    """Fields that are paths of existing files or folders, as a Path or as text. Other fields of type Path may
+    be created by the run.
     """
 
     def names_path(self, key: str) -> bool:
-        """Whether a field of this instance names a file or folder that exists, or nothing that exists."""
+        """Return whether a field is the path of an input. Subclasses can decide by the field's value."""
         return key in self.input_paths
 
     def imported(self) -> Mapping[str, str]:
-        """Fields that name a function of the user's by its import path, with the path: its code decides a run
-        as a plug-in's does, and is recorded with theirs.
+        """Return fields that contain the import path of a user function, with that path.
+
+        The code of these functions influences a run like that of plug-ins, so runs record its origin too.
         """
         return {}
 
     def reference_checks(self) -> Mapping[str, Callable[[], object]]:
-        """Fields that name what others have made, each with what raises ConfigError unless that is there.
-        ``--dry-run`` calls them: they import, and start nothing.
+        """Return a check per field that refers to external code or services.
+
+        A check raises ConfigError if the reference is invalid. ``--dry-run`` runs all checks; they may import
+        modules but must not start anything.
         """
         return {key: partial(import_target, path) for key, path in self.imported().items()}
 
     def origins(self) -> "Mapping[str, Origin]":
-        """What else decides a run and comes from others, by name, with where it comes from: servers, which
-        this may ask. It is recorded with plug-ins.
+        """Return the origins of other external components that influence a run, by name.
+
+        For example, servers, which this method may query. Runs record them with the origins of plug-ins.
         """
         return {}
 
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, values: Any) -> Any:
-        """``"none"`` switches an optional setting off: TOML has no null, and leaving a key out means its
-        default.
-        """
+        """Convert ``"none"`` to None. TOML has no null, and leaving out a key selects its default."""
         if not isinstance(values, dict):
             return values
         optional = {
@@ -469,8 +476,8 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_sections(cls, values: Any) -> Any:
-        """A section sets what it names: the rest is the default of this field, which may differ from that of
-        the section's class.
+        """Merge a table with the default of its field, which may differ from the defaults of the section's
+        class.
         """
         if not isinstance(values, dict):
             return values
@@ -483,11 +490,11 @@ class Settings(BaseModel):
 
 
 def _merged(own: "Settings", table: Mapping[str, Any], annotation: Any) -> dict[str, Any]:
-    """``table`` over what the default ``own`` sets, section by section.
+    """Merge ``table`` over the default section ``own``, recursively.
 
-    Only what ``own`` names itself: the rest are defaults of its class, which may follow from others. A
-    section of another ``type`` or ``preset`` is taken as it is, and so is one of a union that nothing tells
-    apart.
+    Only fields that ``own`` sets explicitly are merged; the others keep the defaults of its class, which may
+    depend on other fields. A table with another ``type`` or ``preset`` is not merged, nor is a table for a
+    union whose members have no ``type``.
     """
     fields = type(own).model_fields
     choices = {"type", "preset"} & fields.keys()
@@ -520,21 +527,27 @@ def load_settings(
     sections: Mapping[str, Any] | None = None,
     respelled: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> SettingsT:
-    """Read a TOML file, put ``sections`` in the place of its own, apply ``section.key=value`` overrides in
-    order, and validate. ``respelled`` gives the file's tree today's keys before that. Relative paths become
-    absolute (:mod:`outrider.config`).
+    """Load settings from a TOML file.
 
-    A value is read as TOML (``1``, ``true``, ``[1, 2]``) and, where that fails, as a plain string.
-    Raises ConfigError naming the key; nothing is written.
+    Values are read as TOML (``1``, ``true``, ``[1, 2]``) or, if that fails, as plain strings. Relative paths
+    become absolute. Nothing is written.
+
+    Args:
+        sections: replace the file's sections of the same name.
+        overrides: ``section.key=value``, applied in order after ``sections``.
+        respelled: converts the file's tree to today's keys before anything else is applied.
+
+    Raises:
+        ConfigError: with the key of the invalid setting.
     """
     tree: dict[str, Any] = {}
     if file is not None:
-        add_search_folder(file.parent)  # a recipe may name a class of a module beside it
+        add_search_folder(file.parent)  # a recipe may name a class from a module in its own folder
         try:
             tree = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-        # tomllib passes on those of the numbers and dates that it reads
+        # tomllib raises the errors of the number and date parsers unchanged
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not valid TOML: {error}") from error
     if respelled is not None:
@@ -548,8 +561,8 @@ def load_settings(
 def _folders(
     file: Path | None, overrides: Sequence[str], sections: Mapping[str, Any]
 ) -> Callable[[str], Sequence[Path]]:
-    """Where a path is looked up, by its dotted key: what the recipe wrote beside the recipe first, what came
-    by command or from Python in the current folder first.
+    """Return a lookup of search folders by dotted key: paths from the recipe are searched in its folder
+    first, paths from the command line or from Python in the current folder first.
     """
     current = Path.cwd()
     recipe_folder = current if file is None else file.absolute().parent
@@ -563,7 +576,7 @@ def _folders(
 
 
 def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
-    """Validate a tree of plain values; all problems in one line."""
+    """Validate a tree of plain values; the error reports all problems in one line."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -571,7 +584,7 @@ def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
 
 
 def parse_value(raw: str) -> Any:
-    """The value of an override: TOML, and where that fails a plain string."""
+    """Parse the value of an override as TOML or, if that fails, as a plain string."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except (ValueError, RecursionError):
@@ -593,10 +606,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def to_toml(tree: dict[str, Any], *, prefix: str = "") -> str:
-    """Plain settings as TOML text that :func:`load_settings` reads back; None is written as ``"none"`` (TOML
-    has no null).
+    """Format plain settings as TOML that :func:`load_settings` can read; None is written as ``"none"``.
 
-    Raises ConfigError for what TOML cannot hold.
+    Raises:
+        ConfigError: for a value that TOML cannot represent.
     """
     lines = [
         f"{_key(key)} = {_literal(NONE if value is None else value)}"
@@ -623,7 +636,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, str):
         if any("\ud800" <= c <= "\udfff" for c in value):
             raise ConfigError(f"cannot write {value!r} as TOML: it is not valid Unicode")
-        # what a terminal might obey is spelled out, not only what TOML asks for
+        # also escape control characters that a terminal could interpret, beyond what TOML requires
         escaped = "".join(
             c if c.isprintable() else f"\\u{ord(c):04x}" if ord(c) < 2**16 else f"\\U{ord(c):08x}"
             for c in value.replace("\\", "\\\\").replace('"', '\\"')

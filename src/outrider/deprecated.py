@@ -1,4 +1,4 @@
-"""Old names of the contracts that plug-ins implement. They work for one more version, with a warning."""
+"""Deprecated names of the plug-in interfaces. They work for one more version, with a warning."""
 
 import sys
 import warnings
@@ -34,7 +34,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "outrider.tokens.calls.schemas": ("outrider.tokens.tool_calls",),
     "outrider.tokens.parsed": ("outrider.tokens.tool_calls",),
 }
-"""Old module -> the modules that have its names now."""
+"""Old module names and the modules that define their names now."""
 NAMES: Final[Mapping[str, str]] = {
     "GroupCredit": "GroupAdvantages",
     "write_credit": "assign_advantages",
@@ -54,11 +54,11 @@ NAMES: Final[Mapping[str, str]] = {
     "Reflector": "Hook",
     "Brancher": "Hook",
 }
-"""Old name -> new name, in every module above and in those that call :func:`keep_old_names`."""
+"""Old and new names, valid in every module above and in modules that call :func:`keep_old_names`."""
 
 
 def keep_old_names(module: str) -> None:
-    """Let the old names of ``module`` be read, with a warning. mypy still rejects them."""
+    """Make the old names of ``module`` readable, with a warning. mypy still rejects them."""
 
     def find(name: str) -> Any:
         new_name = NAMES.get(name)
@@ -111,6 +111,6 @@ class _MovedModules(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let old modules be imported. Called once, by the package itself."""
+    """Make old modules importable. The package calls this once."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())

@@ -2,10 +2,10 @@
 
 For example::
 
-from outrider.testing import check_environment
+    from outrider.testing import check_environment
 
-def test_the_contract():
-    check_environment(MyWorld)
+    def test_the_contract():
+        check_environment(MyWorld)
 """
 
 import copy
@@ -48,8 +48,7 @@ from outrider.tools.functions import tool_class
 from outrider.trace import Leaf, Trace
 from outrider.types import Json, Message, Origin, Outcome, Task, ToolCall, ToolSchema
 
-# What small models write, and what nobody expects: nothing, half a tag, control characters, bytes that were
-# no text, far too much.
+# Unusual model outputs: empty text, half a tag, control characters, undecodable bytes, very long text.
 GARBAGE: Final = (
     "", " \n", "<", "</", "<answer>", "</answer>", "<action></action>", "\x00\x1b[2J", "\ud800", "%s {} \\",
     "ß𝔘\u202e", "1" * 5000, "<action>" * 300, '{"a": [1, 2',
@@ -57,20 +56,20 @@ GARBAGE: Final = (
 
 
 def require(condition: object, message: str) -> None:
-    """Raises AssertionError, whatever the interpreter is told about assertions."""
+    """Raise AssertionError, even if Python runs with ``-O``."""
     if not condition:
         raise AssertionError(message)
 
 
 def require_finite(values: Mapping[str, Any] | Iterable[tuple[str, Any]], subject: str) -> None:
-    """Every value is a finite number."""
+    """Check that every value is a finite number."""
     for name, value in dict(values).items():
         is_number = isinstance(value, int | float) and math.isfinite(value)
         require(is_number, f"{subject}: {name} is {value!r}, which is no finite number")
 
 
 def require_picklable(label: str, value: Any) -> None:
-    """Other processes get a copy of it."""
+    """Check that a value can be pickled, because other processes get a copy."""
     try:
         same = pickle.loads(pickle.dumps(value))
     except Exception as error:
@@ -79,12 +78,12 @@ def require_picklable(label: str, value: Any) -> None:
 
 
 def find_settings(plugin: Any) -> Settings | None:
-    """The settings that it was made with, where it keeps them as ``settings`` or ``config``."""
+    """Return the settings of a plug-in instance, if it has them as ``settings`` or ``config``."""
     candidates = (getattr(plugin, name, None) for name in ("settings", "config"))
     return next((candidate for candidate in candidates if isinstance(candidate, Settings)), None)
 
 
-# The contract of an environment (:mod:`outrider.environments.base`).
+# Environments (:mod:`outrider.environments.base`).
 
 
 def check_environment(
@@ -112,7 +111,7 @@ def check_environment(
         expert_solves: whether the expert must solve every task that is played.
 
     Raises:
-        AssertionError: with the problem that a run would meet.
+        AssertionError: with the problem that a run would encounter.
     """
     if isinstance(environment, Environment):
         task_set = environment.build(environment.settings)
@@ -160,7 +159,7 @@ def _check_task_set(task_set: TaskSet, split: str) -> None:
     require(len(set(keys)) == len(keys), "a task's key occurs twice")
     others = {"train", "test"} - {split}
     for other in others:
-        with suppress(DataError):  # not every family has both
+        with suppress(DataError):  # not every environment has both splits
             shared = set(keys) & {task.key for task in task_set.tasks(other)}
             require(not shared, f"the task {min(shared, default='')!r} is in {split!r} and in {other!r}")
     for task in tasks[:2]:
@@ -170,7 +169,7 @@ def _check_task_set(task_set: TaskSet, split: str) -> None:
 
 
 def _scripts(task_set: TaskSet, texts: Sequence[str]) -> list[list[str]]:
-    """Turns to play: garbage, garbage inside what ends a turn, and the caller's ``texts``."""
+    """Return turns to play: garbage, garbage with an end-of-turn tag, and the caller's ``texts``."""
     endings = [f"{text}{stop}" for stop in task_set.stop for text in ("", "x", "<x>")]
     closing = [stop for stop in task_set.stop if stop.startswith("</")]
     tags = [f"<{stop[2:]}{word}{stop}" for stop in closing for word in ("?", "go", "1")]
@@ -179,7 +178,7 @@ def _scripts(task_set: TaskSet, texts: Sequence[str]) -> list[list[str]]:
 
 @dataclass(slots=True)
 class _EpisodeRecord:
-    """Record of an episode: of equal seeds and texts it must be equal."""
+    """Record of an episode, which must be equal for equal seeds and texts."""
 
     prompt: Sequence[Message]
     results: list[StepResult]
@@ -248,7 +247,7 @@ def _require_record(episode: Episode, when: str) -> None:
 
 
 def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
-    """A copy in the middle goes its own way, and the original ends as if there had been none."""
+    """Check that a copy in mid-episode is independent and does not affect the original."""
     try:
         if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
             return
@@ -276,11 +275,11 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
         environment.close()
 
 
-# The contract of a tool (:mod:`outrider.tools.base`).
+# Tools (:mod:`outrider.tools.base`).
 
 
 _Input: TypeAlias = str | Mapping[str, Json]
-"""Of a call by tag, or of a native one."""
+"""Input of a call by tag (text) or of a native call (arguments)."""
 
 
 def check_tool(
@@ -304,7 +303,7 @@ def check_tool(
         is_deterministic: whether equal inputs must return equal text.
 
     Raises:
-        AssertionError: with the problem that a run would meet.
+        AssertionError: with the problem that a run would encounter.
     """
     is_tool = hasattr(function_or_tool, "run_text")
     tool = cast(Tool, function_or_tool) if is_tool else tool_class(cast(Any, function_or_tool))()
@@ -314,7 +313,7 @@ def check_tool(
     require(not usage or f"<{tool.name}>" in usage, f"usage does not show <{tool.name}>: {usage!r}")
     if (settings := find_settings(tool)) is not None:
         require_picklable("the settings", settings)
-    # an empty call never reaches a tool
+    # The empty text is excluded, because runs never pass an empty call to a tool.
     inputs: list[_Input] = [text for text in (*GARBAGE, *texts) if text.strip()]
     inputs += trial_arguments(tool.schema) if isinstance(tool, SchemaTool) else []
     try:
@@ -338,7 +337,7 @@ def _call_tool(tool: Tool, call_input: _Input) -> ToolOutput:
         if isinstance(call_input, str):
             output = tool.run_text(call_input)
         else:
-            assert isinstance(tool, SchemaTool)  # arguments are drawn for no other
+            assert isinstance(tool, SchemaTool)  # arguments are only generated for these
             output = tool.run_call(call_input)
     except Exception as error:
         raise AssertionError(
@@ -353,7 +352,7 @@ def _shorten(call_input: _Input) -> str:
     return repr(call_input[:40] if isinstance(call_input, str) else call_input)
 
 
-# The contract of an engine (:mod:`outrider.engines.base`).
+# Engines (:mod:`outrider.engines.base`).
 
 
 def check_engine(
@@ -363,11 +362,11 @@ def check_engine(
     max_tokens: int = 6,
     is_deterministic: bool = True,
 ) -> None:
-    """Sample a few continuations of ``text``.
+    """Check an engine: sample a few continuations of ``text``.
 
-    Checked: one result per request, in order; one finite log-prob and entropy per token; limits; equal tokens
-    for equal seeds, also after caches were dropped; a weight version that rises; a context that is too long
-    is an EngineFault and nothing else; what is released may be unknown.
+    Checks one result per request, in order; one finite log-prob and entropy per token; limits; equal tokens
+    for equal seeds, also after caches were dropped; an increasing weight version; that a context that is too
+    long raises EngineFault and no other error; and that unknown cache keys can be released.
     """
     ids = tuple(engine.tokenizer.encode(text, add_special_tokens=False))
     require(ids, f"the tokenizer has no token for {text!r}")
@@ -439,7 +438,7 @@ def _require_same(expected: Sequence[Generation], actual: Sequence[Generation], 
 
 
 def _check_garbage(engine: Engine, request: Request) -> None:
-    """An answer or a typed fault."""
+    """Check that a request returns a result or raises an EngineFault."""
     longest = replace(
         request,
         token_ids=request.token_ids * (engine.context_length // len(request.token_ids) + 1),
@@ -455,15 +454,15 @@ def _check_garbage(engine: Engine, request: Request) -> None:
     _generate(engine, [request])
 
 
-# The contract of hooks that have copies in other processes (:class:`outrider.rollout.hooks.Hook`).
+# Hooks with copies in other processes (:class:`outrider.rollout.hooks.Hook`).
 
 
 def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable[Trace]) -> None:
-    """Show ``groups`` to ``hooks``, and let ``copies``, made of the same settings, become what they are then.
+    """Check hooks against ``copies`` that are built from the same settings and restored from snapshots.
 
-    Checked of every hook that is portable: what is taken, and what is handed back, goes through pickle; a
-    copy that was restored is what was taken, twice too; to absorb changes no memory, which ``after_group``
-    alone does.
+    The hooks observe ``groups``. For every portable hook, checks that snapshots and gathered data can be
+    pickled; that a restored copy has the same snapshot, also if restored twice; and that ``absorb`` changes
+    no memory, because only ``after_group`` may.
     """
     require(len(hooks) == len(copies), "other hooks for the same settings")
     hooks, copies = as_hooks(hooks), as_hooks(copies)
@@ -493,7 +492,7 @@ def _check(hook: Hook, copy: Hook) -> None:
 
 
 def _pickled_copy(value: Any, label: str) -> Any:
-    """As another process gets it."""
+    """Return the value after pickling, as another process receives it."""
     try:
         return pickle.loads(pickle.dumps(value))
     except Exception as error:
@@ -501,7 +500,7 @@ def _pickled_copy(value: Any, label: str) -> Any:
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether plain data with arrays in it is the same, bit by bit."""
+    """Return whether plain data with arrays is bit-identical."""
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return np.asarray(left).dtype == np.asarray(right).dtype and np.array_equal(left, right)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -511,7 +510,7 @@ def equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-# The contract of a form of native tool calls (:mod:`outrider.tokens.tool_calls`).
+# Forms of native tool calls (:mod:`outrider.tokens.tool_calls`).
 
 
 _TYPES: Final = ("string", "integer", "number", "boolean", "array", "object")
@@ -538,11 +537,12 @@ _ARGUMENTS: Final[Sequence[Mapping[str, Any]]] = (
 
 
 def check_call_format(form: CallFormat) -> None:
-    """Let a form write calls and read them again, one and several, and read garbage and what is cut off.
+    """Check a call format: write single and multiple calls and parse them again; parse garbage and truncated
+    text.
 
-    Checked: markers that are texts; nothing that was written raises; what it writes it reads, of every type
-    that the tool's schema names; what is cut off is no call of other arguments; a description that names the
-    tools.
+    Checks that markers are strings; that parsing raises no error for any text; that calls with arguments of
+    all schema types survive a round trip; that truncated text is not parsed as a call with other arguments;
+    and that the description names the tools.
     """
     require(all(isinstance(marker, str) and marker for marker in form.markers), f"markers: {form.markers!r}")
     tools = (_TOOL, _PLAIN)
@@ -586,10 +586,10 @@ def _require_read_back(form: CallFormat, calls: Sequence[ToolCall], tools: Seque
         )
 
 
-# The contract of an algorithm (:mod:`outrider.algorithms.base`).
+# Algorithms (:mod:`outrider.algorithms.base`).
 
 
-# One group each: spread, none, faults among them, only faults, one that is left.
+# Returns of one group each: with spread, without, with faults, only faults, one remaining rollout.
 _RETURNS: tuple[tuple[float | None, ...], ...] = (
     (0.0, 1.0),
     (1.0, 1.0),
@@ -609,9 +609,9 @@ def check_algorithm(
 
     Checks modes that depend on step and group only; advantages that are finite, reproducible and only on
     tokens that the update may train on; a ``has_signal`` that agrees with them; no advantage for a rollout
-    that ended by a fault; declared measurements; a state that survives a checkpoint; hooks whose copies in
-    other processes act alike (:class:`outrider.rollout.hooks.Hook`). If the algorithm changes nothing but
-    advantages, every number among its own settings must change some advantage.
+    that ended by a fault; declared metrics; a state that survives a checkpoint; hooks whose copies in other
+    processes act alike (:class:`outrider.rollout.hooks.Hook`). If the algorithm overrides nothing but
+    advantages, changing any number among its own settings must change some advantage.
 
     Args:
         algorithm: the class (with its default settings), a new instance, or a function that returns one.
@@ -619,7 +619,7 @@ def check_algorithm(
         without_effect: names of settings that may change no advantage.
 
     Raises:
-        AssertionError: with the problem that a run would meet.
+        AssertionError: with the problem that a run would encounter.
     """
     make = _maker(algorithm)
     first, other = make(), make()
@@ -675,8 +675,8 @@ def _build_step(algorithm: Algorithm, step: int) -> list[Trace]:
 def build_group(
     returns: Sequence[float | None], *, key: str, modes: Sequence[str], num_turns: Sequence[int] = ()
 ) -> Trace:
-    """A group of rollouts of two turns with these returns; None: a fault ended it. ``num_turns`` gives every
-    rollout its own number of turns.
+    """Build a group of rollouts with these returns; None means that a fault ended the rollout. ``num_turns``
+    is the number of turns of each rollout (default: two).
     """
     trace = Trace(task=Task(key=key, question="?"), modes=modes)
     root = trace.append(
@@ -751,7 +751,7 @@ def _check_advantages(trace: Trace, result: GroupAdvantages) -> None:
 
 
 def _check_flag(trace: Trace, result: GroupAdvantages) -> None:
-    """``has_signal`` says what the advantages say: metrics and dynamic sampling count groups by it."""
+    """Check that ``has_signal`` agrees with the advantages; metrics and dynamic sampling depend on it."""
     key, advantages = trace.task.key, result.advantages
     values = np.asarray(advantages.values)
     require(
@@ -774,8 +774,9 @@ _FACTORS: Final = (0.0, 0.5, 2.0, 10.0)
 
 
 def _check_effects(algorithm: Any, without_effect: Sequence[str]) -> None:
-    """A number among the settings that a class adds changes some advantage. Only for a class that has no
-    other place where it could have an effect, and that is made from its settings alone.
+    """Check that each number among the settings that a class adds changes some advantage.
+
+    Skipped for classes in which a setting can have another effect, or that need more than settings to build.
     """
     settings = getattr(algorithm, "settings", None)
     if not isinstance(settings, ObjectiveSettings) or algorithm.hooks:
@@ -795,7 +796,7 @@ def _check_effects(algorithm: Any, without_effect: Sequence[str]) -> None:
                 _measure_effects(type(algorithm)(settings)),
                 [_measure_effects(type(algorithm)(other)) for other in variants],
             )
-        except Exception:  # it is made of more than its settings
+        except Exception:  # the class needs more than its settings
             return
         require(
             not effects or any(other != known for other in effects),
@@ -805,7 +806,7 @@ def _check_effects(algorithm: Any, without_effect: Sequence[str]) -> None:
 
 
 def _setting_variants(kind: type[Any], settings: Any, name: str, value: float) -> list[Any]:
-    """The settings with other values of one number, as far as they are valid."""
+    """Return the settings with other values of one number, as far as they are valid."""
     variants = []
     for other in {*(value * factor for factor in _FACTORS), 0.0, 1.0, 0.1, 100.0} - {value}:
         with suppress(ValueError):
@@ -814,7 +815,7 @@ def _setting_variants(kind: type[Any], settings: Any, name: str, value: float) -
 
 
 def _measure_effects(algorithm: Any) -> list[Any]:
-    """What is written for groups whose returns, turns, tokens and step rewards differ, over some steps."""
+    """Return the assigned values for groups that differ in returns, turns, tokens and step rewards."""
     effects: list[Any] = []
     for step in range(4):
         modes = tuple(algorithm.modes_of(step, 0))
@@ -832,7 +833,7 @@ def _measure_effects(algorithm: Any) -> list[Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """With numbers to nine digits: what only rounds in another way is no effect."""
+    """Round numbers to nine decimals, so that rounding differences do not count as an effect."""
     if isinstance(value, float):
         return round(value, 9) + 0.0
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
@@ -847,7 +848,7 @@ def _assigned_values(groups: Sequence[Trace]) -> list[Any]:
 
 
 def _check_memory(algorithm: Any, fresh: Any, num_steps: int) -> None:
-    """Checks that JSON and arrays of a checkpoint are all that counts."""
+    """Check that the JSON and arrays of a checkpoint restore all state."""
     state, arrays = algorithm.state()
     require(
         all(isinstance(value, np.ndarray) for value in arrays.values()),

@@ -1,11 +1,11 @@
-"""Advantages from returns: of one group, of the groups of a batch, of trees and of groups with
-demonstrations; and which groups are worth an update.
+"""Advantages from returns, per group, per batch, per tree and for groups with demonstrations; and selection
+of the groups to train on.
 
-Shapes: N rollouts, T policy tokens of the flat packed layout (a rollout's tokens in the order of time). None
-or NaN marks a rollout without a return, which is in no statistic and gets 0. Statistics count rollouts, never
-turns or rows, except where a function says tokens. float64 throughout; sums are rounded once, so that no
-advantage depends on the order of the rollouts. A group that tells nothing apart gets exactly 0. Sources:
-docs/algorithms/objectives.md.
+Shapes: N rollouts, T policy tokens of the flat packed layout (the tokens of a rollout in order of time).
+None or NaN marks a rollout without a return, which no statistic includes and whose advantage is 0. Statistics
+count rollouts, not turns or rows, unless a function says tokens. All values are float64. Sums are rounded
+once (``fsum``), so that advantages do not depend on the order of the rollouts. If all returns in a group are
+equal, every advantage is exactly 0. Sources: docs/algorithms/objectives.md.
 """
 
 import math
@@ -29,11 +29,11 @@ NoSignalReason = Literal["unscorable", "singleton", "no_spread", "rejected"]
 class RolloutAdvantages:
     """The advantages of one group.
 
-    ``values`` [N] are the advantages; ``assigned`` [N] is False where the rollout had no return (an
-    infrastructure fault), whose value is 0 only as a placeholder: such a rollout must not be trained on.
-    ``has_signal`` is False when no rollout can be told from another; ``reason`` then says why: every rollout
-    ``unscorable``, a ``singleton``, ``no_spread`` among the returns, or every rollout ``rejected`` (rejection
-    sampling).
+    ``values`` [N] are the advantages. ``assigned`` [N] is False for a rollout without a return (an
+    infrastructure fault); its value 0 is a placeholder and must not be trained on. ``has_signal`` is False if
+    all advantages are 0; ``reason`` is then one of: no rollout has a return (``unscorable``), only one has
+    (``singleton``), all returns are equal (``no_spread``), or rejection sampling dropped all rollouts
+    (``rejected``).
     """
 
     values: Float64Array
@@ -50,16 +50,20 @@ def group_normalized_advantages_per_rollout(
     normalize_std: bool = True,
     spread_tolerance: float = 1e-9,
 ) -> RolloutAdvantages:
-    """``(R_i - mean R) / (std R + eps)`` over the scorable rollouts of one group (GRPO, arXiv 2402.03300
-    section 4.1).
+    """Compute ``(R_i - mean R) / (std R + eps)`` over one group (GRPO, arXiv 2402.03300 section 4.1).
 
-    ``returns`` [N]; None or NaN marks an unscorable rollout, which counts in neither mean nor std.
-    ``std_ddof`` is 1 for the sample and 0 for the population std. ``normalize_std=False`` only centres (Dr.
-    GRPO, arXiv 2503.20783). A group whose max - min is within ``spread_tolerance * max(1, max |R|)`` gets
-    exactly 0; a test on ``std == 0`` would let rounding noise through. A group of one gets 0, where upstream
-    libraries hand out the raw return.
+    A group of one gets 0; upstream libraries return the raw return.
 
-    Raises ValueError for an empty group, an infinite return or a negative ``eps``.
+    Args:
+        returns: [N]; None or NaN marks a rollout without a return, which neither mean nor std includes.
+        std_ddof: 1 for the sample std, 0 for the population std.
+        normalize_std: False only centres (Dr. GRPO, arXiv 2503.20783).
+        spread_tolerance: a group whose max - min is within ``spread_tolerance * max(1, max |R|)`` gets
+            exactly 0. A test of ``std == 0`` would amplify rounding noise.
+        eps: added to the std.
+
+    Raises:
+        ValueError: for an empty group, an infinite return or a negative ``eps``.
     """
     if eps < 0.0:
         raise ValueError(f"eps must not be negative, got {eps}")
@@ -71,7 +75,7 @@ def group_normalized_advantages_per_rollout(
         )
     centred = scorable - math.fsum(scorable) / scorable.size
     if normalize_std:
-        # fsum rounds once: no bit depends on the order of the rollouts
+        # fsum rounds once, so the result does not depend on the order of the rollouts
         variance = math.fsum(centred * centred) / (scorable.size - std_ddof)
         centred = centred / (math.sqrt(variance) + eps)
     values = np.zeros(assigned.size)
@@ -82,9 +86,9 @@ def group_normalized_advantages_per_rollout(
 def leave_one_out_advantages_per_rollout(
     *, returns: Returns, spread_tolerance: float = 1e-9
 ) -> RolloutAdvantages:
-    """``R_i - mean_{j != i} R_j`` over the scorable rollouts of one group (RLOO, arXiv 2402.14740).
+    """Compute ``R_i - mean_{j != i} R_j`` over one group (RLOO, arXiv 2402.14740).
 
-    The baseline does not depend on rollout i, so the policy gradient stays unbiased. Unscorable rollouts,
+    The baseline does not depend on rollout i, so the policy gradient is unbiased. Rollouts without a return,
     groups of one and groups without spread are treated as in :func:`group_normalized_advantages_per_rollout`.
     """
     centred = group_normalized_advantages_per_rollout(
@@ -96,7 +100,7 @@ def leave_one_out_advantages_per_rollout(
 
 
 def _split(returns: Returns) -> tuple[Float64Array, BoolArray]:
-    """The scorable returns and the mask [N] of who has one."""
+    """Return the returns that exist, and the mask [N] of the rollouts that have one."""
     values = _floats(returns)
     if values.size == 0:
         raise ValueError("a group needs at least one rollout")
@@ -120,8 +124,8 @@ def batch_scaled_advantages_per_rollout(
 ) -> Float64Array:
     """``(R_i - mean of the group) / (std of the batch + eps)`` [N] (TRL, ``scale_rewards = "batch"``).
 
-    One sample std over all returns, so that groups with little spread are not blown up. ``groups`` [N] names
-    each rollout's group.
+    The std is the sample std over all returns, so that groups with little spread are not amplified.
+    ``groups`` [N] identifies the group of each rollout.
     """
     values = _floats(returns)
     centred = np.zeros(values.size)
@@ -135,9 +139,9 @@ def batch_scaled_advantages_per_rollout(
 def leave_one_out_batch_normalized_advantages_per_rollout(
     *, returns: Returns, groups: Sequence[Hashable], eps: float = 1e-4
 ) -> Float64Array:
-    """RLOO's advantages over their sample std in the batch plus ``eps`` [N] (TRL, ``normalize_advantages``).
+    """Divide RLOO's advantages by their batch sample std plus ``eps`` [N] (TRL, ``normalize_advantages``).
 
-    Their mean is 0 in every group, so nothing is subtracted and a group without spread keeps exactly 0.
+    Their mean is 0 in every group, so no mean is subtracted, and a group without spread keeps exactly 0.
     """
     values = _floats(returns)
     advantages = np.zeros(values.size)
@@ -153,9 +157,10 @@ def token_rewards_per_token(
     kl_per_token: Float64Array | None = None,
     kl_weight: float = 0.0,
 ) -> Float64Array:
-    """The return on the last policy token of each rollout, less ``kl_weight * k1`` on every token [T].
+    """Return token rewards [T]: ``-kl_weight * k1`` on every token, plus the return on the last policy token.
 
-    ``kl_per_token`` is ``log pi_old - log reference``. NaN on the last token of a rollout without a return.
+    ``kl_per_token`` is k1 = ``log pi_old - log reference``. The last token of a rollout without a return gets
+    NaN.
     """
     values, owners = _floats(returns), np.asarray(rollout_index, dtype=np.int64)
     if (kl_weight != 0.0) != (kl_per_token is not None):
@@ -165,7 +170,7 @@ def token_rewards_per_token(
         if kl_per_token is None
         else -kl_weight * np.asarray(kl_per_token, dtype=np.float64)
     )
-    # Later tokens overwrite earlier ones: each rollout's last stays.
+    # Later tokens overwrite earlier ones, so the index of the last token of each rollout remains.
     last = {int(owner): token for token, owner in enumerate(owners)}
     for owner, token in last.items():
         rewards[token] += values[owner]
@@ -175,16 +180,16 @@ def token_rewards_per_token(
 def returns_to_go_per_token(
     rewards: Float64Array, *, rollout_index: Index, gamma: float = 1.0
 ) -> Float64Array:
-    """``G_t = sum_{k >= t} gamma^(k - t) r_k`` [T] over the policy tokens of each rollout.
+    """Compute ``G_t = sum_{k >= t} gamma^(k - t) r_k`` [T] over the policy tokens of each rollout.
 
-    Tokens that the policy did not write take no time, so a reward reaches the turns before an observation
-    undiminished. Raises ValueError for gamma outside [0, 1].
+    Only policy tokens are discounted: a reward reaches the turns before an observation without an additional
+    discount for the observation's tokens. Raises ValueError for gamma outside [0, 1].
     """
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
     returns_to_go: dict[int, float] = {}
     values = np.zeros(len(rewards))
-    # From behind, so that one pass does; rollouts may be interleaved.
+    # One backward pass with a running return per rollout, because rollouts may be interleaved.
     for token in range(len(rewards) - 1, -1, -1):
         owner = int(rollout_index[token])
         returns_to_go[owner] = float(rewards[token]) + gamma * returns_to_go.get(owner, 0.0)
@@ -193,11 +198,11 @@ def returns_to_go_per_token(
 
 
 def whitened_per_token(values: Float64Array, *, variance: Variance = "sample") -> Float64Array:
-    """``(x - mean) / std`` [T] over all tokens of the batch, so long rollouts weigh more. NaN is left out and
-    gets 0.
+    """Compute ``(x - mean) / std`` [T] over all tokens of the batch; longer rollouts therefore weigh more.
 
-    ``sample`` is verl's convention, ``1 / sqrt(sample variance + 1e-8)``; ``population`` is OpenRLHF's,
-    ``1 / sqrt(max(population variance, 1e-8))``. Without spread, or with fewer than two tokens, exactly 0.
+    NaN is excluded and becomes 0. ``variance`` ``sample`` is verl's convention, ``1 / sqrt(sample variance +
+    1e-8)``; ``population`` is OpenRLHF's, ``1 / sqrt(max(population variance, 1e-8))``. Without spread, or
+    with fewer than two tokens, all values are exactly 0.
     """
     known = ~np.isnan(values)
     known_values = values[known]
@@ -224,14 +229,14 @@ def reinforce_plus_plus_advantages_per_token(
     kl_weight: float = 0.0,
     variance: Variance = "sample",
 ) -> Float64Array:
-    """REINFORCE++ (arXiv 2501.03262): whitened returns-to-go [T] of the rewards of
-    :func:`token_rewards_per_token`.
+    """Compute the advantages of REINFORCE++ (arXiv 2501.03262): whitened returns-to-go [T] of the rewards
+    of :func:`token_rewards_per_token`.
 
-    Needs no groups: one rollout per task will do. A group whose rollouts all have the same return still gets
-    credit against the batch.
+    No groups are needed: one rollout per task is enough. If all returns of a group are equal, its rollouts
+    still get advantages relative to the batch.
     """
-    # NaN in the last token's reward spreads to all earlier tokens of that rollout, which whitening then
-    # leaves out.
+    # The NaN reward of a rollout's last token propagates to all its earlier tokens, and whitening excludes
+    # NaN.
     rewards = token_rewards_per_token(
         returns=returns, rollout_index=rollout_index, kl_per_token=kl_per_token, kl_weight=kl_weight
     )
@@ -245,8 +250,8 @@ def reinforce_plus_plus_baseline_advantages_per_token(
 ) -> Float64Array:
     """REINFORCE++-baseline: ``R_i - mean of the group`` on every token, whitened over the batch's tokens [T].
 
-    Whitening centres again, by tokens: with unequal lengths a group's advantages need not sum to 0, and a
-    group without spread gets the same small value on each token instead of 0.
+    Whitening centres again, weighted by tokens: with unequal lengths the advantages of a group may not sum to
+    0, and each token of a group without spread gets the same small value instead of 0.
     """
     values = _floats(returns)
     centred = np.full(values.size, math.nan)
@@ -264,9 +269,9 @@ def tree_advantages_per_leaf(
     """Tree-GRPO (arXiv 2509.21240): z-scores of the leaves of one task, over the task and over each leaf's
     tree.
 
-    ``trees`` [N] names each leaf's tree. ``sum`` adds the score over all leaves and the score within the
-    tree; ``inner`` is the latter alone; ``nested`` is the score within the tree of the scores over all
-    leaves. A tree of one leaf has 0 within the tree.
+    ``trees`` [N] identifies the tree of each leaf. ``sum`` adds the z-score over all leaves and the z-score
+    within the tree; ``inner`` is only the latter; ``nested`` is the z-score within the tree of the z-scores
+    over all leaves. The only leaf of a tree has 0 within the tree.
     """
     values = _floats(returns)
     outer = group_normalized_advantages_per_rollout(returns=values, eps=eps)
@@ -292,11 +297,11 @@ def mixed_group_advantages_per_rollout(
     normalize_std: bool = False,
     eps: float = 1e-6,
 ) -> RolloutAdvantages:
-    """LUFFY (arXiv 2504.14945): the advantages [N] of one group that holds demonstrations among the policy's
-    rollouts.
+    """LUFFY (arXiv 2504.14945): advantages [N] of one group that contains demonstrations and rollouts of the
+    policy.
 
-    ``mixed`` counts demonstrations in mean and std. ``on_policy`` takes both from the policy's rollouts
-    alone; where these have no spread, a demonstration gets its plain distance from their mean. The paper
+    ``mixed`` includes demonstrations in mean and std. ``on_policy`` computes both from the policy's rollouts
+    only; if these have no spread, a demonstration gets its unscaled distance from their mean. The paper
     divides by the std, the released script does not.
     """
     values = _floats(returns)
@@ -310,7 +315,7 @@ def mixed_group_advantages_per_rollout(
     if own.size:
         advantages = np.where(np.isnan(values), 0.0, values - math.fsum(own) / own.size)
     if not has_spread(own, _SPREAD_TOLERANCE):
-        advantages[~demonstrated] = 0.0  # not the rounding of their mean
+        advantages[~demonstrated] = 0.0  # exactly 0 instead of the rounding error of the mean
     elif normalize_std:
         advantages /= _sample_std(own) + eps
     has_signal = bool(advantages.any())
@@ -324,11 +329,11 @@ def mixed_group_advantages_per_rollout(
 
 
 def overlong_penalty(*, length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
-    """DAPO's soft punishment (arXiv 2503.14476, Eq. 13), to be added to the reward; between ``-factor`` and
-    0.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), between ``-factor`` and 0. Add it to the
+    reward.
 
-    0 up to ``max_length - buffer`` tokens, then falling linearly to ``-factor`` at ``max_length``, and no
-    further beyond. Raises ValueError unless ``0 < buffer <= max_length`` and ``factor >= 0``.
+    It is 0 up to ``max_length - buffer`` tokens, falls linearly to ``-factor`` at ``max_length``, and is
+    constant beyond. Raises ValueError unless ``0 < buffer <= max_length`` and ``factor >= 0``.
     """
     if not 0 < buffer <= max_length or factor < 0.0:
         raise ValueError(
@@ -344,9 +349,9 @@ def groups_with_spread(
     """Dynamic sampling (DAPO): the groups whose metric is not constant, with the positions of their rollouts,
     in first-seen order.
 
-    Give it the unshaped metric: a length punishment would keep groups that are all right or all wrong. A
-    group is constant when max - min is within ``tolerance * max(1, max |x|)`` over its rollouts with a
-    metric; a group of one is constant.
+    Pass the unshaped metric: with a length penalty, groups that are all right or all wrong would have spread.
+    A group is constant if max - min is within ``tolerance * max(1, max |x|)`` over its rollouts with a
+    metric. A group of one is constant.
     """
     values = _floats(metric)
     members_by_group = _members(groups, values.size)
@@ -360,8 +365,9 @@ def groups_with_spread(
 def difficulty_scores(
     predicted: Sequence[float] | Float64Array, *, target: float = 0.5, temperature: float = 1e-3
 ) -> Float64Array:
-    """``-|predicted mean reward - target| / temperature`` (DOTS): the logarithm of how often each task is
-    drawn, up to a constant. At the released temperature of 1e-3 this is close to taking the nearest tasks.
+    """Return ``-|predicted mean reward - target| / temperature`` (DOTS): the sampling logits of the tasks.
+
+    At the released temperature of 1e-3 this almost always selects the tasks nearest to the target.
     """
     return -np.abs(np.asarray(predicted, dtype=np.float64) - target) / temperature
 
@@ -371,9 +377,9 @@ def replayable_groups(
 ) -> list[int]:
     """RolloutReplay: positions of the stored groups that may be trained on again, oldest first.
 
-    ``keys`` names the task of each stored group, oldest first. Only the newest group of a task counts, and
-    only with a mean reward strictly between 0 and 1. ``room`` keeps that many of the newest, which is what
-    stays stored when fresh groups come in.
+    ``keys`` are the tasks of the stored groups, oldest first. Only the newest group of a task is eligible,
+    and only if its mean reward is strictly between 0 and 1. ``room`` limits the result to the newest groups,
+    those that stay stored when new groups are added.
     """
     newest = {key: position for position, key in enumerate(keys)}
     positions = sorted(position for position in newest.values() if 0.0 < mean_rewards[position] < 1.0)
@@ -404,7 +410,7 @@ def has_spread(values: Float64Array, tolerance: float = _SPREAD_TOLERANCE) -> bo
 def _over_std(advantages: Float64Array, *, counted: Float64Array, eps: float) -> Float64Array:
     if eps < 0.0:
         raise ValueError(f"eps must not be negative, got {eps}")
-    # Without any credit there may be no std either, and 0 / 0 for eps = 0.
+    # If all advantages are 0 the std may be 0 too, and eps = 0 would then give 0 / 0.
     return advantages / (_sample_std(counted) + eps) if advantages.any() else advantages
 
 

@@ -50,19 +50,20 @@ AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
 class ObjectiveSettings(Settings):
     """The policy-gradient objective that the group methods share.
 
-    ``loss`` is the token loss and ``sampler_correction`` the weight of tokens that the engine drew from
-    another policy than the trainer's (None: off; both docs/algorithms/objectives.md); a table of either sets
-    what it names, and the rest is the method's own. ``sampler_rejection`` leaves tokens or rollouts out
-    instead, or as well; the denominators stay. ``max_length`` is the constant of Dr. GRPO's aggregation and
-    of LUFFY's. ``positive_nll`` adds that much of the mean negative log-likelihood over the tokens of
-    successful rollouts. ``kl_weight`` 0 keeps no reference model.
+    ``loss`` selects the token loss. ``sampler_correction`` weights tokens that the engine sampled from a
+    policy other than the trainer's (None: off). A TOML table for either overrides only the keys in it; the
+    other keys keep the defaults of the method. See docs/algorithms/objectives.md. ``sampler_rejection`` masks
+    tokens or rollouts, with or without the correction; the aggregation still counts them in its denominators.
+    ``max_length`` is the length constant of the aggregations of Dr. GRPO and LUFFY. ``positive_nll`` is the
+    weight of an added loss: the mean negative log-likelihood over the tokens of successful rollouts. If
+    ``kl_weight`` is 0, no reference model is loaded.
     """
 
     if TYPE_CHECKING:
-        type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
+        type: str = ""  # name of the plug-in; set on lookup if the class does not declare it
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """What each value of the field ``preset`` sets, in a class that has this field."""
+    """Defaults of each value of the field ``preset``, for classes that have this field."""
 
     group_size: int = Field(8, ge=2)
     advantage: AdvantageKind = "group_normalized"
@@ -83,7 +84,7 @@ class ObjectiveSettings(Settings):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse fields that an earlier version read."""
+        """Reject fields of earlier versions, which nothing would read."""
         super().__pydantic_init_subclass__(**kwargs)
         require_new_fields(cls.__name__, cls.model_fields)
 
@@ -107,16 +108,16 @@ class ObjectiveSettings(Settings):
     @property
     def label(self) -> str:
         """Name of the method in evaluations after training: the algorithm's type."""
-        return str(getattr(self, "type", "objective")).rpartition(":")[2]  # of an import path the class
+        return str(getattr(self, "type", "objective")).rpartition(":")[2]  # class name of an import path
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the starting policy is kept."""
+        """Whether the run needs a frozen copy of the starting policy."""
         return self.kl_weight > 0
 
     @property
     def retrieves(self) -> bool:
-        """Whether rollouts read a step-trace buffer, which the run then opens or fills."""
+        """Whether rollouts read a step-trace buffer. If so, the run opens or fills one."""
         return False
 
     @property
@@ -126,67 +127,71 @@ class ObjectiveSettings(Settings):
 
     @property
     def forks_by_replay(self) -> bool:
-        """Whether rollouts fork, which may replay the actions of another rollout."""
+        """Whether rollouts fork. A fork may replay the actions of another rollout."""
         return False
 
     @property
     def drops_groups(self) -> bool:
-        """Whether a step may play further tasks in place of groups that it does not train on."""
+        """Whether a step may sample additional tasks to replace groups that it does not train on."""
         return False
 
     @property
     def depends_on_num_steps(self) -> bool:
-        """Whether a step with the same number differs between runs of different lengths."""
+        """Whether the same step differs between runs with different numbers of steps."""
         return False
 
     @property
     def executes_retrieved(self) -> bool:
-        """Whether retrieved steps are executed in the environment instead of only shown."""
+        """Whether retrieved steps are executed in the environment and not only inserted in the context."""
         return False
 
     @property
     def tip_memory(self) -> "MemorySettings | None":
-        """How tips are written and shown; None without tips."""
+        """Settings for writing and showing tips; None without tips."""
         return None
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
-        """One line for each setting that can never act in ``num_groups`` groups on ``num_tasks`` tasks."""
+        """Return a line per setting without effect with ``num_groups`` groups on ``num_tasks`` tasks."""
         return []
 
     def validate_run(self, run: "RunSettings") -> None:
-        """Raise ValueError, with dotted keys, if the rest of the run does not fit these settings."""
+        """Check the other settings of the run.
+
+        Raises:
+            ValueError: if a setting of the run is incompatible with these; the message has its dotted key.
+        """
 
     @property
     def rewards_kl(self) -> bool:
-        """Whether advantages include a KL to the reference, which is then measured before them."""
+        """Whether advantages include the KL to the reference, which must then be computed first."""
         return False
 
     def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
-        """Denominators of the importance ratio: ``start_T``, the policy's log-probs when the update began.
+        """Return the denominators of the importance ratio.
 
-        ``with_tips_T`` are the log-probs in the context that the rollouts acted in, NaN if the context is
-        the same; None if it is the same for all tokens.
+        Args:
+            start_T: log-probs of the policy at the start of the update.
+            with_tips_T: log-probs in the context in which the rollouts were sampled, NaN for tokens whose
+                context is the same; None if it is the same for all tokens.
         """
         from outrider.algorithms.losses import OldLogprobs
 
         return OldLogprobs(old_T=start_T, trainer_T=start_T)
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
-        """The loss of every trained token, before the sampler correction and the weights of the
-        aggregation.
-        """
+        """Return the loss of every trained token, before sampler correction and aggregation weights."""
         from outrider.algorithms.losses import configured_loss
 
         return configured_loss(inputs, self)
 
 
 class OffPolicyObjective(ObjectiveSettings):
-    """Objective for rollouts whose tips the update leaves out (EMPO²).
+    """Objective for rollouts that are sampled with tips and trained without them (EMPO²).
 
-    ``old_context``: the denominator of the ratio is the policy with tips (``acting``, the paper's Table 3) or
-    without (``student``, its Algorithm 1). ``student_mask`` leaves tokens out that are less likely than
-    ``min_probability``: each one by the student's own probability (``token``), or the ``turn`` that holds one
-    by the acting policy's (released code).
+    ``old_context`` selects the denominator of the ratio: the policy with tips (``acting``, Table 3 of the
+    paper) or without tips (``student``, its Algorithm 1). ``student_mask`` masks improbable tokens: with
+    ``token``, each token whose probability without tips is below ``min_probability``; with ``turn``, every
+    turn that contains a token whose probability with tips is below it (released code).
     """
 
     old_context: Literal["acting", "student"] = "acting"
@@ -207,7 +212,7 @@ class OffPolicyObjective(ObjectiveSettings):
         return self
 
     def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
-        """By ``old_context``, for the rollouts whose tips are left out."""
+        """Return the denominators selected by ``old_context`` for the rollouts trained without their tips."""
         from outrider.algorithms.losses import old_logprobs_without_tips
 
         return (
@@ -217,7 +222,7 @@ class OffPolicyObjective(ObjectiveSettings):
         )
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
-        """The named loss of the tokens that the student's mask keeps."""
+        """Return the configured loss, masked by ``student_mask``."""
         from outrider.algorithms.losses import without_tips_mask
 
         loss, is_without_tips_T = super().token_loss(inputs), inputs.old_logprobs.is_without_tips_T
@@ -244,15 +249,16 @@ class OffPolicyObjective(ObjectiveSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """Advantages per rollout of one group, and the algorithm's own measurements."""
+    """Advantages per rollout of one group, and measurements of the algorithm."""
 
     advantages: RolloutAdvantages
     measurements: dict[str, list[float]]
 
 
 def total_returns(trace: Trace) -> list[float | None]:
-    """The environments' returns plus the algorithm's own intrinsic rewards; None for a fault, which is in no
-    statistic.
+    """Return the environment's return plus the intrinsic return of each rollout.
+
+    None for a faulted rollout, which the advantage statistics exclude.
     """
     return [
         None if leaf.episode_return is None else leaf.episode_return + leaf.intrinsic
@@ -261,9 +267,9 @@ def total_returns(trace: Trace) -> list[float | None]:
 
 
 def with_values(advantages: RolloutAdvantages, values: Float64Array) -> RolloutAdvantages:
-    """The same rollouts with other advantages ``values`` [N], such as those of a baseline of one's own.
+    """Replace the advantages of a group by ``values`` [N], for example with those of a custom baseline.
 
-    Rollouts without a return keep 0. ``has_signal`` follows the new values: it is False if all of them are 0.
+    Rollouts without a return keep 0. ``has_signal`` is recomputed: it is False if all new values are 0.
     """
     assigned_values = np.where(advantages.assigned, values, 0.0)
     has_signal = bool(assigned_values.any())
@@ -276,7 +282,7 @@ def with_values(advantages: RolloutAdvantages, values: Float64Array) -> RolloutA
 def group_advantages(
     returns: Sequence[float | None] | Float64Array, kind: AdvantageKind, *, std_ddof: Literal[0, 1] = 1
 ) -> RolloutAdvantages:
-    """The advantages of one group; ``std_ddof`` is that of ``group_normalized``."""
+    """Compute the advantages of one group; ``std_ddof`` applies to ``group_normalized`` only."""
     if kind == "leave_one_out":
         return leave_one_out_advantages_per_rollout(returns=returns)
     return group_normalized_advantages_per_rollout(
@@ -285,12 +291,12 @@ def group_advantages(
 
 
 def outcome_advantages(trace: Trace, kind: AdvantageKind) -> RolloutAdvantages:
-    """The group's advantages from :func:`total_returns`."""
+    """Compute the advantages of a group from its :func:`total_returns`."""
     return group_advantages(total_returns(trace), kind)
 
 
 def require_unassigned(nodes: Iterable[Node]) -> None:
-    """Raise ValueError for a node that has an advantage, or that several rollouts share."""
+    """Raise ValueError for a node that already has an advantage or that several rollouts share."""
     seen: set[int] = set()
     for node in nodes:
         if node.credit is not None or node.shares is not None or id(node) in seen:
@@ -305,12 +311,16 @@ def assign_advantages(
     *,
     attribution: Attribution | None = None,
 ) -> None:
-    """Give every trainable token of a rollout its advantage; rollouts without a return stay unassigned.
+    """Assign its advantage to every trainable token of a rollout; rollouts without a return get none.
 
-    ``attribution`` says what a node that several rollouts share gets (ARPO, arXiv 2507.19849, section 3.2):
-    ``soft`` every rollout's own advantage, counted once per rollout; ``hard`` the mean over its rollouts,
-    counted once. Raises ValueError for a shared node without it, and for ``hard`` where the rollouts scale
-    their ratios differently.
+    Args:
+        attribution: advantage of a node that several rollouts share (ARPO, arXiv 2507.19849, section 3.2).
+            ``soft``: the advantage of each rollout, counted once per rollout. ``hard``: the mean over its
+            rollouts, counted once.
+
+    Raises:
+        ValueError: if a node is shared and ``attribution`` is missing, or if it is ``hard`` and the rollouts
+            of a shared node scale their ratios differently.
     """
     scales = ratio_scales if ratio_scales is not None else [1.0] * len(advantages.values)
     users: dict[int, list[tuple[int, float, float]]] = {}
@@ -347,9 +357,9 @@ ExpertPaths = Mapping[str, Sequence[Step] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFilter:
-    """Selects the groups of a step to train on; further tasks replace the others.
+    """Selects the groups of a step to train on; groups of additional tasks replace the others.
 
-    After ``max_extra_batches`` further rounds the step trains on the groups that it has.
+    After ``max_extra_batches`` additional rounds, the step trains on the groups collected so far.
     """
 
     select: Callable[[Sequence[Trace]], list[Trace]]
@@ -358,8 +368,8 @@ class GroupFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskChoice:
-    """Tasks of a training step: the next ``num_groups`` in the run's order, or these ``tasks``, which do not
-    advance the order. ``groups`` filters the groups that were played (None: train on all).
+    """Tasks of a training step: the next ``num_groups`` in the run's order, or the given ``tasks``, which do
+    not advance the order. ``groups`` filters the sampled groups (None: train on all).
     """
 
     num_groups: int
@@ -369,7 +379,7 @@ class TaskChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """Further ``groups`` with advantages that join a step, metrics, and the reasons of ``lost`` rollouts."""
+    """Additional ``groups`` with advantages for a step, metrics, and the reasons of ``lost`` rollouts."""
 
     groups: list[Trace] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -377,23 +387,24 @@ class Augmentation:
 
 
 class StepPlay(Protocol):
-    """Plays further rollouts for an algorithm in a training step, within the limits of the run."""
+    """Samples additional rollouts for an algorithm in a training step, within the limits of the run."""
 
     def request_expert_paths(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
-        """Expert steps by task key (None: there is no expert), and the reasons of failed requests."""
+        """Return expert steps by task key (None: no expert), and the reasons of failed requests."""
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
-        """One rollout per task that follows these steps, in the state that the task's group began in."""
+        """Replay the expert steps: one rollout per task, from the initial state of the task's group."""
 
 
 class Algorithm:
-    """Base class of algorithms: you override :meth:`assign_advantages` and what else differs from GRPO.
+    """Base class of algorithms. Override :meth:`assign_advantages` and any other method that should differ
+    from GRPO.
 
-    ``objective`` has the settings of the loss, ``hooks`` act inside the rollouts, ``modes[i]`` is the mode of
-    rollout i of a group, and ``metrics`` declares measurements beside those of
+    ``objective`` has the settings of the loss, ``hooks`` run inside the rollouts, ``modes[i]`` is the mode of
+    rollout i of a group, and ``metrics`` declares metrics in addition to those of
     :mod:`outrider.metrics.registry`. A plug-in has a class ``Settings`` (a subclass of
-    :class:`ObjectiveSettings`) and is made by ``build(settings, context)`` with an
-    :class:`AlgorithmContext`, or of its settings alone.
+    :class:`ObjectiveSettings`). It is created with ``build(settings, context)``, where ``context`` is an
+    :class:`AlgorithmContext`, or with its settings alone.
     """
 
     metrics: ClassVar[Sequence[Metric]] = ()
@@ -402,7 +413,7 @@ class Algorithm:
     modes: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Accept ``credit``, the old name of :meth:`assign_advantages`, for one more version."""
+        """Accept ``credit``, the deprecated name of :meth:`assign_advantages`, for one more version."""
         super().__init_subclass__(**kwargs)
         if "credit" in vars(cls) and "assign_advantages" not in vars(cls):
             warnings.warn(
@@ -418,7 +429,7 @@ class Algorithm:
         return self.objective.label
 
     def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The modes of the rollouts of group number ``group`` of a training step."""
+        """Return the modes of the rollouts of group number ``group`` of a training step."""
         return self.modes
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
@@ -426,57 +437,56 @@ class Algorithm:
         return TaskChoice(num_groups=num_groups)
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
-        """Add rollouts to the played ``traces`` in place, and return further groups to train on."""
+        """Add rollouts to the sampled ``traces`` in place, and return additional groups to train on."""
         return Augmentation()
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """Write ``credit`` and ``ratio_scale`` on the trainable nodes of every rollout that has a
-        return.
-        """
+        """Write ``credit`` and ``ratio_scale`` on the trainable nodes of every rollout with a return."""
         raise NotImplementedError(f"{type(self).__name__} has neither assign_advantages nor advantages")
 
     def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        """:meth:`assign_advantages` of all groups of a step, one entry a trace; override it for statistics
-        that span groups.
+        """Call :meth:`assign_advantages` for each group of a step and return one result per trace.
+
+        Override this method to compute statistics that span several groups.
         """
         return [self.assign_advantages(trace) for trace in traces]
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
-        """The loss of every trained token; by default the objective's."""
+        """Return the loss of every trained token; by default that of the objective."""
         return self.objective.token_loss(inputs)
 
     def measure(self, traces: Sequence[Trace]) -> dict[str, float]:
-        """Metrics of a step's groups after their advantages, by their declared names."""
+        """Return metrics of a step by their declared names, after advantages have been assigned."""
         return {}
 
     @property
     def remembers(self) -> bool:
-        """Whether there is a :meth:`state`, which a checkpoint then has to hold."""
+        """Whether checkpoints must store a :meth:`state`."""
         return type(self).state is not Algorithm.state
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Memories as plain data and arrays, for a checkpoint.
+        """Return memories as plain data and arrays, for a checkpoint.
 
-        With ``cluster.max_staleness`` 1 a checkpoint comes between the rollouts of a step and its
-        :meth:`measure`: include what hooks have counted for it.
+        With ``cluster.max_staleness`` 1, a checkpoint may be written between the rollouts of a step and its
+        :meth:`measure`. The state must therefore include the counts that hooks collected for that step.
         """
         return {}, {}
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """Restore what :meth:`state` returned."""
+        """Restore the state that :meth:`state` returned."""
 
     def memory_changes(self) -> list[MemoryChange]:
-        """Additions to and removals from memories since the last call, recorded with every step."""
+        """Return additions to and removals from memories since the last call, logged with every step."""
         return []
 
     def counts(self) -> list[dict[str, int]]:
-        """Counts of the hooks over the whole run. Checkpoints store them; a step's metrics are their
+        """Return the hooks' counts over the whole run. Checkpoints store them; a step's metrics are their
         increments.
         """
         return []
 
     def restore_counts(self, saved: Sequence[Mapping[str, int]]) -> None:
-        """Restore what :meth:`counts` returned."""
+        """Restore the counts that :meth:`counts` returned."""
 
     def discard_step(self) -> None:
         """Forget what the hooks have counted in the rollouts of a step that will be generated again."""
@@ -487,13 +497,13 @@ Demonstrations = Mapping[str, Sequence[Step] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmContext:
-    """What a run provides to ``build(settings, context)`` of its algorithm.
+    """Objects and sizes that a run passes to ``build(settings, context)`` of its algorithm.
 
-    ``groups_per_step`` groups are played in each of ``num_training_steps`` steps. ``max_response_tokens`` is
-    the limit of a rollout. ``count_tokens`` counts the tokens of a text inside a message. ``is_stateful``:
-    actions change the hidden state of the environment. ``buffer`` is None unless
-    ``ObjectiveSettings.retrieves``. ``read_demonstrations`` reads a file of trajectories, by task key, for
-    ``train_tasks``, and raises DataError.
+    The run samples ``groups_per_step`` groups in each of ``num_training_steps`` steps.
+    ``max_response_tokens`` is the limit per rollout. ``count_tokens`` counts the tokens of a text inside a
+    message. ``is_stateful``: actions change the hidden state of the environment. ``buffer`` is None unless
+    ``ObjectiveSettings.retrieves``. ``read_demonstrations`` reads a file of trajectories of ``train_tasks``,
+    returns them by task key, and raises DataError if the file is invalid.
     """
 
     seed: int

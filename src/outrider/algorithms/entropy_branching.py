@@ -1,8 +1,8 @@
-"""Branching at uncertain steps (ARPO, arXiv 2507.19849; AEPO, arXiv 2510.14545): the formulas, and the hook
-that decides about forks.
+"""Branching at uncertain steps (ARPO, arXiv 2507.19849; AEPO, arXiv 2510.14545): formulas and the hook that
+decides about forks.
 
 Entropies are in nats; ``u`` is a uniform draw in [0, 1). The first ``window`` tokens of the turn after a tool
-result are the look-ahead: the rollout that wrote them keeps them, and the forks leave before them.
+result are the look-ahead: they stay in the rollout that sampled them, and forks begin before them.
 """
 
 import math
@@ -30,10 +30,9 @@ def segment_entropy(
     reduce: Reduce = "mean",
     normalizer: Normalizer = "log_vocabulary",
 ) -> float:
-    """Entropy of a segment's first ``window`` tokens: mean or sum, divided by ln V, V or nothing; 0 for an
-    empty segment.
+    """Return the entropy of a segment's first ``window`` tokens: mean or sum, divided by ln V, V or nothing.
 
-    Raises ValueError for a vocabulary of fewer than two entries.
+    An empty segment has 0. Raises ValueError for a vocabulary of fewer than two entries.
     """
     if vocabulary_size < 2:
         raise ValueError(f"a vocabulary of {vocabulary_size} has no entropy")
@@ -50,10 +49,10 @@ def segment_entropy(
 def branch_probability(
     *, change: float, base: float, weight: float, penalty: float = 0.0, streak: int = 0
 ) -> float:
-    """``clip((p + w dH) (1 - penalty l), 0, 1)``; ``streak`` l counts the branched steps in a row (AEPO), 0
-    in ARPO.
+    """Return ``clip((p + w dH) (1 - penalty l), 0, 1)``; ``streak`` l counts consecutive branched steps
+    (AEPO), 0 in ARPO.
     """
-    # The factor stops at 0: below, a long streak would turn a negative probability positive.
+    # The factor is bounded at 0: a negative factor would turn a negative probability positive.
     return min(1.0, max(0.0, (base + weight * change) * max(0.0, 1.0 - penalty * streak)))
 
 
@@ -68,11 +67,11 @@ def branches(
     penalty: float = 0.0,
     streak: int = 0,
 ) -> bool:
-    """Whether to fork.
+    """Decide whether to fork.
 
-    ``bernoulli`` draws with :func:`branch_probability` (released ARPO, ``clip(u - w dH, 0, 1) <= p``, is the
-    same for p in (0, 1)); ``threshold`` forks iff that probability exceeds ``threshold`` (ARPO section 3.1);
-    ``aepo_released`` forks iff ``clip((u + w dH) (1 - penalty l), 0, 1) >= p``.
+    ``bernoulli`` draws with :func:`branch_probability` (the released ARPO, ``clip(u - w dH, 0, 1) <= p``, is
+    equivalent for p in (0, 1)). ``threshold`` forks iff that probability exceeds ``threshold`` (ARPO section
+    3.1). ``aepo_released`` forks iff ``clip((u + w dH) (1 - penalty l), 0, 1) >= p``.
     """
     if decision == "aepo_released":
         return min(1.0, max(0.0, (u + weight * change) * max(0.0, 1.0 - penalty * streak))) >= base
@@ -87,18 +86,18 @@ def branches(
 
 
 def first_wave_budget(*, total: int, entropy_root: float, entropy_tools: float) -> int:
-    """Rollouts that begin at the prompt: ``floor(k sigmoid(0.5 (H_root - H_tool))) + 1``, between 1 and k
-    (AEPO).
+    """Return the number of rollouts that begin at the prompt (AEPO):
+    ``floor(k sigmoid(0.5 (H_root - H_tool))) + 1``, between 1 and k.
 
-    The paper's real number is k times the sigmoid; the added one is the released code's rounding.
+    The paper uses the real number k * sigmoid; the + 1 comes from the rounding of the released code.
     """
     share = 1.0 / (1.0 + math.exp(-0.5 * (entropy_root - entropy_tools)))
     return min(total, max(1, math.floor(total * share) + 1))
 
 
 def entropy_advantage_factors(token_entropies: Sequence[float], *, weight: float) -> list[float]:
-    """``1 + a z`` with z the entropy's deviation in (unbiased) standard deviations; 1 without spread
-    (AEPO).
+    """Return ``1 + a z`` per token; z is the z-score of its entropy with the unbiased std (AEPO). Without
+    spread all factors are 1.
     """
     count = len(token_entropies)
     if count == 0:
@@ -110,13 +109,13 @@ def entropy_advantage_factors(token_entropies: Sequence[float], *, weight: float
 
 
 class BranchSettings(Settings):
-    """Where rollouts leave another one. ``first_wave`` N begin at the prompt; ``num_children`` Z tries a fork
-    point.
+    """When rollouts fork. ``first_wave`` N rollouts begin at the prompt; ``num_children`` Z draws are made at
+    a fork point.
 
-    ``base_probability`` p, ``entropy_weight`` w, ``threshold`` tau, ``window`` k as in the papers.
-    ``source``: the entropy after the tool result, or, as released, of the turn that made the call.
-    ``pre_monitor``: one rollout first, whose entropies set N (AEPO). ``attribution``: what a shared token
-    gets.
+    ``base_probability`` p, ``entropy_weight`` w, ``threshold`` tau and ``window`` k as in the papers.
+    ``source``: the entropy after the tool result or, as in the released code, of the turn with the call.
+    ``pre_monitor``: sample one rollout first, whose entropies determine N (AEPO). ``attribution``: advantage
+    of a shared token.
     """
 
     first_wave: int = Field(8, ge=1)
@@ -136,7 +135,7 @@ class BranchSettings(Settings):
 
 
 def require_countable(objective: ObjectiveSettings, attribution: Attribution) -> None:
-    """Raise ValueError for an objective that cannot count tokens which several rollouts share."""
+    """Raise ValueError for an objective that cannot count tokens shared by several rollouts."""
     correction, rejection = objective.sampler_correction, objective.sampler_rejection
     if (
         objective.loss.type == "gspo"
@@ -159,7 +158,7 @@ def require_countable(objective: ObjectiveSettings, attribution: Attribution) ->
 
 
 class BranchHook(StatelessHook):
-    """Decides after every tool result how many rollouts leave there."""
+    """Decides after every tool result how many rollouts fork there."""
 
     def __init__(
         self, settings: BranchSettings, *, group_size: int, vocabulary_size: int, every_action: bool = False
@@ -167,14 +166,14 @@ class BranchHook(StatelessHook):
         self.settings = settings
         self.group_size = group_size
         self.vocabulary_size = vocabulary_size
-        # a simulator's moves are no tool calls, but they are what was executed
+        # Moves of a simulator are not tool calls, but every one of them was executed.
         self.every_action = every_action
         self.first_wave = 1 if settings.pre_monitor else settings.first_wave
         self.streak_scope = settings.penalty_scope
 
     def num_forks(self, state: EpisodeState) -> int | None:
-        """Tries that succeed, after a turn that followed an executed call; each try draws from the turn's own
-        stream.
+        """Return the number of successful draws after a turn that followed an executed call. The draws use
+        the turn's own random stream.
         """
         result = state.last_result
         if state.turn == 0 or result is None or (self.settings.pre_monitor and state.rollout == 0):
@@ -182,7 +181,7 @@ class BranchHook(StatelessHook):
         if not (result.num_tool_calls or (self.every_action and not result.invalid)):
             return None
         s = self.settings
-        # Two at least: the turn is not the rollout's first.
+        # At least two, because the turn is not the first of the rollout.
         written = [node for node in state.trace.path(state.last_node.node_id) if node.trainable]
         change = self._entropy(written[-1 if s.source == "after_result" else -2]) - self._entropy(written[0])
         rule = partial(
@@ -195,20 +194,20 @@ class BranchHook(StatelessHook):
             penalty=s.branch_penalty,
             streak=state.branch_streak,
         )
-        # Begins anew at every call: asked again about a point, the hook draws the same.
+        # A new stream at every call, so that a repeated call for the same turn draws the same numbers.
         random = state.stream("branch")
         state.last_node.metadata["entropy_change"] = change
         return sum(rule(float(random.random())) for _ in range(s.num_children))
 
     def budget(self, trace: Trace) -> int | None:
-        """N for the rest of a group, from its first rollout (AEPO's pre-monitoring). That rollout stays in
-        the group.
+        """Return N for the rest of a group, from its first rollout (AEPO's pre-monitoring). That rollout
+        stays in the group.
         """
         if not self.settings.pre_monitor:
             return None
         written = [node for _, path in trace.rollouts() for node in path if node.trainable]
         if not written:
-            return self.settings.first_wave  # its infrastructure broke: nothing is known
+            return self.settings.first_wave  # an infrastructure fault: no entropies to base N on
         after_tools = written[1:] or written
         tools = sum(self._entropy(node) for node in after_tools) / len(after_tools)
         return first_wave_budget(

@@ -1,15 +1,15 @@
 """RAPO, ARPO, AEPO, EMPO² and any combination of them, as one algorithm with up to three parts.
 
-- Retrieval (RAPO, arXiv 2603.03078): hybrid rollouts reason on over retrieved steps of other agents.
+- Retrieval (RAPO, arXiv 2603.03078): hybrid rollouts continue from retrieved steps of other agents.
   :mod:`outrider.algorithms.retrieval`.
 - Branching (ARPO, arXiv 2507.19849; AEPO, arXiv 2510.14545): rollouts fork where uncertainty changes after a
   tool result. :mod:`outrider.algorithms.entropy_branching`.
-- Tips (EMPO², arXiv 2602.23008): a memory of tips to explore with, and updates that make the tips
-  unnecessary. :mod:`outrider.algorithms.tips`.
+- Tips (EMPO², arXiv 2602.23008): rollouts explore with a memory of tips, and off-policy updates distill the
+  tips into the policy. :mod:`outrider.algorithms.tips`.
 
-A part that is switched off changes nothing: without any part the run is GRPO, bit for bit. The types
-``rapo``, ``arpo`` and ``empo2`` are one part each, with its keys at the top level of ``[algorithm]``;
-``combined`` has a section for each part. docs/algorithms/combined.md explains how the parts interact.
+A disabled part changes nothing: without any part the run is bit-identical to GRPO. The types ``rapo``,
+``arpo`` and ``empo2`` have one part each, with its keys at the top level of ``[algorithm]``; ``combined`` has
+a section for each part. docs/algorithms/combined.md explains how the parts interact.
 """
 
 from collections import Counter
@@ -67,10 +67,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of an exploration run; None switches a part off.
+    """The parts of an exploration run; None disables a part.
 
-    ``retrieval`` says when and what to retrieve, ``reward`` what retrieved steps do to advantages and ratios;
-    both or neither are set. ``entropy_advantage`` is the weight a of AEPO's advantage.
+    ``retrieval`` configures when and what to retrieve, ``reward`` how retrieved steps change advantages and
+    ratios; set both or neither. ``entropy_advantage`` is the weight a of AEPO's advantage.
     """
 
     retrieval: RetrievalSettings | None = None
@@ -81,9 +81,9 @@ class Parts:
 
 
 class ExplorationSettings(ObjectiveSettings):
-    """Rules of the parts, whichever keys a type has for them.
+    """Validation and properties shared by all types with exploration parts.
 
-    A type defines the fields and :attr:`parts`. ``flat`` is the part whose keys are at the top level of
+    A subclass defines the fields and :attr:`parts`. ``flat`` is the part whose keys are at the top level of
     ``[algorithm]``; the other parts are sections.
     """
 
@@ -91,11 +91,11 @@ class ExplorationSettings(ObjectiveSettings):
 
     @property
     def parts(self) -> Parts:
-        """The settings of each part."""
+        """The settings of each part, independent of where a type has their keys."""
         raise NotImplementedError
 
     def _section(self, part: str) -> str:
-        """The prefix of a part's keys in messages."""
+        """Return the prefix of a part's keys in messages."""
         return "" if self.flat == part else f"{part}."
 
     @model_validator(mode="after")
@@ -132,7 +132,7 @@ class ExplorationSettings(ObjectiveSettings):
             )
 
     def validate_run(self, run: "RunSettings") -> None:
-        """Raise ValueError for retrieved steps that the environment cannot execute or show."""
+        """Raise ValueError if the environment cannot execute or render retrieved steps."""
         retrieval = self.parts.retrieval
         if retrieval is None:
             return
@@ -189,11 +189,11 @@ class ExplorationSettings(ObjectiveSettings):
 
 
 class RetrievalSection(RetrievalSettings, RetrievalAdvantageSettings):
-    """When and what hybrid rollouts retrieve, and what retrieval does to their advantages (RAPO)."""
+    """When and what hybrid rollouts retrieve, and how retrieval changes their advantages (RAPO)."""
 
 
 class BranchSection(BranchSettings):
-    """Where rollouts fork; ``entropy_advantage`` is the weight a of AEPO's advantage (ARPO, AEPO)."""
+    """When rollouts fork (ARPO, AEPO). ``entropy_advantage`` is the weight a of AEPO's advantage."""
 
     entropy_advantage: float = Field(0.0, ge=0)
 
@@ -201,8 +201,8 @@ class BranchSection(BranchSettings):
 class CombinedSettings(OffPolicyObjective, ExplorationSettings):
     """Retrieved steps (``retrieval``), branches (``branch``) and tips (``tips``) in one run.
 
-    A section that is not given switches its part off. With one section this is that method with the objective
-    of these settings, bit for bit; with none it is GRPO.
+    Leave out a section to disable its part. With one section, the run is bit-identical to that method with
+    the objective configured here; with none, to GRPO.
     """
 
     type: Literal["combined"] = "combined"
@@ -225,16 +225,16 @@ class CombinedSettings(OffPolicyObjective, ExplorationSettings):
 
     @model_validator(mode="after")
     def _maskable(self) -> Self:
-        # a loss without a ratio of tokens is no problem if every group acts without tips
+        # A loss without token ratios is valid if no group acts with tips.
         if self.shows_tips:
             super()._maskable()  # type: ignore[operator]
         return self
 
 
 class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
-    """RAPO. Every ablation of the paper is a setting; defaults are the paper's where it gives one.
+    """RAPO. Every ablation of the paper is a setting; defaults are those of the paper if it states one.
 
-    ``retrieval`` says when and what to retrieve; with ``branch`` rollouts branch as well.
+    ``retrieval`` configures when and what to retrieve. Set ``branch`` to fork rollouts as well.
     """
 
     flat = "retrieval"
@@ -276,8 +276,9 @@ ARPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class ArpoSettings(BranchSettings, ExplorationSettings):
-    """ARPO and AEPO: up to ``group_size`` M rollouts per prompt; ``entropy_advantage`` is the weight a of
-    AEPO's advantage. A ``preset`` fills what is not given. Deviations: docs/algorithms/arpo.md.
+    """ARPO and AEPO: up to ``group_size`` M rollouts per prompt. ``entropy_advantage`` is the weight a of
+    AEPO's advantage. ``preset`` sets the defaults of all keys that you leave out. Deviations from the papers:
+    docs/algorithms/arpo.md.
     """
 
     flat = "branch"
@@ -311,7 +312,7 @@ EMPO2_PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Empo2Settings(TipSettings, OffPolicyObjective, ExplorationSettings):
-    """EMPO². A ``preset`` fills what is not given."""
+    """EMPO². ``preset`` sets the defaults of all keys that you leave out."""
 
     flat = "tips"
     presets = EMPO2_PRESETS
@@ -326,10 +327,11 @@ class Empo2Settings(TipSettings, OffPolicyObjective, ExplorationSettings):
 
 
 class Exploration(Algorithm):
-    """Group advantages with retrieved steps, branches and tips, each as configured.
+    """Group advantages with retrieved steps, branches and tips, as configured.
 
-    ``tips`` and ``retrieval`` are the hooks of their parts (None: off), ``novelty`` counts the states that
-    were visited. ``every_action`` branches after every action of a simulator, not only after tool calls.
+    ``tips`` and ``retrieval`` are the hooks of their parts (None: off); ``novelty`` counts visited states. If
+    ``every_action`` is True, rollouts may branch after every action of a simulator and not only after tool
+    calls.
     """
 
     def __init__(
@@ -351,8 +353,8 @@ class Exploration(Algorithm):
         self.tips: TipHook | None = None
         self.retrieval: RetrievalHook | None = None
         self._groups_per_step = groups_per_step
-        # Splices enter the context in the order of the hooks: a tip ends the user's message, a retrieved step
-        # begins the assistant's. A fork leaves after both.
+        # The order of hooks is the order of splices in the context: a tip is appended to the user's message,
+        # a retrieved step begins the assistant's. A rollout forks after both.
         hooks: list[Hook] = []
         if parts.tips is not None:
             if embedder is None:
@@ -405,12 +407,12 @@ class Exploration(Algorithm):
 
     @property
     def label(self) -> str:
-        """The type, or ``grpo`` if no part does anything: the run is then GRPO, bit for bit."""
+        """The type, or ``grpo`` if no part has an effect: the run is then bit-identical to GRPO."""
         pays = self.parts.tips is not None and self.parts.tips.intrinsic_coefficient > 0
         return self.objective.label if self.hooks or pays else "grpo"
 
     def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """All rollouts of a group act with tips or none; the last ``num_hybrid`` may retrieve."""
+        """Return the modes of a group: all with tips or all without; the last ``num_hybrid`` may retrieve."""
         if self.tips is None:
             return self.modes
         mode = self._schedule.mode(step * self._groups_per_step + group)
@@ -419,8 +421,10 @@ class Exploration(Algorithm):
         return tuple(join_modes(mode, own) for own in self.modes)
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """Advantages of returns and novelty, times RAPO's factor, to shared tokens by ``attribution``, times
-        AEPO's factor. Each step is a function of the one before it.
+        """Compute advantages from returns and novelty, and write them to the nodes of ``trace``.
+
+        The order matters: RAPO's factor multiplies the group advantages, ``attribution`` distributes them to
+        shared tokens, and AEPO's factor multiplies the result.
         """
         parts = self.parts
         measurements: dict[str, list[float]] = {}
@@ -453,7 +457,7 @@ class Exploration(Algorithm):
             return {}, {}
         tips, tip_arrays = self.tips.memory.snapshot()
         novelty, novelty_arrays = self.novelty.snapshot()
-        # counts of rollouts that were played during an update and that no step has measured yet
+        # counts of rollouts that were sampled during an update and that no step has measured yet
         counts = {"counts": dict(self.tips.counts)} if self.tips.counts else {}
         return {"tips": tips, "novelty": novelty, **counts}, {**tip_arrays, **novelty_arrays}
 
@@ -480,32 +484,33 @@ class Exploration(Algorithm):
 
 
 class Rapo(Exploration):
-    """Exploration by retrieval; see :class:`RapoSettings`."""
+    """RAPO (arXiv 2603.03078): exploration by retrieval."""
 
     Settings = RapoSettings
 
 
 class Arpo(Exploration):
-    """Exploration by branching; see :class:`ArpoSettings`."""
+    """ARPO and AEPO (arXiv 2507.19849, 2510.14545): exploration by branching."""
 
     Settings = ArpoSettings
 
 
 class Empo2(Exploration):
-    """Exploration with tips; see :class:`Empo2Settings`."""
+    """EMPO² (arXiv 2602.23008): exploration with tips."""
 
     Settings = Empo2Settings
 
 
 class Combined(Exploration):
-    """Any of the three parts; see :class:`CombinedSettings`."""
+    """Any combination of retrieval, branching and tips."""
 
     Settings = CombinedSettings
 
 
 def scale_by_entropy(trace: Trace, *, weight: float) -> None:
-    """Multiply every assigned token advantage by ``1 + weight * z`` of the token's entropy at sampling time,
-    with statistics over the group's policy tokens (AEPO).
+    """Multiply every token advantage by ``1 + weight * z`` (AEPO).
+
+    z is the z-score of the token's entropy at sampling time over all policy tokens of the group.
     """
     nodes = [node for node in trace.nodes if node.credit is not None or node.shares is not None]
     factors = iter(

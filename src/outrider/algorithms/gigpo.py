@@ -1,8 +1,8 @@
-"""GiGPO (arXiv 2505.10978): an episode advantage, plus a step advantage among the turns that acted on the
-same observation. Deviations: docs/algorithms/gigpo.md.
+"""GiGPO (arXiv 2505.10978): an episode advantage, plus a step advantage among turns that acted on the same
+observation. Deviations: docs/algorithms/gigpo.md.
 
-Sequences over turns hold one value a policy turn, rollout after rollout. float64 throughout; sums are rounded
-once, so that no value depends on the order of the rollouts.
+Sequences over turns have one value per policy turn, rollout after rollout. All values are float64; sums are
+rounded once, so that no value depends on the order of the rollouts.
 """
 
 import math
@@ -32,7 +32,7 @@ Similarity: TypeAlias = Literal["exact"] | float
 
 
 def discounted_returns_per_turn(rewards: Sequence[float], *, gamma: float) -> list[float]:
-    """``R_t = sum_{k >= t} gamma^(k - t) r_k`` (Eq. 5) of one rollout, whose step rewards come in the order
+    """Compute ``R_t = sum_{k >= t} gamma^(k - t) r_k`` (Eq. 5) from the step rewards of one rollout in order
     of time.
 
     Raises ValueError for gamma outside [0, 1] and for a reward that is not finite.
@@ -50,13 +50,13 @@ def discounted_returns_per_turn(rewards: Sequence[float], *, gamma: float) -> li
 
 
 def anchor_groups(anchors: Sequence[str], *, similarity: Similarity = "exact") -> list[int]:
-    """The anchor group of each turn (Eq. 6): its turns acted on the same observation. Numbered by first
-    appearance.
+    """Return the anchor group of each turn (Eq. 6), numbered by first appearance. The turns of a group acted
+    on the same observation.
 
-    ``exact`` compares the texts. A number in (0, 1] puts a text into the first group whose leader it
-    resembles with at least that ratio of :class:`difflib.SequenceMatcher`. Texts found groups in alphabetical
-    order, so that the partition does not depend on the order of the turns. The cost is quadratic in distinct
-    texts and in their length. Raises ValueError for another number.
+    ``exact`` compares the texts. A number in (0, 1] is a minimum ratio of :class:`difflib.SequenceMatcher`: a
+    text joins the first group whose leader it resembles. Texts are processed in alphabetical order, so that
+    the partition does not depend on the order of the turns. The cost is quadratic in the number of distinct
+    texts and in their length. Raises ValueError for any other number.
     """
     leaders = (
         {text: text for text in anchors}
@@ -73,12 +73,12 @@ def episode_advantages_per_turn(
     population: Sequence[float] | Float64Array,
     normalization: Normalization,
 ) -> Float64Array:
-    """``A^E = (R - mean P) / F`` (Eq. 3) for the score R of every turn: its episode's return, less the turn's
-    own penalty.
+    """Compute ``A^E = (R - mean P) / F`` (Eq. 3) for the score R of every turn: the return of its episode
+    minus the turn's own penalty.
 
-    ``population`` P is what mean and std count: one score per rollout in the paper, one per turn in the
-    released code. F is 1 for ``none`` and ``std P + 1e-6`` (sample std) for ``std``. A population of one, or
-    without spread, gives exactly 0.
+    Mean and std are those of ``population`` P: one score per rollout in the paper, one per turn in the
+    released code. F is 1 for ``none`` and ``std P + 1e-6`` (sample std) for ``std``. If P has one element or
+    no spread, the result is exactly 0.
     """
     values, counted = np.array(scores, dtype=np.float64), np.array(population, dtype=np.float64)
     if not has_spread(counted):
@@ -94,12 +94,11 @@ def episode_advantages_per_turn(
 def step_advantages_per_turn(
     step_returns: Sequence[float], *, groups: Sequence[int], normalization: Normalization
 ) -> Float64Array:
-    """``A^S = (R_t - mean) / F`` (Eq. 7) within the anchor group of each turn; ``groups`` as from
-    :func:`anchor_groups`.
+    """Compute ``A^S = (R_t - mean) / F`` (Eq. 7) within the anchor group of each turn.
 
-    Every turn counts once, also if one rollout met its anchor several times. F, groups of one and groups
-    without spread are as in :func:`episode_advantages_per_turn`. Raises ValueError for sequences of unequal
-    length.
+    ``groups`` is the result of :func:`anchor_groups`. Every turn counts once, even if one rollout visited its
+    anchor several times. F, groups of one and groups without spread are as in
+    :func:`episode_advantages_per_turn`. Raises ValueError for sequences of unequal length.
     """
     if len(groups) != len(step_returns):
         raise ValueError(f"{len(step_returns)} step returns with {len(groups)} anchor groups")
@@ -116,14 +115,14 @@ def step_advantages_per_turn(
 
 
 def _leaders(anchors: Sequence[str], *, threshold: float) -> dict[str, str]:
-    """The leader of every distinct text."""
+    """Return the leader of every distinct text."""
     if not 0.0 < threshold <= 1.0:
         raise ValueError(f"a similarity threshold must lie in (0, 1], got {threshold}")
     leaders: dict[str, str] = {}
-    # Sorted: a set's order changes from process to process, and leaders depend on it.
+    # Sorted, because leaders depend on the order and set order changes between processes.
     for text in sorted(set(anchors)):
-        # autojunk would ignore frequent characters from 200 characters on: the ratio of long texts would mean
-        # something else.
+        # autojunk ignores frequent characters in texts of 200 characters or more, which would change the
+        # meaning of the ratio for long texts.
         matcher = SequenceMatcher(b=text, autojunk=False)
         known = (leader for leader, own in leaders.items() if leader == own)
         leaders[text] = next((leader for leader in known if _resembles(matcher, leader, threshold)), text)
@@ -131,7 +130,7 @@ def _leaders(anchors: Sequence[str], *, threshold: float) -> dict[str, str]:
 
 
 def _resembles(matcher: "SequenceMatcher[str]", text: str, threshold: float) -> bool:
-    """Whether the ratio reaches the threshold; its two upper bounds are cheap and decide most pairs."""
+    """Return whether the ratio reaches the threshold; two cheap upper bounds reject most pairs first."""
     matcher.set_seq1(text)
     return (
         matcher.real_quick_ratio() >= threshold
@@ -144,14 +143,14 @@ _KINDS: Mapping[str, AdvantageKind] = {"none": "group_centered", "std": "group_n
 
 
 class GigpoSettings(ObjectiveSettings):
-    """GiGPO's own settings; those of its credit are by default the paper's "w/o std". ``advantage`` follows
-    from ``normalization``.
+    """Settings of GiGPO. The defaults are the paper's "w/o std". ``advantage`` is derived from
+    ``normalization``.
 
-    ``gamma`` discounts step rewards per turn; ``step_weight`` is omega of ``A = A^E + omega A^S``;
-    ``normalization`` is the F of both parts, 1 or the sample std; ``similarity`` says which observations
-    count as the same anchor, ``exact`` or a threshold of difflib's ratio; ``episode_statistics`` counts
-    ``rollouts`` once, or ``turns`` as the released code does; ``invalid_penalty`` is taken from the return
-    and the step return of a turn that the environment could not read. A ``preset`` fills what is not given.
+    ``gamma`` discounts step rewards per turn. ``step_weight`` is omega of ``A = A^E + omega A^S``.
+    ``normalization`` is the F of both parts, 1 or the sample std. ``similarity`` defines equal observations:
+    ``exact``, or a minimum ratio of difflib. ``episode_statistics`` counts ``rollouts`` once, or ``turns`` as
+    the released code does. ``invalid_penalty`` is subtracted from the return and the step return of a turn
+    that the environment could not parse. ``preset`` sets the defaults of all keys that you leave out.
     """
 
     presets = GIGPO_PRESETS
@@ -185,20 +184,19 @@ class GigpoSettings(ObjectiveSettings):
 
 
 class Gigpo(OnPolicyGroup):
-    """On-policy rollouts of one initial state; an advantage per turn."""
+    """On-policy rollouts from one initial state, with one advantage per turn."""
 
     Settings = GigpoSettings
     settings: GigpoSettings
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """``A^E + omega A^S`` (Eq. 8) on the tokens of every turn; ``advantages`` holds A^E per rollout.
+        """Assign ``A^E + omega A^S`` (Eq. 8) to the tokens of every turn; ``advantages`` is A^E per rollout.
 
-        Raises ValueError for a node that several rollouts share: it would need one advantage for several step
-        returns.
+        Raises ValueError for a node that several rollouts share, because their step returns may differ.
         """
         chosen = self.settings
         rollouts = list(trace.rollouts())
-        scores: list[float | None] = []  # of every rollout
+        scores: list[float | None] = []  # one per rollout
         turns: list[PolicyTurn] = []
         turn_scores: list[float] = []
         step_scores: list[float] = []
@@ -214,7 +212,7 @@ class Gigpo(OnPolicyGroup):
             turns += own
             turn_scores += [leaf.episode_return - penalty for penalty in penalties]
             step_scores += [value - penalty for value, penalty in zip(returns, penalties, strict=True)]
-            # less the mean penalty of the turns, so that A^E stays centred
+            # subtract the mean penalty of the turns, so that A^E stays centred
             scores.append(leaf.episode_return - (fmean(penalties) if penalties else 0.0))
         require_unassigned(turn.node for turn in turns)
         scorable = [score for score in scores if score is not None]
@@ -229,7 +227,7 @@ class Gigpo(OnPolicyGroup):
         combined = (episode + chosen.step_weight * step).tolist()
         for turn, value in zip(turns, combined, strict=True):
             turn.node.credit = (value,) * len(turn.node.token_ids)
-        # a signal as soon as one token has one, if only from the step part
+        # The group has a signal if any token has one, even if only from the step advantage.
         has_signal = any(value and turn.node.token_ids for turn, value in zip(turns, combined, strict=True))
         plain = group_normalized_advantages_per_rollout(returns=scores)
         values = np.zeros(len(scores))
@@ -258,10 +256,10 @@ class Gigpo(OnPolicyGroup):
 
 
 def step_returns(path: Sequence[Node], *, episode_return: float, gamma: float) -> list[float]:
-    """The discounted return of each policy turn of a rollout.
+    """Return the discounted return of each policy turn of a rollout.
 
-    A retrieved step takes one step of time and brings its own reward. What the step rewards lack of the
-    environment's record (:func:`reward_without_step`) is put on the last policy turn.
+    A retrieved step takes one time step and adds its own reward. The difference between the environment's
+    return and the sum of step rewards (:func:`reward_without_step`) is added to the last policy turn.
     """
     steps = [node for node in path if node.origin in (Origin.POLICY, Origin.BUFFER)]
     policy_indices = [index for index, node in enumerate(steps) if node.trainable]
@@ -274,5 +272,5 @@ def step_returns(path: Sequence[Node], *, episode_return: float, gamma: float) -
 
 
 def reward_without_step(path: Sequence[Node], *, episode_return: float) -> float:
-    """The environment's record less the step rewards: not 0 where an environment pays at the end only."""
+    """Return the episode return minus the step rewards. It is not 0 if rewards are paid only at the end."""
     return episode_return - math.fsum(node.reward for node in path)

@@ -1,9 +1,9 @@
 """The GRPO family: GRPO (arXiv 2402.03300), REINFORCE++ (arXiv 2501.03262) and rejection sampling (RAFT,
 arXiv 2304.06767).
 
-Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets of GRPO (:mod:`outrider.algorithms.presets`), and every
-part of them is a setting. Formulas are in :mod:`outrider.algorithms.advantages`; sources and deviations in
-docs/algorithms/objectives.md.
+Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets of GRPO (:mod:`outrider.algorithms.presets`); every
+component of them is a setting. Formulas are in :mod:`outrider.algorithms.advantages`; sources and deviations
+in docs/algorithms/objectives.md.
 """
 
 import math
@@ -57,15 +57,15 @@ if TYPE_CHECKING:
     from outrider.training.settings import RunSettings
 
 
-_BUFFER_SHARE = 5  # of the released script: 4096 of 20480 tokens
+_BUFFER_SHARE = 5  # the buffer is 1/5 of max_tokens, as in the released script: 4096 of 20480 tokens
 
 
 class OverlongSettings(Settings):
-    """DAPO's soft punishment (arXiv 2503.14476, Eq. 13): 0 to -``factor`` over the last ``buffer`` tokens
-    before ``max_tokens``.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13): 0 to -``factor`` over the last ``buffer``
+    tokens before ``max_tokens``.
 
-    ``max_tokens`` None is the run's ``rollout.max_response_tokens``, ``buffer`` None a fifth of it, as in the
-    released script. ``counted``: the tokens that the policy wrote, or all after the prompt (released code).
+    ``max_tokens`` None is ``rollout.max_response_tokens``; ``buffer`` None is a fifth of it, as in the
+    released script. ``counted``: the tokens that the policy sampled, or all after the prompt (released code).
     """
 
     max_tokens: int | None = Field(None, ge=1)
@@ -80,8 +80,8 @@ class OverlongSettings(Settings):
         return self
 
     def bounds(self, max_response_tokens: int) -> tuple[int, int]:
-        """Longest length and buffer. Raises ValueError for a punishment that no rollout of that length could
-        reach.
+        """Return the maximum length and the buffer, in tokens. Raises ValueError if no rollout can reach the
+        penalised range.
         """
         longest = self.max_tokens or max_response_tokens
         buffer = self.buffer or max(1, longest // _BUFFER_SHARE)
@@ -95,12 +95,12 @@ class OverlongSettings(Settings):
 
 
 class DynamicSamplingSettings(Settings):
-    """DAPO's dynamic sampling: groups whose ``metric`` is constant are left out, and as many further tasks
-    are played instead.
+    """DAPO's dynamic sampling: the step drops groups whose ``metric`` is constant, and samples as many
+    additional tasks to replace them.
 
     ``metric`` is unshaped: the environment's return, or its verdict ``success``. After ``max_extra_batches``
-    further rounds (the released script stops after ten in all) the step trains on the groups that it has, and
-    says so.
+    additional rounds (the released script stops after ten in total), the step trains on the groups collected
+    so far and logs that.
     """
 
     metric: Literal["return", "success"] = "return"
@@ -108,9 +108,9 @@ class DynamicSamplingSettings(Settings):
 
 
 class GroupSettings(ObjectiveSettings):
-    """``overlong`` and ``dynamic_sampling`` are DAPO's. ``reward_kl_weight`` subtracts that much of k1 = log
-    pi_old - log reference from the reward, without gradient: summed over a rollout, or token by token in
-    REINFORCE++. The recorded return stays the environment's.
+    """``overlong`` and ``dynamic_sampling`` are those of DAPO. ``reward_kl_weight`` is the weight of a KL
+    penalty in the reward, without gradient: k1 = log pi_old - log reference, summed over a rollout or, in
+    REINFORCE++, per token. The recorded return remains that of the environment.
     """
 
     overlong: OverlongSettings | None = None
@@ -119,7 +119,7 @@ class GroupSettings(ObjectiveSettings):
 
     @property
     def label(self) -> str:
-        """The preset's name."""
+        """Name of the preset."""
         return str(getattr(self, "preset", "")) or super().label
 
     @property
@@ -135,20 +135,20 @@ class GroupSettings(ObjectiveSettings):
         return self.reward_kl_weight > 0
 
     def validate_run(self, run: "RunSettings") -> None:
-        """Raise ValueError for a punishment of length that no response could reach."""
+        """Raise ValueError for a length penalty that no response could reach."""
         if self.overlong is not None:
             self.overlong.bounds(run.rollout.max_response_tokens)
 
 
 def measured_kl(node: Node) -> tuple[float, ...]:
-    """The KL of a policy node's tokens. Raises ValueError if it was not measured."""
+    """Return the KL of a policy node's tokens. Raises ValueError if it was not measured."""
     if len(node.kl) != len(node.token_ids):
         raise ValueError(f"reward_kl_weight: no KL was measured on node {node.node_id}")
     return node.kl
 
 
 def groups_worth_training(traces: Sequence[Trace], rule: DynamicSamplingSettings) -> list[Trace]:
-    """The groups whose metric is not constant, in order; faults do not count."""
+    """Return the groups whose metric is not constant, in order; faulted rollouts do not count."""
     metric: list[float | None] = []
     groups: list[int] = []
     for number, trace in enumerate(traces):
@@ -161,7 +161,7 @@ def groups_worth_training(traces: Sequence[Trace], rule: DynamicSamplingSettings
 
 
 class OnPolicyGroup(Algorithm):
-    """``group_size`` rollouts per group, all by the policy alone."""
+    """``group_size`` rollouts per group, all sampled by the policy without expert or retrieved steps."""
 
     settings: ObjectiveSettings
 
@@ -173,7 +173,7 @@ class OnPolicyGroup(Algorithm):
 
 
 class OnPolicyBatch(OnPolicyGroup):
-    """A method whose advantages may span all groups of a step: a subclass overrides :meth:`advantages`.
+    """Base of methods whose advantages may span all groups of a step; subclasses override :meth:`advantages`.
 
     ``max_response_tokens`` is the limit of the run.
     """
@@ -194,7 +194,7 @@ class OnPolicyBatch(OnPolicyGroup):
         return self.advantages([trace])[0]
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
-        """The next tasks; with dynamic sampling, further ones replace groups that are left out."""
+        """Choose the next tasks; with dynamic sampling, additional tasks replace dropped groups."""
         rule = self.settings.dynamic_sampling
         if rule is None:
             return TaskChoice(num_groups=num_groups)
@@ -204,7 +204,7 @@ class OnPolicyBatch(OnPolicyGroup):
         )
 
     def _shape_returns(self, traces: Sequence[Trace], *, sum_kl: bool = True) -> list[dict[str, list[float]]]:
-        """Write the punishment of length, and with ``sum_kl`` the rollout's KL, into ``leaf.intrinsic``.
+        """Add the length penalty and, with ``sum_kl``, the rollout's KL penalty to ``leaf.intrinsic``.
 
         Returns the measurements of each group. Raises ValueError if the reward needs a KL that was not
         measured.
@@ -238,11 +238,11 @@ class OnPolicyBatch(OnPolicyGroup):
 
 
 class GrpoSettings(GroupSettings):
-    """``advantage_std`` divides the advantage: the group's ``sample`` or ``population`` std, or that of the
-    whole ``batch``, which spans all groups of a step (TRL: ``scale_rewards = "batch"``, and
-    ``normalize_advantages`` with leave-one-out).
+    """``advantage_std``: the std that advantages are divided by. It is the group's ``sample`` or
+    ``population`` std, or the std over the ``batch``, all groups of a step (TRL: ``scale_rewards = "batch"``,
+    and ``normalize_advantages`` with leave-one-out).
 
-    A ``preset`` fills what is not given.
+    ``preset`` sets the defaults of all keys that you leave out.
     """
 
     presets = GRPO_PRESETS
@@ -261,13 +261,13 @@ class GrpoSettings(GroupSettings):
 
 
 class Grpo(OnPolicyBatch):
-    """One advantage per rollout."""
+    """GRPO and its variants: one advantage per rollout."""
 
     Settings = GrpoSettings
     settings: GrpoSettings
 
     def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        """Advantages of the shaped returns on every policy token."""
+        """Assign the advantages of the shaped returns to every policy token."""
         chosen = self.settings
         measured = self._shape_returns(traces)
         returns = [total_returns(trace) for trace in traces]
@@ -295,9 +295,10 @@ class Grpo(OnPolicyBatch):
 
 
 class ReinforcePlusPlusSettings(GroupSettings):
-    """``group_baseline`` takes the group's mean from the return before whitening (REINFORCE++-baseline);
-    without it a group of one will do, and ``gamma`` discounts over policy tokens. ``variance`` is that of the
-    whitening. A ``preset`` fills what is not given.
+    """``group_baseline`` subtracts the mean of the group from the return before whitening
+    (REINFORCE++-baseline). Without it, one rollout per task is enough and ``gamma`` discounts over policy
+    tokens. ``variance`` is the convention of the whitening. ``preset`` sets the defaults of all keys that you
+    leave out.
     """
 
     presets = REINFORCE_PLUS_PLUS_PRESETS
@@ -328,15 +329,15 @@ class ReinforcePlusPlusSettings(GroupSettings):
 
 
 class ReinforcePlusPlus(OnPolicyBatch):
-    """One advantage per token, whitened over all policy tokens of a step."""
+    """REINFORCE++: one advantage per token, whitened over all policy tokens of a step."""
 
     Settings = ReinforcePlusPlusSettings
     settings: ReinforcePlusPlusSettings
 
     def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        """Whitened advantages on every policy token; ``advantages`` holds their mean over each rollout.
+        """Assign whitened advantages to every policy token; ``advantages`` is their mean over each rollout.
 
-        Raises ValueError for a node that several rollouts share: it would need the advantage of each.
+        Raises ValueError for a node that several rollouts share, because their advantages may differ.
         """
         chosen = self.settings
         scored = [
@@ -383,7 +384,7 @@ class ReinforcePlusPlus(OnPolicyBatch):
 
 
 def _summary(trace: Trace) -> RolloutAdvantages:
-    """A group has a signal as soon as one of its tokens has."""
+    """Summarise token advantages per rollout. The group has a signal if any of its tokens has one."""
     rollouts = list(trace.rollouts())
     assigned = np.array([leaf.episode_return is not None for leaf, _ in rollouts])
     has_signal = any(value != 0.0 for _, path in rollouts for node in path for value in node.credit or ())
@@ -397,15 +398,14 @@ def _summary(trace: Trace) -> RolloutAdvantages:
 
 
 class RejectionSettings(ObjectiveSettings):
-    """Imitate the policy's own rollouts that were good enough, and nothing else: a policy gradient with
-    advantages 0 and 1, without a baseline or a negative signal. Rejected rollouts are in no denominator, so
-    that the loss is the mean negative log-likelihood over the tokens of the kept ones.
+    """Rejection sampling: imitate accepted rollouts of the policy. This is a policy gradient with advantages
+    0 and 1, without a baseline or a negative signal. Rejected rollouts are not counted in denominators, so
+    the loss is the mean negative log-likelihood over the tokens of the selected rollouts.
 
-    Rollouts whose return, the environment's own, is at least ``threshold`` may be kept.
-
-    ``keep``: of a task's, ``all`` (at most ``max_kept``, the first ones), the ``best``, or the ``first``.
-    ``deduplicate`` counts rollouts in which the policy wrote the same tokens once. A ``loss.type`` other
-    than ``reinforce`` clips what several optimiser steps do to a kept rollout.
+    A rollout is accepted if its environment return is at least ``threshold``. ``keep`` selects among the
+    accepted rollouts of a task: ``all`` (at most ``max_kept``, the first ones), the ``best``, or the
+    ``first``. ``deduplicate`` counts rollouts with equal policy tokens once. A ``loss.type`` other than
+    ``reinforce`` clips the change that several optimiser steps make to a selected rollout.
     """
 
     type: Literal["rejection"] = "rejection"
@@ -435,16 +435,16 @@ class RejectionSettings(ObjectiveSettings):
 
 
 class Rejection(OnPolicyGroup):
-    """On-policy rollouts; credit 1 for those that are kept."""
+    """On-policy rollouts with advantage 1 for the selected ones."""
 
     Settings = RejectionSettings
     settings: RejectionSettings
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """1 on every policy token of a kept rollout; the advantage of the others is 0, and their tokens are
-        not trained on.
+        """Assign 1 to every policy token of a selected rollout. The advantage of the others is 0, and their
+        tokens are not trained on.
 
-        Raises ValueError for a node that several kept rollouts share.
+        Raises ValueError for a node that several selected rollouts share.
         """
         rollouts = list(trace.rollouts())
         scored = [leaf for leaf, _ in rollouts if leaf.episode_return is not None]
@@ -475,8 +475,8 @@ class Rejection(OnPolicyGroup):
 
     def _select(self, accepted: Sequence[tuple[Leaf, list[Node]]]) -> Sequence[tuple[Leaf, list[Node]]]:
         chosen = self.settings
-        if chosen.keep == "best":  # before equal texts are put together: of those the better one counts
-            # stable: the first of equal ones
+        if chosen.keep == "best":  # sort before deduplication, so that the best of equal texts remains
+            # stable sort: the first of equal returns
             return sorted(accepted, key=lambda rollout: -(rollout[0].episode_return or 0.0))[:1]
         if chosen.deduplicate:
             first: dict[tuple[tuple[int, ...], ...], tuple[Leaf, list[Node]]] = {}

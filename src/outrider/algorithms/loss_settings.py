@@ -1,5 +1,5 @@
-"""Settings of the token losses and of the corrections for a trainer–sampler mismatch: each kind has its own
-keys, so that what has no meaning cannot be set.
+"""Settings of the token losses and of the corrections for a trainer–sampler mismatch. Each kind has its own
+keys, so that a key without effect is an error.
 
 Sources: docs/algorithms/objectives.md.
 """
@@ -55,7 +55,8 @@ class CispoLoss(Settings):
 class GspoLoss(Settings):
     """GSPO (arXiv 2507.18071): one ratio per rollout, clipped; its bounds are the paper's.
 
-    ``sequence_ratio``: differentiated token by token, as a whole, or as a ``product`` without the length.
+    ``sequence_ratio``: differentiated per token, as a whole, or as a ``product`` without length
+    normalisation.
     """
 
     type: Literal["gspo"] = "gspo"
@@ -76,11 +77,11 @@ LossSettings: TypeAlias = Annotated[
 
 
 class SamplerCorrection(Settings):
-    """Weights for an engine whose policy differs from the trainer's
-    (:mod:`outrider.algorithms.sampler_correction`): trainer / engine, within [``lower``, ``upper``].
+    """Importance weights trainer / engine for an engine whose policy differs from the trainer's, within
+    [``lower``, ``upper``] (:mod:`outrider.algorithms.sampler_correction`).
 
-    ``level`` says whose ratio it is: each token's, the product over its rollout, or the product's n-th root.
-    ``outside``: a weight beyond a bound is put on it, or to 0.
+    ``level``: ratio of each token, the product over its rollout, or the n-th root of that product.
+    ``outside``: truncate a weight beyond a bound to the bound, or set it to 0.
     """
 
     upper: float = Field(2.0, gt=0)
@@ -96,13 +97,12 @@ class SamplerCorrection(Settings):
 
 
 class RejectionMask(Settings):
-    """Leaves tokens out of the update on which engine and trainer disagree
-    (:mod:`outrider.algorithms.sampler_correction`).
+    """Masks tokens on which engine and trainer disagree (:mod:`outrider.algorithms.sampler_correction`).
 
     ``statistic`` of the log-ratio d = log trainer - log engine: ``k1`` = -d, ``k2`` = d^2 / 2, ``k3`` =
-    exp(d) - 1 - d; ``scope`` takes each token's own value, or the sum, mean or maximum over its rollout,
-    which then goes as a whole. The bounds of k1 are ratios engine / trainer (``lower`` None: 1 / ``upper``),
-    that of k2 and k3 is one on the value.
+    exp(d) - 1 - d. ``scope``: the value of each token, or the sum, mean or maximum over its rollout, which is
+    then trained or masked as a whole. The bounds of k1 are ratios engine / trainer (``lower`` None: 1 /
+    ``upper``); those of k2 and k3 are bounds on the value itself.
     """
 
     statistic: Literal["k1", "k2", "k3"] = "k1"
@@ -123,7 +123,7 @@ class RejectionMask(Settings):
         return self
 
 
-# Where the flat keys of versions up to 0.2 have gone.
+# Migration of the flat keys of versions up to 0.2.
 _MOVED: Final[Mapping[str, str]] = {
     **{
         key: f"loss.{key}"
@@ -152,8 +152,8 @@ _KINDS: Final[Mapping[str, type[Settings]]] = {
 
 
 def require_new_fields(name: str, fields: Mapping[str, Any]) -> None:
-    """Raises TypeError for the settings class ``name`` of a plug-in that declares what is in a section now:
-    nothing would read it.
+    """Raise TypeError if the settings class ``name`` of a plug-in declares a key that is now in a section,
+    because nothing would read it.
     """
     for key in fields:
         if key in _MOVED:
@@ -166,7 +166,7 @@ def require_new_fields(name: str, fields: Mapping[str, Any]) -> None:
 
 
 def require_new_spelling(table: Mapping[str, Any]) -> None:
-    """Raises ValueError for a flat key of an earlier version, with its new name."""
+    """Raise ValueError for a flat key of an earlier version; the message has its new name."""
     for key in table:
         if key in _MOVED:
             raise ValueError(f"the key {key} is called {_MOVED[key]} now")
@@ -181,10 +181,10 @@ def require_new_spelling(table: Mapping[str, Any]) -> None:
 
 
 def migrate_algorithm_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``[algorithm]`` table that a run of an earlier version wrote down, with today's keys.
+    """Convert the ``[algorithm]`` table recorded by a run of an earlier version to today's keys.
 
-    A record holds every key: those that mean nothing to its loss are left out. What is no such record stays
-    as it is, so that its old keys are refused and not lost.
+    A record contains every key, so keys without effect on its loss are dropped. Other tables are returned
+    unchanged, so that their old keys are errors instead of being lost.
     """
     if not {"loss", "clip_low", "clip_high"} <= recorded.keys() or not isinstance(recorded["loss"], str):
         return dict(recorded)
@@ -201,7 +201,7 @@ def migrate_algorithm_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def migrate_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded tree of settings, with the sections that were single keys in earlier versions."""
+    """Convert a recorded settings tree in which today's sections were single keys."""
     algorithm = tree.get("algorithm")
     return (
         {**tree, "algorithm": migrate_algorithm_keys(algorithm)}
@@ -211,8 +211,8 @@ def migrate_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_clip(loss: LossSettings, *, method: str) -> ClipLoss:
-    """The bounds of a method that has a token loss of its own. Raises ValueError for what that does not
-    know.
+    """Return the clip bounds for a method with its own token loss. Raises ValueError for any other loss or
+    setting that the method does not support.
     """
     if loss.type != "clip" or loss.dual_clip is not None or loss.keep_clipped_gradient:
         raise ValueError(

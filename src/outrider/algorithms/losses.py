@@ -1,7 +1,7 @@
 """Token losses (to be minimised) and their aggregation.
 
 Shapes: T tokens in the flat packed layout, N rollouts. A batch loss is ``weighted_loss(losses=...,
-weights=...)`` with :func:`token_weights` taken over the *global* mini-batch, so that any split into
+weights=...)`` with :func:`token_weights` computed over the *global* mini-batch, so that any split into
 micro-batches gives the same sum. Only ``logprobs`` carries gradient. Sources: docs/algorithms/objectives.md.
 """
 
@@ -37,7 +37,7 @@ KlEstimator = Literal["k1", "k2", "k3", "k3_ratio"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLoss:
-    """Per-token surrogate ``losses`` [T] and which branch of the clip acted, as masks [T].
+    """Per-token surrogate ``losses`` [T], and masks [T] of the clipped tokens by branch.
 
     ``clipped_high``: positive advantage, ratio above 1 + high. ``clipped_low``: negative advantage, ratio
     below 1 - low. ``dual_clipped``: negative advantage, ratio above the dual clip.
@@ -60,16 +60,19 @@ def clipped_surrogate_per_token(
     ratio_scale: Tensor | None = None,
     keep_clipped_gradient: bool = False,
 ) -> TokenLoss:
-    """``max(-A r, -A clip(r, 1 - low, 1 + high))`` [T] (PPO, arXiv 1707.06347 Eq. 7); unequal bounds are
-    DAPO's clip-higher.
+    """Compute ``max(-A r, -A clip(r, 1 - low, 1 + high))`` [T] (PPO, arXiv 1707.06347 Eq. 7).
 
-    ``dual_clip`` c > 1 bounds the loss of a negative advantage at ``-A c`` (arXiv 1912.09729).
-    ``ratio_scale`` [T] multiplies the ratio before every clip (RAPO Eq. 8). A clipped token has no gradient,
-    except that ``keep_clipped_gradient`` lets the upper bound be ``(1 + high) r / sg(r)``, whose gradient is
-    that of 1 + high (AEPO).
+    Unequal bounds are DAPO's clip-higher.
 
-    Raises ValueError for shapes that differ, half precision, ``clip_low`` outside [0, 1], ``clip_high`` < 0,
-    ``dual_clip`` <= 1.
+    Args:
+        ratio_scale: [T] factors of the ratio, applied before every clip (RAPO Eq. 8).
+        dual_clip: c > 1 bounds the loss of a negative advantage at ``-A c`` (arXiv 1912.09729).
+        keep_clipped_gradient: a clipped token normally has no gradient. If True, the upper bound is
+            ``(1 + high) r / sg(r)``, whose gradient is that of a ratio 1 + high (AEPO).
+
+    Raises:
+        ValueError: for unequal shapes, half precision, ``clip_low`` outside [0, 1], ``clip_high`` < 0 or
+            ``dual_clip`` <= 1.
     """
     if not 0.0 <= clip_low <= 1.0 or clip_high < 0.0 or (dual_clip is not None and dual_clip <= 1.0):
         raise ValueError(f"impossible clip: low {clip_low}, high {clip_high}, dual {dual_clip}")
@@ -80,7 +83,7 @@ def clipped_surrogate_per_token(
         ratio = shaped_ratio(ratio=ratio, scale=ratio_scale)
     over, under = ratio > 1.0 + clip_high, ratio < 1.0 - clip_low
     over_dual = torch.zeros_like(over) if dual_clip is None else ratio > dual_clip
-    # where, not minimum: at an exact tie minimum would split the gradient between the ratio and the constant.
+    # where instead of minimum: at an exact tie, minimum splits the gradient between ratio and constant.
     upper = (1.0 + clip_high) * (ratio / ratio.detach() if keep_clipped_gradient else torch.ones_like(ratio))
     ratio_positive = torch.where(over, upper, ratio)
     ratio_negative = torch.where(under, torch.full_like(ratio, 1.0 - clip_low), ratio)
@@ -107,13 +110,13 @@ def kl_per_token(
     Value and expected gradient on-policy, when used as a loss (Schulman, "Approximating KL Divergence"; arXiv
     2506.09477):
 
-    - ``k1`` = d: unbiased value, but a gradient of mean zero - use it in a reward, not in a loss.
+    - ``k1`` = d: unbiased value, but a gradient of mean zero; use it in a reward and not in a loss.
     - ``k2`` = d^2 / 2: biased value, gradient of the reverse KL.
     - ``k3`` = exp(-d) + d - 1 (>= 0): unbiased value, gradient of the forward KL(reference || pi).
     - ``k3_ratio`` = k3 * pi / pi_old with the ratio differentiated: unbiased value, gradient of the reverse
       KL; needs ``old_logprobs``.
 
-    Only the log-ratio is clamped, never the value.
+    Only the log-ratio is clamped, not the value.
     """
     if (estimator == "k3_ratio") != (old_logprobs is not None):
         raise ValueError("old_logprobs belongs to the estimator k3_ratio and to no other")
@@ -122,7 +125,7 @@ def kl_per_token(
         return difference
     if estimator == "k2":
         return 0.5 * difference**2
-    # expm1: next to d = 0, where a policy begins, exp(-d) - 1 keeps no digits.
+    # expm1: near d = 0, where training starts, exp(-d) - 1 cancels and loses all significant digits.
     k3 = torch.expm1(-difference) + difference
     return k3 if old_logprobs is None else k3 * token_ratio(logprobs=logprobs, old_logprobs=old_logprobs)
 
@@ -136,17 +139,22 @@ def token_weights(
     mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The weight [T] of every token of the global mini-batch; slice it along with the tokens into
-    micro-batches.
+    """Return the weight [T] of every token of the global mini-batch.
 
-    ``rollout_index`` [T] int64 says whose token it is; a token that d rollouts share counts d times, so list
-    it once per rollout and add the weights up. ``num_rollouts`` N counts the kept rollouts, also those
-    without a trained token. ``mask`` [T] False gives weight 0 and leaves the token out of every count. With
-    n_i tokens of rollout i: ``token_mean`` 1 / sum n_i; ``sequence_mean_token_mean`` 1 / (N n_i);
-    ``sequence_mean_token_sum`` 1 / N; ``constant_length`` 1 / (N max_length) (Dr. GRPO, arXiv 2503.20783);
-    ``sum_over_length`` 1 / max_length (LUFFY's script); ``token_sum`` 1.
+    Slice the weights along with the tokens into micro-batches. With n_i tokens of rollout i, the weights are:
+    ``token_mean`` 1 / sum n_i; ``sequence_mean_token_mean`` 1 / (N n_i); ``sequence_mean_token_sum`` 1 / N;
+    ``constant_length`` 1 / (N max_length) (Dr. GRPO, arXiv 2503.20783); ``sum_over_length`` 1 / max_length
+    (LUFFY's script); ``token_sum`` 1.
 
-    Raises ValueError when ``max_length`` is given for another kind or missing, or an index is outside [0, N).
+    Args:
+        rollout_index: [T] int64, the rollout of each token. A token that d rollouts share counts d times:
+            list it once per rollout and add the weights up.
+        num_rollouts: number of rollouts that were not dropped, including those without a trained token.
+        mask: [T]; False sets the weight to 0 and excludes the token from every count.
+
+    Raises:
+        ValueError: if ``max_length`` is passed for another aggregation or is missing, or if an index is
+            outside [0, N).
     """
     if (kind in ("constant_length", "sum_over_length")) != (max_length is not None) or (
         max_length is not None and max_length < 1
@@ -158,7 +166,7 @@ def token_weights(
     owners = rollout_index[trained]
     if owners.numel() and not 0 <= int(owners.min()) <= int(owners.max()) < num_rollouts:
         raise ValueError(f"rollout_index outside [0, {num_rollouts})")
-    # float64 until the end: 1 / n is rounded once, to the precision of the losses.
+    # Computed in float64, so that 1 / n is rounded only once, to the dtype of the losses.
     weights = torch.zeros(rollout_index.shape, dtype=torch.float64, device=rollout_index.device)
     if kind == "sequence_mean_token_mean":
         num_tokens = torch.bincount(owners, minlength=num_rollouts).double()
@@ -176,37 +184,38 @@ def token_weights(
 
 
 def weighted_loss(*, losses: Tensor, weights: Tensor) -> Tensor:
-    """``sum_t weight_t * loss_t``, a scalar; tokens of weight 0 are left out, so that even a NaN there
-    changes nothing.
+    """Return ``sum_t weight_t * loss_t``, a scalar. Tokens of weight 0 are excluded, even if their loss is
+    NaN.
     """
     require_tokens(losses=losses, weights=weights)
-    # Selected, not multiplied: NaN times 0 is NaN.
+    # Index instead of multiplying: NaN times 0 is NaN.
     is_trained = weights != 0.0
     return (losses[is_trained] * weights.detach()[is_trained]).sum()
 
 
 class Measures(Protocol):
-    """Collects an update's metrics over its micro-batches, however it was split."""
+    """Collects the metrics of an update over its micro-batches, independent of how it was split."""
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """A weighted mean."""
+        """Add to a weighted mean."""
 
     def add_sum(self, name: str, value: float) -> None:
-        """A total."""
+        """Add to a total."""
 
     def add_max(self, name: str, value: float) -> None:
-        """A maximum."""
+        """Update a maximum."""
 
     def add_min(self, name: str, value: float) -> None:
-        """A minimum."""
+        """Update a minimum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OldLogprobs:
-    """``old_T`` divides the ratio; ``trainer_T`` is the trainer's value in the context that the engine
-    sampled in.
+    """Reference log-probs of an update.
 
-    ``is_without_tips_T`` marks the tokens whose tips were left out; None: none.
+    ``old_T`` is the denominator of the ratio. ``trainer_T`` is the trainer's log-prob in the context in which
+    the engine sampled. ``is_without_tips_T`` marks tokens that are trained without their tips (None: no such
+    tokens).
     """
 
     old_T: Tensor
@@ -216,14 +225,14 @@ class OldLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLossInputs:
-    """One micro-batch, one value a trained token; only ``logprobs_T`` carries gradient. Log-probs are natural
-    logs.
+    """One micro-batch with one value per trained token. Log-probs are natural logs; only ``logprobs_T``
+    carries gradient.
 
-    ``logprobs_T``: the policy's. ``old_logprobs``: those of the ratio. ``advantages_T`` and
-    ``ratio_scale_T``: what the algorithm wrote on the trace. ``engine_logprobs_T``: the sampler's, 0 where
-    nobody sampled. ``is_off_policy_T``: the policy did not write the token in this step (a demonstration, a
-    replayed rollout). ``rollout_T`` and ``turn_T``: numbers of the token's rollout and turn. ``measures``
-    takes metrics of the loss's own.
+    ``logprobs_T``: of the policy. ``old_logprobs``: denominators of the ratio. ``advantages_T`` and
+    ``ratio_scale_T``: the values that the algorithm wrote on the trace. ``engine_logprobs_T``: of the
+    engine, 0 for tokens that it did not sample. ``is_off_policy_T``: the policy did not sample the token in
+    this step (for example a demonstration or a replayed rollout). ``rollout_T`` and ``turn_T``: indices of
+    the token's rollout and turn. ``measures`` collects metrics of the loss.
     """
 
     logprobs_T: Tensor
@@ -242,8 +251,8 @@ class TokenLossInputs:
         return self.old_logprobs.old_T
 
 
-# Token losses beside the plain clip. Below, ``r = pi / pi_old`` from the log-ratio clamped to +-20, and ``k``
-# is the coefficient in ``d loss / d log pi = -A k``.
+# Other token losses than the plain clip. Below, ``r = pi / pi_old`` from the log-ratio clamped to +-20, and
+# ``k`` is the coefficient in ``d loss / d log pi = -A k``.
 
 
 SequenceForm = Literal["token", "sequence", "product"]
@@ -274,7 +283,7 @@ def gppo_per_token(
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
-    # A factor of value one. The printed form (bound / sg(r)) * r is the same, but NaN once r overflows.
+    # A factor of value 1. The paper's form (bound / sg(r)) * r is equal, but NaN once r overflows.
     unit_factor = (logprobs - logprobs.detach()).exp()
     is_clipped = clipped.clipped_high | clipped.clipped_low
     return replace(
@@ -288,9 +297,9 @@ def cispo_per_token(
     """CISPO (MiniMax-M1, arXiv 2506.13585): ``-sg(clip(r, floor, cap)) A log pi``; every token keeps its
     gradient, k = clip(r).
 
-    ``cap`` is absolute, and there is no floor unless asked. verl's variant clips on both sides: ``cap = 1 +
-    high`` and ``floor = 1 - low``; TRL's ``epsilon_high`` is the cap itself. The masks say where cap and
-    floor acted, for either sign of A. The value moves with ``log pi``, so it cannot be compared with the loss
+    ``cap`` is absolute; there is no floor by default. verl's variant clips on both sides: ``cap = 1 + high``
+    and ``floor = 1 - low``. TRL's ``epsilon_high`` is the cap itself. The masks mark tokens at the cap and at
+    the floor, for either sign of A. The value changes with ``log pi``, so it cannot be compared with the loss
     of a clipped surrogate. Raises ValueError unless ``0 <= floor < cap``.
     """
     if not 0.0 <= floor < cap:
@@ -309,10 +318,10 @@ def cispo_per_token(
 
 
 def reinforce_per_token(*, logprobs: Tensor, advantages: Tensor, weights: Tensor | None = None) -> TokenLoss:
-    """``-sg(w) A log pi`` (REINFORCE), without ratio and clip; ``weights`` [T] are importance weights, 1 when
-    left out.
+    """Compute ``-sg(w) A log pi`` (REINFORCE), without ratio and clip.
 
-    With advantages of 1 it is the negative log-likelihood (cold start, the extra term of GPPO).
+    ``weights`` [T] are importance weights (default 1). With advantages of 1 the loss is the negative
+    log-likelihood (cold start, the additional term of GPPO).
     """
     coefficients = advantages.detach() if weights is None else advantages.detach() * weights.detach()
     require_tokens(logprobs=logprobs, coefficients=coefficients)
@@ -336,18 +345,18 @@ def gspo_per_token(
     """GSPO (arXiv 2507.18071): the clipped surrogate with one ratio per rollout, ``s = exp(mean over its
     tokens of log r)``.
 
-    ``rollout_index`` [T] says whose token it is; all tokens of a rollout must be in the call. ``mask`` [T]
-    False leaves tokens out of the mean. A clipped rollout has no gradient at all. Forms:
+    ``rollout_index`` [T] is the rollout of each token; all tokens of a rollout must be in the call. ``mask``
+    [T] False excludes tokens from the mean. A clipped rollout has no gradient at all. Forms:
 
     - ``token`` (GSPO-token): ``s_t = sg(s) pi_t / sg(pi_t)``, k = s for each token, so advantages may differ
       within a rollout.
-    - ``sequence``: s itself is differentiated. Equal to ``token`` in value and gradient where the advantages
-      and weights of a rollout's tokens are equal; otherwise each token gets the rollout's mean.
+    - ``sequence``: s itself is differentiated. Equal to ``token`` in value and gradient if the advantages and
+      weights of a rollout's tokens are equal; otherwise each token gets the rollout's mean.
     - ``product``: no length normalisation, ``s = exp(sum of log r)``: the ratio of whole rollouts, TRL's
       RLOO.
 
-    The logarithm of s is clamped to +-20. Raises ValueError for unequal shapes, half precision and impossible
-    clips.
+    The logarithm of s is clamped to +-20. Raises ValueError for unequal shapes, half precision and invalid
+    clip bounds.
     """
     require_tokens(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     log_s = over_rollouts(
@@ -357,7 +366,7 @@ def gspo_per_token(
         reduce="sum" if form == "product" else "mean",
     )
     if form == "token":
-        # log s in value, the token's own log-prob in gradient.
+        # The value is log s, the gradient that of the token's own log-prob.
         log_s = log_s.detach() + logprobs - logprobs.detach()
     return clipped_surrogate_per_token(
         logprobs=log_s,
@@ -378,20 +387,20 @@ def luffy_per_token(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> TokenLoss:
-    """LUFFY (arXiv 2504.14945): the clipped surrogate, but ``-A f(pi)`` without a clip where
-    ``is_demonstration`` [T] is True.
+    """LUFFY (arXiv 2504.14945): the clipped surrogate, but the unclipped ``-A f(pi)`` for tokens with
+    ``is_demonstration`` [T].
 
-    ``f(p) = p / (p + shaping)`` with the demonstrator's probability taken as 1, so k = shaping p / (p +
-    shaping)^2: small probabilities move most. ``shaping=None`` is f(p) = p. The released script removes the
-    clip of the policy's own tokens too: ``clip_low=1, clip_high=math.inf``. Raises ValueError for ``shaping``
-    <= 0 and as ``clipped_surrogate_per_token`` does.
+    ``f(p) = p / (p + shaping)``, with the demonstrator's probability set to 1, so k = shaping p / (p +
+    shaping)^2, which emphasises improbable tokens. ``shaping=None`` is f(p) = p. The released script also
+    disables the clip of the policy's own tokens: ``clip_low=1, clip_high=math.inf``. Raises ValueError for
+    ``shaping`` <= 0, and as ``clipped_surrogate_per_token`` does.
     """
     if shaping is not None and shaping <= 0.0:
         raise ValueError(f"shaping must be positive or None, got {shaping}")
     demonstrated = is_demonstration.bool()
     own = clipped_surrogate_per_token(
         logprobs=logprobs,
-        # A demonstration needs no old log-prob; whatever stands there must not count as clipped.
+        # A demonstration has no old log-prob; a placeholder value must not count as clipped.
         old_logprobs=torch.where(demonstrated, logprobs.detach(), old_logprobs),
         advantages=advantages,
         clip_low=clip_low,
@@ -414,10 +423,10 @@ def replay_centred_per_token(
 ) -> TokenLoss:
     """RolloutReplay's loss for stored rollouts: ``max(-A r, -A clip(r, (1 - low) r0, (1 + high) r0))``.
 
-    Here ``r = pi / behaviour`` and ``r0 = old / behaviour``, with ``old`` the policy when the update began
-    and ``behaviour`` the one that wrote the stored tokens. That equals ``r0`` times the clipped surrogate of
-    ``pi / old``, which is how it is computed; on fresh rollouts r0 is 1. ``weight_cap`` bounds r0 (None: the
-    released code). Raises ValueError for ``weight_cap`` <= 0.
+    Here ``r = pi / behaviour`` and ``r0 = old / behaviour``; ``old`` is the policy at the start of the update
+    and ``behaviour`` the policy that sampled the stored tokens. The loss equals ``r0`` times the clipped
+    surrogate of ``pi / old`` and is computed that way; for fresh rollouts r0 is 1. ``weight_cap`` bounds r0
+    (None: the released code). Raises ValueError for ``weight_cap`` <= 0.
     """
     if weight_cap is not None and weight_cap <= 0.0:
         raise ValueError(f"weight_cap must be positive, got {weight_cap}")
@@ -433,12 +442,11 @@ def replay_centred_per_token(
     return replace(clipped, losses=clipped.losses * weights)
 
 
-# The token losses that settings name, applied to a micro-batch: what every objective does unless it says
-# otherwise.
+# The configured token loss, applied to a micro-batch: the default of every objective.
 
 
 def configured_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> TokenLoss:
-    """The token loss that ``objective.loss`` names."""
+    """Compute the token loss that ``objective.loss`` selects."""
     loss = objective.loss
     tokens = {
         "logprobs": inputs.logprobs_T,
@@ -476,11 +484,12 @@ def configured_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> 
 def old_logprobs_without_tips(
     start_T: Tensor, with_tips_T: Tensor, objective: "OffPolicyObjective"
 ) -> OldLogprobs:
-    """Denominators where rollouts are trained without the tips that they acted with (EMPO², Table 3 and
-    Algorithm 1).
+    """Return the denominators for rollouts that are trained without the tips that they were sampled with
+    (EMPO², Table 3 and Algorithm 1).
 
-    ``start_T``: the policy when the update began, in the rendering that is trained. ``with_tips_T``: the same
-    with tips, NaN where the token's rollout had none to lose.
+    Args:
+        start_T: log-probs of the policy at the start of the update, in the context that is trained.
+        with_tips_T: log-probs in the context with tips, NaN for tokens of rollouts without removed tips.
     """
     is_without_tips_T = ~with_tips_T.isnan()
     trainer_T = torch.where(is_without_tips_T, with_tips_T, start_T)
@@ -496,11 +505,12 @@ def without_tips_mask(
     is_without_tips_T: Tensor,
     turn_T: Tensor,
 ) -> Tensor:
-    """[T] 1 or 0: which off-policy tokens are trained; the average is not renormalised (Eq. 2).
+    """Return a mask [T] of 1 or 0: the off-policy tokens to train on. The average is not renormalised
+    (Eq. 2).
 
-    ``token``: the student's present probability of the token is at least ``min_probability``. ``turn``
-    (released code, whose rows are turns): no token of the turn was less likely to the acting policy.
-    ``none``: all. Tokens of other rollouts are never masked.
+    ``token``: the current probability of the token without tips is at least ``min_probability``. ``turn``
+    (released code, whose rows are turns): no token of the turn had a lower probability with tips. ``none``:
+    all tokens. Tokens of other rollouts are never masked.
     """
     min_logprob = math.log(objective.min_probability) if objective.min_probability else -math.inf
     if objective.student_mask == "none":

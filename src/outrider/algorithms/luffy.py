@@ -1,8 +1,7 @@
 """LUFFY (arXiv 2504.14945): a group of the policy's own rollouts and a demonstration, trained on together.
 
-The demonstration is played through the environment and gets the return that the environment gives it. Token
-losses are :func:`outrider.algorithms.losses.luffy_per_token`; deviations are in
-docs/algorithms/luffy.md.
+The demonstration is replayed in the environment and gets the environment's return. The token losses are in
+:func:`outrider.algorithms.losses.luffy_per_token`; deviations are in docs/algorithms/luffy.md.
 """
 
 import math
@@ -44,13 +43,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class LuffySettings(ObjectiveSettings):
-    """``group_size`` n counts the demonstration: n - 1 rollouts are the policy's. ``num_demonstrations`` 0
-    leaves it out.
+    """``group_size`` n includes the demonstration: the policy samples n - 1 rollouts. Set
+    ``num_demonstrations`` to 0 to disable the demonstration.
 
-    ``demonstrations`` names a file of trajectories (docs/formats.md); without it the environment's
-    experts demonstrate. ``shaping`` is gamma of f(p) = p / (p + gamma), None: f(p) = p. ``statistics``
-    says whose returns make mean and std: the ``mixed`` group's or the ``on_policy`` rollouts' alone.
-    ``clip_own`` clips the policy's own tokens. A ``preset`` fills what is not given.
+    ``demonstrations`` is a file of trajectories (docs/formats.md); without it the environment's experts
+    demonstrate. ``shaping`` is gamma of f(p) = p / (p + gamma); None: f(p) = p. ``statistics``: mean and std
+    over the ``mixed`` group or over the ``on_policy`` rollouts only. ``clip_own`` clips the tokens that the
+    policy sampled. ``preset`` sets the defaults of all keys that you leave out.
     """
 
     input_paths: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
@@ -80,7 +79,7 @@ class LuffySettings(ObjectiveSettings):
         return self.num_demonstrations > 0 and self.demonstrations is None
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
-        """The clipped surrogate of the policy's own tokens, the shaped likelihood of the demonstrator's."""
+        """Return the clipped surrogate for policy tokens and the shaped likelihood for demonstrations."""
         from outrider.algorithms.losses import luffy_per_token
 
         clip = plain_clip(self.loss, method="luffy")
@@ -104,9 +103,10 @@ class LuffySettings(ObjectiveSettings):
 
 
 class Luffy(OnPolicyGroup):
-    """One advantage per rollout. The demonstration joins a group once the policy's rollouts are played.
+    """One advantage per rollout. The demonstration joins a group after the policy's rollouts are finished.
 
-    ``paths`` are the demonstrations of a file by task; without one, experts are asked in every step.
+    ``paths`` are the demonstrations of a file by task; without a file, every step requests them from the
+    experts.
     """
 
     Settings = LuffySettings
@@ -119,22 +119,22 @@ class Luffy(OnPolicyGroup):
 
     @classmethod
     def build(cls, settings: LuffySettings, context: AlgorithmContext) -> "Luffy":
-        """For a run."""
+        """Build the algorithm, and read the demonstrations if they come from a file."""
         path = settings.demonstrations if settings.num_demonstrations and context.train_tasks else None
         return cls(
             settings, paths={} if path is None else context.read_demonstrations(path, context.train_tasks)
         )
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
-        """Demonstrations of these groups, played in the states that the groups began in, join them.
+        """Replay demonstrations from the initial states of the groups, and add them to the groups.
 
-        A group whose task has no demonstration stays as it is.
+        A group whose task has no demonstration is unchanged.
         """
         if not self.settings.num_demonstrations:
             return Augmentation()
-        paths: ExpertPaths = self.paths  # of a file, read when the run began
+        paths: ExpertPaths = self.paths  # from the file, read at the start of the run
         reasons: list[str] = []
-        # in every step anew: a task that comes back is reset with another seed
+        # Request in every step: a task that is sampled again is reset with another seed.
         if self.settings.needs_experts:
             paths, reasons = play.request_expert_paths([trace.task for trace in traces])
         demonstrated = [trace for trace in traces if paths.get(trace.task.key)]
@@ -149,8 +149,8 @@ class Luffy(OnPolicyGroup):
         return Augmentation(metrics=metrics, lost=lost)
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """Statistics over the group with or without its demonstration, on every token of policy and
-        demonstrator.
+        """Assign advantages to the tokens of policy and demonstrator, with statistics over the group with or
+        without its demonstration.
         """
         leaves = [leaf for leaf, _ in trace.rollouts()]
         advantages = mixed_group_advantages_per_rollout(
@@ -162,7 +162,7 @@ class Luffy(OnPolicyGroup):
         assign_advantages(trace, advantages)
         for node in trace.nodes:
             if node.origin is Origin.DEMONSTRATION and node.message is not None and not node.message.content:
-                node.credit = None  # its script was over: nobody demonstrated an empty turn
+                node.credit = None  # an empty turn after the end of the script is not a demonstration
         demonstrations = [
             leaf for leaf in leaves if leaf.is_demonstration and leaf.episode_return is not None
         ]

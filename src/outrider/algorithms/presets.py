@@ -1,10 +1,9 @@
-"""Published configurations of the group family as settings; docs/algorithms/objectives.md shows the same
-table.
+"""Published configurations of the group methods as settings, also listed in docs/algorithms/objectives.md.
 
-``-paper`` is what the paper says, ``-official`` what its script or the code base that it is run with sets
-(verl where nothing else is named; it corrects for no engine unless asked, and clips twice unless told not
-to). Only what decides the objective is here: batch sizes, learning rates and the number of mini-batches are
-settings of the run.
+``-paper`` follows the paper. ``-official`` follows the released script or the code base that runs it (verl
+unless another is named; by default verl applies no sampler correction and uses a dual clip). Presets contain
+only settings of the objective; batch sizes, learning rates and the number of mini-batches are settings of the
+run.
 """
 
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ ReinforcePlusPlusPreset = Literal[
 GigpoPreset = Literal["gigpo", "gigpo-paper", "gigpo-official"]
 
 _UNCORRECTED: Mapping[str, Any] = {"sampler_correction": None}
-_DUAL: Mapping[str, Any] = {"loss": {"dual_clip": 3.0}}  # verl's default, where the script does not set it
+_DUAL: Mapping[str, Any] = {"loss": {"dual_clip": 3.0}}  # verl's default, if the script does not set it
 _SEQUENCES: Mapping[str, Any] = {"aggregation": "sequence_mean_token_mean"}
 _DAPO: Mapping[str, Any] = {
     "group_size": 16,
@@ -116,10 +115,10 @@ GIGPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_preset(presets: Mapping[str, Mapping[str, Any]], data: Any, *, default: str) -> Any:
-    """The settings ``data``, with the values of their preset for keys that they do not set.
+    """Return the settings ``data``, with the values of their preset for keys that ``data`` does not set.
 
-    A table that both set is merged, unless its ``type`` differs (such as ``loss.type``): the preset's keys
-    then have no meaning.
+    A table that both set is merged, unless its ``type`` differs (for example ``loss.type``): the keys of the
+    preset do not apply to another type.
     """
     if not isinstance(data, Mapping):
         return data

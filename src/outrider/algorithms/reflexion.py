@@ -1,8 +1,8 @@
-"""Reflexion (arXiv 2303.11366): a failed episode writes a plan, and the next try of the same task begins with
-the last three.
+"""Reflexion (arXiv 2303.11366): the policy writes a plan after a failed episode, and the next trial of the
+task begins with the last three plans.
 
-No weights change. A baseline of EMPO² that runs in the same loop: a hook, played by
-:mod:`outrider.training.adaptation`.
+No weights change. It is a baseline of EMPO², implemented as a hook that runs in the same rollout loop
+(:mod:`outrider.training.adaptation`).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ REQUEST = (
 
 
 class ReflexionHook(Hook):
-    """Plans by task and rollout number: every sample of a task learns from its own failures only."""
+    """Stores plans by task and rollout number: each sample of a task learns from its own failures only."""
 
     retries_failures = True
 
@@ -31,7 +31,7 @@ class ReflexionHook(Hook):
         self.plans: dict[tuple[str, int], list[str]] = {}
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
-        """The last plans, once, in front of the first turn."""
+        """Insert the last plans once, before the first turn."""
         plans = self.plans.get((state.task.key, state.rollout), [])[-NUM_SHOWN:]
         if state.turn or not plans:
             return ()
@@ -39,13 +39,13 @@ class ReflexionHook(Hook):
         return [Splice(origin=Origin.MEMORY, text=text, metadata={"num_plans": len(plans)})]
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Asked after failures only, behind what the environment said last."""
+        """Request a plan after failures only, following the environment's last message."""
         if result.success:
             return None
         return Message(role="user", content=last_words(state) + REQUEST.format(score=result.episode_return))
 
     def after_group(self, trace: Trace) -> None:
-        """Keep what the failed ones wrote."""
+        """Store the plans of the failed rollouts."""
         for leaf, _ in trace.rollouts():
             plan = clean_reflection(leaf.reflection)
             if leaf.episode_return is not None and not leaf.success and plan:

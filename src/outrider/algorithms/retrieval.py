@@ -1,5 +1,5 @@
-"""Retrieval (RAPO, arXiv 2603.03078): the reward of retrieved steps, what it does to advantages and ratios
-(Eq. 2 and 5-10), and the hook that retrieves (Eq. 3-4, Algorithm 1).
+"""Retrieval (RAPO, arXiv 2603.03078): the reward of retrieved steps, its effect on advantages and ratios
+(Eq. 2 and 5-10), and the retrieval hook (Eq. 3-4, Algorithm 1).
 """
 
 import math
@@ -33,21 +33,22 @@ from outrider.rollout.hooks import (
 from outrider.trace import Node, Trace
 from outrider.types import Origin, Step
 
-_SHARPNESS = 2.0  # of the gain g = tanh(2 * change)
+_SHARPNESS = 2.0  # the factor 2 in the gain g = tanh(2 * change)
 _ENTROPY_FLOOR = (
-    1e-3  # nats; a change between two near-zero entropies stays near zero, and H_b = 0 is defined
+    1e-3  # nats; lower bound of the denominator: defines H_b = 0 and damps changes between tiny entropies
 )
-# float32 log-softmax can leave an entropy of zero slightly negative; more than this is a fault of the engine
+# float32 log-softmax can return a slightly negative entropy; a larger deviation is an engine fault
 _ENTROPY_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalReward:
-    """The retrieval reward ``value`` (Z_ret) of one rollout, and what it was made from.
+    """The retrieval reward ``value`` (Z_ret) of one rollout, and its components.
 
-    ``gains`` and ``rewards`` hold g and Z of every scored retrieval, in order. ``num_without_after``
-    retrievals had no on-policy step after them (the budget ran out) and are left out of the mean; for
-    ``num_floored`` scored ones the entropy before was under the floor, so their relative change is damped.
+    ``gains`` and ``rewards`` are g and Z of every scored retrieval, in order. ``num_without_after`` counts
+    retrievals without a later on-policy step (the budget was exhausted), which the mean excludes.
+    ``num_floored`` counts scored retrievals whose entropy before was below the floor, so that their relative
+    change is damped.
     """
 
     value: float
@@ -58,9 +59,10 @@ class RetrievalReward:
 
 
 def step_entropy_per_step(token_entropies: Sequence[float] | Float64Array) -> float:
-    """Mean token entropy in nats over the tokens that the policy generated in one step (Eq. 2).
+    """Return the mean entropy in nats over the tokens that the policy sampled in one step (Eq. 2).
 
-    Raises ValueError for a step without tokens and for entropies that are negative or not finite.
+    Raises:
+        ValueError: if the step has no tokens, or an entropy is negative or not finite.
     """
     if len(token_entropies) == 0:
         raise ValueError("a step without generated tokens has no entropy")
@@ -75,20 +77,24 @@ def retrieval_reward_per_rollout(
     timing: Literal["entropy", "inverse_entropy", "none"] = "entropy",
     sign: Literal["decrease", "increase"] = "decrease",
 ) -> RetrievalReward:
-    """Mean of ``Z = g * H_b`` over the retrievals of one rollout (Eq. 5-7).
+    """Return the mean of ``Z = g * H_b`` over the retrievals of one rollout (Eq. 5-7).
 
-    The gain ``g = tanh(2 * (H_b - H_a) / H_b)`` is positive if the step entropy falls across the retrieval.
-    ``entropies_before`` and ``entropies_after`` [R] are those of the on-policy steps around each retrieval;
-    None or NaN after it if the rollout was cut. A rollout without a scored retrieval gets 0. Ablations:
-    ``quality=False`` sets g to 1; ``timing`` replaces the factor H_b by 1/H_b (floored) or by 1;
-    ``sign="increase"`` rewards a rise.
+    The gain ``g = tanh(2 * (H_b - H_a) / H_b)`` is positive if the step entropy falls across the retrieval. A
+    rollout without a scored retrieval gets 0.
+
+    Args:
+        entropies_before: [R] entropies of the on-policy step before each retrieval.
+        entropies_after: [R] entropies of the on-policy step after it; None or NaN if the rollout was cut.
+        quality: False sets g to 1 (ablation).
+        timing: replaces the factor H_b by 1/H_b (floored) or by 1 (ablations).
+        sign: ``increase`` rewards a rise of the entropy (ablation).
     """
     gains: list[float] = []
     rewards: list[float] = []
     num_without_after = num_floored = 0
     for raw_before, raw_after in zip(entropies_before, entropies_after, strict=True):
         if raw_after is None or math.isnan(raw_after):
-            # left out and not 0: a budget that ran out says nothing about the retrieval
+            # excluded instead of scored 0: an exhausted budget is no evidence about the retrieval
             num_without_after += 1
             continue
         before, after = _checked_entropy(raw_before), _checked_entropy(raw_after)
@@ -110,12 +116,17 @@ def retrieval_reward_per_rollout(
 def combined_advantages_per_rollout(
     *, outcome: RolloutAdvantages, rewards: Sequence[float | None] | Float64Array, weight: float = 0.2
 ) -> tuple[RolloutAdvantages, Float64Array]:
-    """``A = (1 + a * A_ret) * A_acc`` [N] (Eq. 10), and the factors; ``weight`` 0 switches them off exactly.
+    """Return ``A = (1 + a * A_ret) * A_acc`` [N] (Eq. 10), and the factors [N].
 
-    ``A_ret`` normalises the retrieval ``rewards`` [N] over the whole group, zeros of on-policy rollouts
-    included (Eq. 9); None marks the rollouts that the outcome cannot score either. The sum of A over the
-    group is in general not 0. A factor below 0 turns the outcome's sign. With the sample std this needs
-    (N - 1) / sqrt(N) > 1 / a, that is N >= 27 at a = 0.2; it is not clamped, but counted.
+    ``A_ret`` normalises the retrieval rewards over the whole group, including the zeros of on-policy rollouts
+    (Eq. 9). The sum of A over the group is in general not 0. A negative factor flips the sign of the outcome
+    advantage. With the sample std, this requires (N - 1) / sqrt(N) > 1 / a, for example N >= 27 at a = 0.2.
+    Factors are not clamped; the metric ``retrieval/share_factor_negative`` reports negative ones.
+
+    Args:
+        outcome: the outcome advantages A_acc.
+        rewards: [N] retrieval rewards; None for rollouts without an outcome.
+        weight: a of Eq. 10; with 0 all factors are exactly 1.
     """
     retrieval = group_normalized_advantages_per_rollout(returns=rewards)
     factors = np.asarray(1.0 + weight * retrieval.values, dtype=np.float64)
@@ -129,9 +140,10 @@ def _checked_entropy(entropy: float) -> float:
 
 
 class RetrievalAdvantageSettings(Settings):
-    """``num_hybrid`` of the group's rollouts may retrieve; ``advantage_weight`` is a of Eq. 10,
-    ``ratio_weight`` m of Eq. 8 (0 switches either off). ``quality``, ``timing`` and ``sign`` are the
-    parts of the reward.
+    """Effect of retrieval on advantages and ratios.
+
+    ``num_hybrid`` rollouts of a group may retrieve. ``advantage_weight`` is a of Eq. 10 and ``ratio_weight``
+    m of Eq. 8; 0 disables either. ``quality``, ``timing`` and ``sign`` configure the retrieval reward.
     """
 
     num_hybrid: int = Field(4, ge=0)
@@ -156,15 +168,16 @@ class RetrievalAdvantageSettings(Settings):
 def retrieval_advantages(
     trace: Trace, outcome: RolloutAdvantages, settings: RetrievalAdvantageSettings
 ) -> tuple[RolloutAdvantages, list[float], dict[str, list[float]]]:
-    """Shape a group's outcome advantages by its retrievals.
+    """Apply the retrieval reward to the outcome advantages of a group.
 
-    Returns ``(1 + a A_ret) A_acc`` of every rollout (Eq. 10), the scales ``1 + m F_ret`` of the importance
-    ratios (Eq. 8), and raw values of the metrics, which the trainer averages over the step.
+    Returns:
+        ``(1 + a A_ret) A_acc`` of every rollout (Eq. 10), the scales ``1 + m F_ret`` of the importance ratios
+        (Eq. 8), and raw values of the metrics, which the trainer averages over the step.
     """
     rollouts = list(trace.rollouts())
     rewards = [retrieval_reward(path, settings) for _, path in rollouts]
     scored = [
-        # None for rollouts without an outcome: both advantages have to span the same rollouts
+        # None for rollouts without an outcome, so that both advantages are normalised over the same rollouts
         None if leaf.episode_return is None else reward.value
         for (leaf, _), reward in zip(rollouts, rewards, strict=True)
     ]
@@ -193,7 +206,7 @@ def retrieval_advantages(
 
 
 def retrieval_reward(path: Sequence[Node], settings: RetrievalAdvantageSettings) -> RetrievalReward:
-    """Z_ret of one rollout (Eq. 5-7) from the entropies of the policy nodes around each retrieved node."""
+    """Return Z_ret of one rollout (Eq. 5-7) from the policy entropies around each retrieved node."""
     around = entropies_around_retrievals(path)
     return retrieval_reward_per_rollout(
         entropies_before=[before for before, _ in around],
@@ -205,9 +218,10 @@ def retrieval_reward(path: Sequence[Node], settings: RetrievalAdvantageSettings)
 
 
 def entropies_around_retrievals(path: Sequence[Node]) -> list[tuple[float, float | None]]:
-    """(H_b, H_a) of every retrieval: the policy steps before and after it; None where the rollout was cut.
+    """Return (H_b, H_a) of every retrieval: the entropies of the policy steps before and after it.
 
-    Several retrieved nodes in a row (trajectory-level retrieval) are one retrieval.
+    H_a is None if the rollout was cut. Consecutive retrieved nodes (trajectory-level retrieval) count as one
+    retrieval.
     """
     entropies: list[tuple[float, float | None]] = []
     before: float | None = None
@@ -226,9 +240,9 @@ def entropies_around_retrievals(path: Sequence[Node]) -> list[tuple[float, float
 
 
 def retrieved_share(path: Sequence[Node]) -> float:
-    """``F_ret``: retrieved tokens over all response tokens of a rollout, the prompt not counted (Eq. 8).
+    """Return ``F_ret``: retrieved tokens over all response tokens of a rollout, without the prompt (Eq. 8).
 
-    Tips are no part of the response: an update without them weighs the rollout the same.
+    Tips are not part of the response, so the scale is the same whether the update is with or without tips.
     """
     response = [node for node in path if node.origin not in (Origin.PROMPT, Origin.MEMORY)]
     num_retrieved = sum(len(node.token_ids) for node in response if node.origin is Origin.BUFFER)
@@ -239,15 +253,16 @@ def retrieved_share(path: Sequence[Node]) -> float:
 class RetrievalSettings(Settings):
     """When and what a hybrid rollout retrieves.
 
-    ``probability`` before every turn but the first, moving to ``final_probability`` by ``schedule`` over the
-    run. ``scope``: the whole buffer, the same task's trajectories, or all others. ``noise``: the share of
-    retrievals that take a random step instead of the nearest. ``mode`` "execute" replays the step's action in
-    the live environment and shows the real observation. ``level`` "trajectory" inserts the retrieved step
-    with all non-terminal steps that followed it, "segment" with a random number of them (none to all, equally
-    likely). ``form`` "tags" shows it inside ``<retrieve>`` (the paper); "turn" as the policy's own turns
-    look, for the tag protocol alone (docs/algorithms/rapo.md). ``min_similarity`` (None: the nearest step
-    however far) is the least cosine of the history and a step's key: near 1, a step is only shown to a
-    rollout that stands where the step was taken.
+    ``probability``: probability of a retrieval before every turn except the first. It changes to
+    ``final_probability`` over the run, by ``schedule``. ``scope``: retrieve from the whole buffer, the
+    trajectories of the same task, or those of all other tasks. ``noise``: share of retrievals that use a
+    random step instead of the nearest. ``mode`` "execute" replays the action of the step in the live
+    environment and inserts the real observation. ``level`` "trajectory" inserts the retrieved step with all
+    non-terminal steps after it, "segment" with a uniformly random number of them (including none and all).
+    ``form`` "tags" inserts it inside ``<retrieve>`` (the paper), "turn" in the format of the policy's own
+    turns, for the tag protocol only (docs/algorithms/rapo.md). ``min_similarity``: minimum cosine between the
+    history and the key of a step (None: no minimum). For example, close to 1 a rollout only retrieves steps
+    that were taken in a situation like its own.
     """
 
     probability: float = Field(0.5, ge=0, le=1)
@@ -271,7 +286,7 @@ class RetrievalSettings(Settings):
 
 
 def scheduled_probability(settings: RetrievalSettings, training_step: int, num_training_steps: int) -> float:
-    """The retrieval probability of a training step (0-based) of ``num_training_steps``."""
+    """Return the retrieval probability of a training step (0-based)."""
     if settings.final_probability is None or num_training_steps <= 1:
         return settings.probability
     progress = min(1.0, training_step / (num_training_steps - 1))
@@ -281,8 +296,8 @@ def scheduled_probability(settings: RetrievalSettings, training_step: int, num_t
 
 
 class RetrievalHook(Hook):
-    """Before every turn of a hybrid rollout but its first, maybe splices a retrieved step; a policy turn
-    always follows.
+    """Inserts a retrieved step, with the scheduled probability, before every turn of a hybrid rollout except
+    the first. A policy turn always follows.
     """
 
     def __init__(
@@ -294,10 +309,10 @@ class RetrievalHook(Hook):
         self.counts: Counter[str] = Counter()
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
-        """A retrieved step or nothing. Step 0 is always on-policy."""
+        """Return a retrieved step or nothing. Step 0 is always on-policy."""
         if not has_part(state.mode, HYBRID) or state.turn == 0:
             return ()
-        # A retry of the rollout draws the same: the stream is named by step, task, rollout and turn.
+        # The random stream depends on step, task, rollout and turn only: a retried rollout draws the same.
         random = state.stream("retrieval")
         self.counts["opportunities"] += 1
         if random.random() >= scheduled_probability(
@@ -312,8 +327,8 @@ class RetrievalHook(Hook):
         return [self._execute(hit) if self.settings.mode == "execute" else self._show(state, hit)]
 
     def _find(self, state: EpisodeState, *, random_step: bool) -> Hit | None:
-        """The step whose key is nearest to the history of the rollout's own steps, or a random one, that it
-        was not shown yet.
+        """Return the nearest step to the history of the rollout's own steps, or a random step. Steps that the
+        rollout has already seen are excluded.
         """
         inserted = _inserted_step_ids(state)
         seen = self._record_texts(inserted)
@@ -333,7 +348,7 @@ class RetrievalHook(Hook):
             fresh = next((hit for hit in similar if _text_pair(hit.record) not in seen), None)
             if fresh is not None or len(similar) < num_hits:
                 return fresh
-            # Equal words may lie under many ids, so excluding the ids that were shown is not enough.
+            # Different ids may have equal text, so excluding the ids that were shown is not enough.
             num_hits *= 4
 
     def _draw(
@@ -341,7 +356,7 @@ class RetrievalHook(Hook):
     ) -> Hit | None:
         while (record := self.buffer.sample(allowed, random)) is not None:
             if _text_pair(record) not in seen:
-                # Nobody measured it; the mean over similarities leaves NaN out.
+                # A random step has no similarity; the metric's mean excludes NaN.
                 return Hit(record=record, similarity=float("nan"))
             allowed = replace(allowed, exclude=allowed.exclude | {record.step_id})
         return None
@@ -350,8 +365,8 @@ class RetrievalHook(Hook):
         return {_text_pair(record) for record in self.buffer.steps(sorted(step_ids))}
 
     def _show(self, state: EpisodeState, hit: Hit) -> Splice:
-        """Mode ``context``: the stored observation stands in, no tool is called. It does not join the
-        history: it did not happen.
+        """Mode ``context``: insert the stored observation without calling a tool. The step does not become
+        part of the history, because it did not happen in this episode.
         """
         records = [hit.record, *self._later_steps(state, hit.record)]
         text = "".join(join_observation(record.text, record.observation) for record in records)
@@ -363,7 +378,7 @@ class RetrievalHook(Hook):
         )
 
     def _later_steps(self, state: EpisodeState, first: StepRecord) -> list[StepRecord]:
-        """The steps of its trajectory that are shown with ``first``, as ``level`` has it."""
+        """Return the later steps of the trajectory that ``level`` inserts with ``first``."""
         if self.settings.level == "step":
             return []
         records: list[StepRecord] = []
@@ -377,8 +392,8 @@ class RetrievalHook(Hook):
         return records
 
     def _execute(self, hit: Hit) -> Attempt:
-        """Mode ``execute``: do the retrieved action; when the environment refuses it, go on on-policy and
-        count that.
+        """Mode ``execute``: execute the retrieved action. If the environment rejects it, continue on-policy
+        and count the rejection.
         """
 
         def then(result: StepResult) -> Splice | None:
@@ -410,12 +425,14 @@ class RetrievalHook(Hook):
         return format_retrieved(text) if self.settings.form == "tags" else text
 
     def snapshot(self) -> int:
-        """The buffer's revision: a copy reads the same file."""
+        """Return the buffer's revision. A copy in another process reads the same file."""
         return self.buffer.revision
 
     def restore(self, snapshot: int) -> None:
-        """Show the buffer as it was at that revision, and count from 0. Raises CheckpointError where the file
-        does not hold it.
+        """Set the buffer to that revision and reset the counts.
+
+        Raises:
+            CheckpointError: if the buffer's file does not contain the revision.
         """
         if self.buffer.revision != snapshot:
             old = self.buffer
@@ -424,20 +441,20 @@ class RetrievalHook(Hook):
         self.counts = Counter()
 
     def gathered(self) -> dict[str, int]:
-        """The counts."""
+        """Return the counts."""
         return dict(self.counts)
 
     def absorb(self, gathered: Mapping[str, int]) -> None:
-        """Count what a copy has counted."""
+        """Add the counts of a copy."""
         self.counts.update(gathered)
 
 
 def _inserted_step_ids(state: EpisodeState) -> frozenset[int]:
-    """Steps that the rollout has been shown already."""
+    """Return the ids of the steps that the rollout has already been shown."""
     nodes = [node for node in state.trace.path(state.last_node.node_id) if node.origin is Origin.BUFFER]
     return frozenset(step_id for node in nodes for step_id in node.metadata["step_ids"])
 
 
 def _text_pair(record: StepRecord) -> tuple[str, str]:
-    """Identity of a step by its texts: a buffer holds equal steps of sibling trajectories."""
+    """Identify a step by its texts: sibling trajectories in a buffer have equal steps under different ids."""
     return record.text, record.observation

@@ -1,4 +1,4 @@
-"""What a critic is trained with, and how it is asked while a policy plays."""
+"""Retrospex: training data of a critic, and an engine that rescores candidate turns with the critic."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +36,10 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 class CriticSettings(Settings):
     """Implicit Q-learning (Kostrikov et al., arXiv 2110.06169) as Retrospex runs it.
 
-    V is the ``expectile`` of Q over the recorded actions; ``discount`` a turn; the target network moves by
-    ``target_rate`` an update. ``num_updates`` of Adam with ``learning_rate`` on batches of ``batch_size``
-    turns. Texts are vectors of ``embedder``; networks have two layers of ``hidden`` units.
+    V is the ``expectile`` of Q over the recorded actions. ``discount`` is per turn; ``target_rate`` is the
+    update rate of the target network. Training runs ``num_updates`` Adam updates with ``learning_rate`` on
+    batches of ``batch_size`` turns. ``embedder`` maps texts to vectors; networks have two layers of
+    ``hidden`` units.
     """
 
     embedder: EmbedderName = "minilm"
@@ -53,12 +54,12 @@ class CriticSettings(Settings):
 
 
 class RetrospexSettings(LocalSettings):
-    """The local engine, which draws ``num_candidates`` turns a request and gives the one that the critic of
-    the file ``critic`` and the policy together like best.
+    """The local engine, which samples ``num_candidates`` turns per request and returns the one with the best
+    combined score of the policy and the critic in the file ``critic``.
 
-    In turn t (from 0) the policy's word counts with the weight max(``floor``, ``decay`` to the power of t). A
-    ``preset`` fills what is not given, with the values of the released scripts. ``allow_training``: train on
-    such turns all the same, though they are not drawn as their log-probs say.
+    In turn t (from 0) the weight of the policy is max(``floor``, ``decay`` ** t). ``preset`` sets the
+    defaults of all keys that you leave out, to the values of the released scripts. ``allow_training`` permits
+    training on such turns, although they are not distributed as their log-probs say.
     """
 
     reads_contexts: ClassVar[bool] = True
@@ -93,20 +94,20 @@ class RetrospexSettings(LocalSettings):
 
 
 def policy_weight(turn: int, *, decay: float, floor: float) -> float:
-    """``λ_t`` of turn t, the first of an episode is 0: the longer it lasts, the more the critic decides."""
+    """Return ``λ_t`` of turn t (from 0): the weight of the critic grows during the episode."""
     return max(floor, decay**turn)
 
 
 def probability(logprobs: Sequence[float]) -> float:
-    """How likely the policy is to write a turn: ``exp`` of the mean log-probability of its tokens."""
+    """Return the policy's score of a turn: ``exp`` of the mean log-prob of its tokens."""
     return exp(fmean(logprobs))
 
 
 def rescore(
     probabilities: Sequence[float], advantages: Sequence[float], *, weight: float
 ) -> NDArray[np.float64]:
-    """``[C]`` scores. What is equal for all candidates decides nothing, where the released code divides by
-    0.
+    """Return ``[C]`` scores. A component that is equal for all candidates contributes nothing; the released
+    code divides by 0.
     """
     scores_C: NDArray[np.float64] = weight * _min_max_scale(probabilities) + (1 - weight) * _min_max_scale(
         advantages
@@ -115,13 +116,13 @@ def rescore(
 
 
 def _min_max_scale(values: Sequence[float]) -> NDArray[np.float64]:
-    """From 0 (the least) to 1 (the greatest)."""
+    """Scale linearly from 0 (minimum) to 1 (maximum)."""
     values_C = np.asarray(values, np.float64)
     spread = values_C.max() - values_C.min()
     return (values_C - values_C.min()) / spread if spread > 0 else np.zeros_like(values_C)
 
 
-# Recorded trajectories as turns for a critic: what was seen, what was done, what it paid, what came then.
+# Recorded trajectories as transitions for a critic: state, action, reward and next state.
 
 
 _PORTION = 256  # texts embedded at a time
@@ -129,8 +130,8 @@ _PORTION = 256  # texts embedded at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """A state in words: the ``prompt`` (the task is in it), the newest ``observation`` (empty in the first
-    turn) and the ``previous`` action.
+    """A state as text: the ``prompt``, which contains the task, the newest ``observation`` (empty in the
+    first turn) and the ``previous`` action.
     """
 
     prompt: str
@@ -139,13 +140,13 @@ class Situation:
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """In the order in which the critic reads them."""
+        """The three texts in the order of the critic's input."""
         return self.prompt, self.observation, self.previous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One turn. ``next_situation`` is None where the episode ended."""
+    """One turn. ``next_situation`` is None if the episode ended."""
 
     situation: Situation
     action: str
@@ -154,7 +155,7 @@ class Transition:
 
 
 def to_transitions(trajectory: Trajectory) -> list[Transition]:
-    """The turns of a trajectory; its reward is paid with the last one, as records keep nothing finer."""
+    """Return the turns of a trajectory. The last one gets its whole reward: records have no step rewards."""
     situation = Situation(prompt="\n".join(message.content for message in trajectory.prompt))
     transitions = []
     for number, step in enumerate(trajectory.steps, start=1):
@@ -171,9 +172,9 @@ def to_transitions(trajectory: Trajectory) -> list[Transition]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """N transitions as numbers. Texts are rows of ``vectors_UD``; ``states_N3`` and ``next_states_N3`` name
-    three each (see :attr:`Situation.texts`), ``actions_N`` one. After an end ``next_states_N3`` repeats the
-    state, and ``is_last_N`` is true.
+    """N transitions as numbers. Texts are rows of ``vectors_UD``; ``states_N3`` and ``next_states_N3`` have
+    three row indices each (see :attr:`Situation.texts`), ``actions_N`` has one. After the last turn
+    ``next_states_N3`` repeats the state, and ``is_last_N`` is True.
     """
 
     vectors_UD: Vectors
@@ -185,7 +186,7 @@ class Turns:
 
 
 def encode_turns(trajectories: Iterable[Trajectory], embedder: Embedder) -> Turns:
-    """Every different text is embedded once. Raises DataError where nothing was done."""
+    """Encode trajectories, embedding each distinct text once. Raises DataError if there is no action."""
     transitions = [transition for trajectory in trajectories for transition in to_transitions(trajectory)]
     if not transitions:
         raise DataError("the trajectories hold no turn to learn from")
@@ -212,7 +213,7 @@ def encode_turns(trajectories: Iterable[Trajectory], embedder: Embedder) -> Turn
     )
 
 
-# What an engine's contexts say: the prompt, what the environment answered, and what was done before.
+# Parsing of an engine's contexts into prompt, observation and previous action.
 
 
 _MARK, _RULES = "@said@", "@rules@"
@@ -220,7 +221,7 @@ _MARK, _RULES = "@said@", "@rules@"
 
 @dataclass(slots=True)
 class _Episode:
-    """``ids`` are its tokens up to the end of the newest turn; ``num_turns`` have been played."""
+    """``ids`` are the episode's tokens up to the end of the newest turn; ``num_turns`` turns were sampled."""
 
     prompt: str
     ids: tuple[int, ...] = ()
@@ -229,8 +230,8 @@ class _Episode:
 
 
 class EpisodeReader:
-    """Follows the rollouts of an engine by their cache keys. A context that does not go on from the last one
-    begins an episode anew: a rollout that is tried again.
+    """Tracks the rollouts of an engine by their cache keys. If a context does not continue the previous one,
+    the rollout is being retried, and the reader starts its episode again.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -246,7 +247,7 @@ class EpisodeReader:
         self._episodes: dict[str, _Episode] = {}
 
     def read(self, request: Request) -> tuple[Situation, int]:
-        """The situation of a request with a cache key, and its turn."""
+        """Return the situation of a request with a cache key, and the number of its turn."""
         assert request.cache_key is not None
         episode = self._episodes.get(request.cache_key)
         num = 0 if episode is None else len(episode.ids)
@@ -259,7 +260,7 @@ class EpisodeReader:
         return situation, episode.num_turns
 
     def _prompt(self, text: str) -> str:
-        """A system message and a user's are one text in the trace."""
+        """Join the messages of a prompt: system and user message are one text in the trace."""
         before, between, after = self._around_rules
         if not text.startswith(self._around_prompt[0]) and text.startswith(before):
             rules, separator, question = text.removeprefix(before).partition(between)
@@ -268,12 +269,12 @@ class EpisodeReader:
         return _unwrap(text, self._around_prompt)
 
     def action(self, generation: Generation) -> str:
-        """What a turn does."""
+        """Return the action of a turn."""
         text = decode_text(self._tokenizer, generation.token_ids, skip_special_tokens=True)
         return action_text(self._closing.cut(text) if generation.finish_reason is FinishReason.EOS else text)
 
     def record_turn(self, request: Request, chosen: Generation) -> None:
-        """The turn that the rollout goes on with."""
+        """Record the turn that the rollout continues with."""
         assert request.cache_key is not None
         episode = self._episodes[request.cache_key]
         episode.ids = (*request.token_ids, *chosen.token_ids)
@@ -281,7 +282,7 @@ class EpisodeReader:
         episode.num_turns += 1
 
     def clear(self, cache_keys: Sequence[str]) -> None:
-        """These rollouts have ended."""
+        """Drop the state of finished rollouts."""
         for key in cache_keys:
             self._episodes.pop(key, None)
 
@@ -290,19 +291,19 @@ class EpisodeReader:
 
 
 def _unwrap(text: str, around: Sequence[str]) -> str:
-    """Without what the template writes around a message. The policy may have closed its turn itself: then the
-    beginning lacks what it wrote.
+    """Remove the text that the template adds around a message. If the policy sampled the end of its turn
+    itself, that text is missing from the beginning.
     """
     before, after = around
     begin = next(before[start:] for start in range(len(before) + 1) if text.startswith(before[start:]))
     return text.removeprefix(begin).removesuffix(after)
 
 
-# An engine that asks a critic: of several turns that the policy may play, the one with the best score.
+# The engine, which samples several candidates per turn and returns the one with the best score.
 
 
 class Retrospex:
-    """The local engine with a critic beside it. For evaluations: what is chosen is not distributed as its
+    """The local engine with a critic, for evaluations: the chosen turns are not distributed as their
     log-probs say.
     """
 
@@ -310,7 +311,7 @@ class Retrospex:
 
     @classmethod
     def build(cls, settings: RetrospexSettings, context: EngineContext) -> "RescoringEngine":
-        """Raises DataError where the critic cannot be read."""
+        """Build the engine. Raises DataError if the critic cannot be read."""
         from outrider.algorithms.retrospex_critic import load_critic
 
         critic = load_critic(settings.critic, load_embedder)
@@ -318,8 +319,8 @@ class Retrospex:
 
 
 class RescoringEngine:
-    """Requests without a cache key are of no episode, and those for a reflection are no turn: they pass as
-    they are.
+    """Rescores candidate turns. Requests without a cache key (no episode) and requests for reflections (no
+    turn) are passed to the inner engine unchanged.
     """
 
     def __init__(self, inner: Engine, critic: "Critic", settings: RetrospexSettings) -> None:
@@ -330,7 +331,7 @@ class RescoringEngine:
         self._reader = EpisodeReader(inner.tokenizer)
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """All candidates of all requests in one batch."""
+        """Generate all candidates of all requests in one batch."""
         candidate_groups = [self._candidates(request) for request in requests]
         drawn = iter(
             self._inner.generate([candidate for candidates in candidate_groups for candidate in candidates])
@@ -343,8 +344,8 @@ class RescoringEngine:
         return generations
 
     def _candidates(self, request: Request) -> list[Request]:
-        """The request itself, and more draws at its temperature, or at 1 where it is greedy: log-probs are
-        those at 1 then.
+        """Return the request and additional draws at its temperature, or at temperature 1 if it is greedy;
+        log-probs are then those at 1.
         """
         more = range(1, self._settings.num_candidates) if _is_turn(request) else ()
         return [request] + [
@@ -359,7 +360,7 @@ class RescoringEngine:
         ]
 
     def _choose(self, request: Request, turns: Sequence[Generation]) -> Generation:
-        """Of turns that do the same the likeliest one counts, of equal scores the first."""
+        """Return the best turn: of equal actions the likeliest, of equal scores the first."""
         situation, turn = self._reader.read(request)
         best: dict[str, Generation] = {}
         for candidate in turns:
@@ -388,5 +389,5 @@ class RescoringEngine:
 
 
 def _is_turn(request: Request) -> bool:
-    """A reflection is asked for in an episode's name, and is no action."""
+    """Return whether a request is for an action. Requests for reflections also have the episode's key."""
     return request.cache_key is not None and not request.request_id.endswith("/reflection")

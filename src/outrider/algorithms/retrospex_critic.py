@@ -1,4 +1,4 @@
-"""Twin Q and V on the vectors of texts, in a file. Shape letters: B turns, D dimensions of a vector."""
+"""Twin Q and V networks on text vectors, stored in a file. Shape letters: B turns, D vector dimensions."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ from outrider.memory.embedders import Embedder
 from outrider.seeding import stream
 
 FORMAT: Final = "outrider-critic-1"
-_NUM_TEXTS = 3  # of a situation
+_NUM_TEXTS = 3  # texts of a situation: prompt, observation and previous action
 
 
 class Networks(nn.Module):
-    """``[B, 3 D]`` states and ``[B, D]`` actions to ``[B]`` values. Weights begin as those of torch's linear
-    layers, from the seed's own stream.
+    """Map ``[B, 3 D]`` states and ``[B, D]`` actions to ``[B]`` values. Weights are initialised as torch's
+    linear layers, from a separate random stream of the seed.
     """
 
     def __init__(self, dim: int, hidden: int, *, seed: int) -> None:
@@ -43,12 +43,12 @@ class Networks(nn.Module):
                         part.copy_(torch.from_numpy(draws.uniform(-bound, bound, tuple(part.shape))))
 
     def values(self, states_B: Tensor) -> Tensor:
-        """V(s)."""
+        """Compute V(s)."""
         values: Tensor = self.value(states_B)[:, 0]
         return values
 
     def qualities(self, states_B: Tensor, actions_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Both Q(s, a)."""
+        """Compute both Q(s, a)."""
         both = torch.cat([states_B, actions_B], dim=1)
         return self.first(both)[:, 0], self.second(both)[:, 0]
 
@@ -60,30 +60,30 @@ def _layers(num_inputs: int, hidden: int) -> nn.Sequential:
 
 
 class Critic:
-    """What has been learned, asked in words."""
+    """A trained critic with a text interface."""
 
     def __init__(self, networks: Networks, embedder: Embedder, settings: CriticSettings) -> None:
         self.networks, self.embedder, self.settings = networks, embedder, settings
 
     @torch.no_grad()
     def advantages(self, situation: Situation, actions: Sequence[str]) -> list[float]:
-        """The lesser Q less V of each action."""
+        """Return min(Q1, Q2) - V for each action."""
         state = torch.from_numpy(self.embedder.embed(situation.texts).reshape(1, -1))
         states, done = state.repeat(len(actions), 1), torch.from_numpy(self.embedder.embed(actions))
         better = torch.minimum(*self.networks.qualities(states, done)) - self.networks.values(states)
         return [float(value) for value in better]
 
     def save(self, path: Path) -> None:
-        """Networks, settings and the embedder's identity, in one file that is there as a whole or not."""
+        """Write networks, settings and the embedder's identity to one file, atomically."""
         metadata = {"embedder": self.embedder.name, "dim": self.embedder.dim}
         metadata["settings"] = self.settings.model_dump(mode="json")
-        # one key: of several the order in the file is another one each time
+        # A single key, because the order of several keys in the file changes between runs.
         replace_file(path, save(self.networks.state_dict(), metadata={FORMAT: json.dumps(metadata)}))
 
 
 def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
-    """``load_embedder`` takes a name. Raises DataError for a file that is missing, damaged, or of another
-    embedder than the name has here.
+    """Load a critic; ``load_embedder`` loads the embedder of a name. Raises DataError if the file is missing,
+    damaged, or was trained with a different embedder of the same name.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -112,19 +112,19 @@ def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
     except RuntimeError as error:
         raise DataError(f"{path} holds other networks than it says") from error
     if not all(weight.isfinite().all() for weight in weights.values()):
-        raise DataError(f"{path} holds weights that are no numbers")  # every choice would be the first one
+        raise DataError(f"{path} holds weights that are no numbers")  # argmax of NaN would be the first turn
     return Critic(networks, embedder, settings)
 
 
 def rows(vectors: NDArray[Any], indices: NDArray[Any]) -> Tensor:
-    """``[B, K D]`` of the vectors that ``[B, K]`` (or ``[B]``) names."""
+    """Gather rows: ``[B, K D]`` for indices ``[B, K]``, or ``[B, D]`` for indices ``[B]``."""
     return torch.from_numpy(vectors[indices].reshape(len(indices), -1))
 
 
-# Implicit Q-learning (arXiv 2110.06169): Q is never asked about an action that nobody took.
+# Implicit Q-learning (arXiv 2110.06169): Q is only evaluated for recorded actions.
 #
-# V is an expectile of Q over recorded actions (Eq. 5), Q learns what was paid and V of what came then (Eq.
-# 6).
+# V is an expectile of Q over recorded actions (Eq. 5); the target of Q is the reward plus the discounted V of
+# the next state (Eq. 6).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,20 +139,22 @@ class Batch:
 
 
 def expectile_loss(differences: Tensor, expectile: float) -> Tensor:
-    """Mean of ``|τ - 1(u < 0)| u²``."""
+    """Compute the mean of ``|τ - 1(u < 0)| u²``."""
     weights = (expectile - (differences < 0).to(differences.dtype)).abs()
     return (weights * differences**2).mean()
 
 
 def value_loss(networks: Networks, target: Networks, batch: Batch, *, expectile: float) -> Tensor:
-    """V towards the lesser target Q of what was done."""
+    """Compute the loss of V, whose target is the smaller target Q of the recorded action."""
     with torch.no_grad():
         done = torch.minimum(*target.qualities(batch.states, batch.actions))
     return expectile_loss(done - networks.values(batch.states), expectile)
 
 
 def quality_loss(networks: Networks, batch: Batch, *, discount: float) -> Tensor:
-    """Both Q towards the reward and the discounted V of what came then, which is 0 after an end."""
+    """Compute the loss of both Q, whose target is the reward plus the discounted V of the next state (0 after
+    the last turn).
+    """
     with torch.no_grad():
         goal = batch.rewards + discount * torch.where(batch.is_last, 0.0, networks.values(batch.next_states))
     first, second = networks.qualities(batch.states, batch.actions)
@@ -161,7 +163,7 @@ def quality_loss(networks: Networks, batch: Batch, *, discount: float) -> Tensor
 
 @torch.no_grad()
 def update_target(target: Networks, networks: Networks, *, rate: float) -> None:
-    """The target network moves towards the learned one."""
+    """Move the target network towards the trained one by ``rate``."""
     for target_weight, learned_weight in zip(target.parameters(), networks.parameters(), strict=True):
         target_weight.lerp_(learned_weight, rate)
 
@@ -169,8 +171,9 @@ def update_target(target: Networks, networks: Networks, *, rate: float) -> None:
 def train(
     turns: Turns, settings: CriticSettings, *, on_update: Callable[[int, float, float], None] | None = None
 ) -> Networks:
-    """``on_update`` is told the number of updates and both losses. The same turns and seed give the same
-    bits. Raises DataError where the losses leave the finite numbers.
+    """Train the networks; ``on_update`` gets the number of updates and both losses.
+
+    The result is bit-identical for the same turns and seed. Raises DataError if a loss is not finite.
     """
     networks = Networks(turns.vectors_UD.shape[1], settings.hidden, seed=settings.seed)
     target = deepcopy(networks).requires_grad_(False)
@@ -181,7 +184,7 @@ def train(
         v_loss = value_loss(networks, target, batch, expectile=settings.expectile)
         q_loss = quality_loss(networks, batch, discount=settings.discount)
         adam.zero_grad()
-        # one step for both: they share no weight, and each holds what the other one learns fixed
+        # One step for both losses: they share no weights, and each detaches its target.
         total_loss = v_loss + q_loss
         if not total_loss.isfinite():
             raise DataError(f"the critic diverged in update {number}: give it a smaller learning_rate")

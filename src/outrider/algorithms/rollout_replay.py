@@ -44,15 +44,15 @@ _TEXT = Message(role="assistant", content="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """The rollouts of one group in training step ``step``, as :func:`stored_copy` made them."""
+    """The rollouts of one group in training step ``step``, as copied by :func:`stored_copy`."""
 
     step: int
     trace: Trace
 
 
 def stored_copy(trace: Trace) -> Trace:
-    """What a later update needs of a group: ids and log-probs of the rollouts with a return, without texts
-    and advantages. Entropies are 0, because those of its time say nothing about the policy now.
+    """Copy the data of a group that a later update needs: ids and log-probs of the rollouts with a return,
+    without texts and advantages. Entropies are set to 0, because they describe an outdated policy.
     """
     copy = Trace(task=Task(key=trace.task.key, question=""))
     copy.is_replayed = True
@@ -83,7 +83,7 @@ def stored_copy(trace: Trace) -> Trace:
 
 
 def snapshot_groups(groups: Sequence[StoredGroup]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
-    """Plain data, and the ids and log-probs of all groups in a row as arrays; nothing is rounded."""
+    """Return plain data, and the concatenated ids and log-probs of all groups as arrays, without rounding."""
     plain = [
         {
             "task_key": group.trace.task.key,
@@ -110,7 +110,7 @@ def snapshot_groups(groups: Sequence[StoredGroup]) -> tuple[list[dict[str, Any]]
 def restore_groups(
     plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]]
 ) -> list[StoredGroup]:
-    """The groups of :func:`snapshot_groups`. Raises CheckpointError if data and arrays do not match."""
+    """Restore groups from :func:`snapshot_groups`. Raises CheckpointError if data and arrays do not match."""
     ids = arrays["replay_ids"].tolist() if "replay_ids" in arrays else []
     logprobs = arrays["replay_logprobs"].tolist() if "replay_logprobs" in arrays else []
     lengths = [(node[1], node[2]) for entry in plain for node in entry["nodes"]]
@@ -156,15 +156,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class RolloutReplaySettings(ObjectiveSettings):
-    """``fresh_share`` sigma of a step's groups are played, the others come from the ``buffer_size`` stored
-    ones.
+    """``fresh_share`` sigma of the groups of a step are sampled; the others are replayed from the
+    ``buffer_size`` stored groups.
 
     In the first ``num_fresh_steps`` steps all groups are fresh. ``weight_cap``, at least 1, bounds pi_start /
-    pi_behaviour of a replayed token (None: the released code). ``reward`` is what has to lie strictly between
-    0 and 1 on average for a group to be replayed: the share of ``success`` or the mean ``return``.
-    ``selection``: tasks in the usual ``order``, or by ``difficulty``: a running mean of that reward, with
-    weight ``estimate_rate`` on the newest group, near ``target``, at ``temperature``. A ``preset`` fills what
-    is not given.
+    pi_behaviour of a replayed token (None: the released code). ``reward``: a group is eligible for replay if
+    the mean of this reward, ``success`` or ``return``, is strictly between 0 and 1. ``selection``: sample
+    tasks in the usual ``order``, or by ``difficulty``: a running mean of that reward, with weight
+    ``estimate_rate`` on the newest group, compared with ``target`` at ``temperature``. ``preset`` sets the
+    defaults of all keys that you leave out.
     """
 
     presets = PRESETS
@@ -187,8 +187,8 @@ class RolloutReplaySettings(ObjectiveSettings):
         return self
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
-        """The surrogate around the policy at the start, weighted by what that one is to the author of the
-        token.
+        """Return the surrogate clipped around the policy at the start of the update, weighted by the ratio of
+        that policy to the behaviour policy of the token.
         """
         import torch
 
@@ -200,8 +200,8 @@ class RolloutReplaySettings(ObjectiveSettings):
         return replay_centred_per_token(
             logprobs=inputs.logprobs_T,
             old_logprobs=old_T,
-            # Of its own tokens the policy at the start is the author; where the engine differs, the sampler
-            # correction says so.
+            # For fresh tokens the behaviour policy is the policy at the start of the update. The sampler
+            # correction accounts for any difference between engine and trainer.
             behaviour_logprobs=torch.where(replayed_T, inputs.engine_logprobs_T, old_T),
             advantages=inputs.advantages_T,
             clip_low=clip.clip_low,
@@ -210,7 +210,7 @@ class RolloutReplaySettings(ObjectiveSettings):
         )
 
     def _measure(self, inputs: "TokenLossInputs") -> None:
-        """Measures the replayed tokens under the policy; they are in no other measure of the update."""
+        """Record metrics of the replayed tokens, which all other metrics of the update exclude."""
         from outrider.algorithms.sampler_correction import log_ratio
 
         replayed_T, measures = inputs.is_off_policy_T, inputs.measures
@@ -225,8 +225,8 @@ class RolloutReplaySettings(ObjectiveSettings):
 
 
 class RolloutReplay(OnPolicyGroup):
-    """GRPO's credit on fresh and stored groups. ``stored`` holds the groups, oldest first, ``estimates`` the
-    running means by task.
+    """GRPO's advantages on fresh and stored groups. ``stored`` contains the groups, oldest first;
+    ``estimates`` the running mean reward of each task.
     """
 
     Settings = RolloutReplaySettings
@@ -241,52 +241,52 @@ class RolloutReplay(OnPolicyGroup):
 
     @classmethod
     def build(cls, settings: RolloutReplaySettings, context: AlgorithmContext) -> "RolloutReplay":
-        """For a run."""
+        """Build the algorithm for a run."""
         return cls(settings, groups_per_step=context.groups_per_step, seed=context.seed)
 
     def num_fresh(self, step: int) -> int:
-        """How many groups of a step are played, at least one."""
+        """Return how many groups of a step are sampled, at least one."""
         whole = self._groups_per_step
         return (
             whole if step < self.settings.num_fresh_steps else max(1, int(self.settings.fresh_share * whole))
         )
 
     def choose(self, tasks: Sequence[Task], *, step: int) -> list[Task] | None:
-        """The tasks of a step's fresh groups by estimated difficulty; None: in the usual order.
+        """Choose the tasks of a step's fresh groups by estimated difficulty; None: use the run's order.
 
-        Drawn without replacement, with probabilities proportional to the exponentials of
-        :func:`~outrider.algorithms.advantages.difficulty_scores`. A task that was never played counts as
-        being at the target.
+        Tasks are sampled without replacement, with probabilities proportional to the exponentials of
+        :func:`~outrider.algorithms.advantages.difficulty_scores`. The estimate of a task that was never
+        sampled is the target.
         """
         chosen = self.settings
         if chosen.selection == "order":
             return None
         predicted = [self.estimates.get(task.key, chosen.target) for task in tasks]
         scores = difficulty_scores(predicted, target=chosen.target, temperature=chosen.temperature)
-        # The largest of scores with Gumbel noise: the same draw, which survives probabilities that round to
-        # 0.
+        # Top-k of scores with Gumbel noise samples from the same distribution, and also works if
+        # probabilities round to 0.
         noisy = scores + stream(self._seed, "difficulty", step).gumbel(size=len(tasks))
         return [tasks[i] for i in np.argsort(-noisy, kind="stable")[: self.num_fresh(step)]]
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
-        """Fewer than a whole step: stored groups take the other places."""
+        """Choose fewer tasks than a whole step: stored groups fill the rest of the step."""
         return TaskChoice(num_groups=self.num_fresh(step), tasks=self.choose(tasks, step=step))
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
-        """Stored groups, with the advantages of their own returns."""
+        """Return stored groups, with advantages from their own returns."""
         replayed, metrics = self.replay(traces, step=step)
         for trace in replayed:
             self.assign_advantages(trace)
         return Augmentation(groups=replayed, metrics=metrics)
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """Group-normalised returns on every policy token, with the returns of the time."""
+        """Assign group-normalised returns, as recorded when the group was sampled, to every policy token."""
         advantages = outcome_advantages(trace, self.objective.advantage)
         assign_advantages(trace, advantages)
         return GroupAdvantages(advantages=advantages, measurements={})
 
     def replay(self, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:
-        """Stored groups to train on beside ``traces``, which are stored in turn; metrics."""
+        """Store ``traces``; return stored groups to train on in addition, and metrics."""
         eligible = self._eligible()
         num_replayed = min(self._groups_per_step - self.num_fresh(step), len(eligible))
         indices = (
@@ -312,7 +312,7 @@ class RolloutReplay(OnPolicyGroup):
 
     def _eligible(self, room: int | None = None) -> list[StoredGroup]:
         keys = [group.trace.task.key for group in self.stored]
-        # a group without an advantage is never replayed: a mean of 0 rules it out
+        # A mean of 0 makes groups without a signal ineligible for replay.
         means = [
             self._mean_reward(group)
             if outcome_advantages(group.trace, self.objective.advantage).has_signal
@@ -322,8 +322,8 @@ class RolloutReplay(OnPolicyGroup):
         return [self.stored[index] for index in replayable_groups(keys, mean_rewards=means, room=room)]
 
     def _store(self, traces: Sequence[Trace], *, step: int) -> None:
-        """Keep what may be replayed again and finds room beside the fresh groups, which come in whatever they
-        are worth.
+        """Store the fresh groups, and retain as many eligible older groups as fit in the buffer. Fresh groups
+        are stored even if they are not eligible for replay.
         """
         retained = self._eligible(room=self.settings.buffer_size - len(traces))
         copies = [stored_copy(trace) for trace in traces]
@@ -342,11 +342,11 @@ class RolloutReplay(OnPolicyGroup):
         return fmean(leaf.episode_return or 0.0 for leaf in leaves)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Stored groups and estimates, as plain data and arrays, for a checkpoint."""
+        """Return stored groups and estimates, as plain data and arrays, for a checkpoint."""
         groups, arrays = snapshot_groups(self.stored)
         return {"groups": groups, "estimates": self.estimates}, arrays
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """Puts back what :meth:`state` saved."""
+        """Restore the state that :meth:`state` returned."""
         self.stored = restore_groups(state["groups"], arrays)
         self.estimates = dict(state["estimates"])

@@ -2,9 +2,9 @@
 trainer's: weights and rejection.
 
 Shapes: T tokens in the flat packed layout. ``logprobs`` is the policy in training (carries gradient), ``old``
-the trainer's policy at the start of the update, ``sampler`` the policy as the engine computed it while
-sampling, ``w = old / sampler``. ``mask`` is True for the tokens that count; the values at the others change
-nothing. A statistic over a rollout needs all tokens of that rollout in one call.
+the trainer's policy at the start of the update, ``sampler`` the policy as computed by the engine during
+sampling, ``w = old / sampler``. ``mask`` is True for the tokens that count; the values of other tokens have
+no effect. A statistic over a rollout needs all tokens of that rollout in one call.
 """
 
 import math
@@ -14,17 +14,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# exp(20) is 5e8: beyond any ratio worth training on, and even its square is far from overflow in float32.
+# exp(20) is 5e8: larger than any useful ratio, and even its square is far from overflow in float32.
 LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceStats:
-    """How far the sampler is from the trainer, over the unmasked tokens.
+    """Mismatch between sampler and trainer, over the unmasked tokens.
 
-    ``mean`` and ``mean_square`` describe the truncated weights that are applied, so that means over parts of
-    a batch add up; ``max`` and ``mean_abs_log`` the weights before truncation, because a template or
-    weight-sync fault shows there.
+    ``mean`` and ``mean_square`` describe the truncated weights that are applied, so that they can be averaged
+    over parts of a batch. ``max`` and ``mean_abs_log`` describe the weights before truncation, which reveal
+    template or weight-sync faults.
     """
 
     num_tokens: int
@@ -36,15 +36,14 @@ class ImportanceStats:
 
     @property
     def effective_sample_share(self) -> float:
-        """ESS / tokens, in (0, 1]; 0 where every weight is 0."""
+        """ESS / tokens, in (0, 1]; 0 if every weight is 0."""
         return self.mean**2 / self.mean_square if self.mean_square else 0.0
 
 
 def require_tokens(**tensors: Tensor) -> None:
-    """Raise ValueError unless all are floating tensors of one shape [T], with at least float32 for
-    log-probabilities.
+    """Raise ValueError unless all tensors are floating-point of one shape [T], log-probs at least float32.
 
-    Broadcasting [T] against [T, 1] would give a wrong loss in silence, and a half-precision ratio rounds
+    Broadcasting [T] against [T, 1] would silently compute a wrong loss, and a half-precision ratio rounds
     small updates away.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -56,23 +55,22 @@ def require_tokens(**tensors: Tensor) -> None:
 
 
 def log_ratio(*, logprobs: Tensor, reference_logprobs: Tensor, limit: float = LOG_RATIO_LIMIT) -> Tensor:
-    """``logprobs - reference_logprobs`` [T] clamped to +-``limit`` so that exp cannot overflow; no gradient
-    beyond the clamp.
+    """Return ``logprobs - reference_logprobs`` [T], clamped to +-``limit`` so that exp cannot overflow.
 
-    The reference is detached.
+    There is no gradient beyond the clamp, and the reference is detached.
     """
     require_tokens(logprobs=logprobs, reference_logprobs=reference_logprobs)
     return (logprobs - reference_logprobs.detach()).clamp(-limit, limit)
 
 
 def token_ratio(*, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """``r = pi / pi_old`` [T] (PPO, arXiv 1707.06347 Eq. 6), from the clamped log-ratio."""
+    """Compute ``r = pi / pi_old`` [T] (PPO, arXiv 1707.06347 Eq. 6) from the clamped log-ratio."""
     return log_ratio(logprobs=logprobs, reference_logprobs=old_logprobs).exp()
 
 
 def shaped_ratio(*, ratio: Tensor, scale: Tensor) -> Tensor:
-    """``(1 + m * F_ret) * r`` [T]; the clip acts on the product (RAPO Eq. 8 and 11). The scale carries no
-    gradient.
+    """Compute ``(1 + m * F_ret) * r`` [T] (RAPO Eq. 8 and 11). The clip applies to the product, and the scale
+    has no gradient.
     """
     require_tokens(ratio=ratio, scale=scale)
     return scale.detach() * ratio
@@ -86,8 +84,8 @@ Scope = Literal["token", "sum", "mean", "max"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplerWeights:
-    """``weights`` [T] multiply the token losses, 0 where the mask is False; ``changed`` [T] is True where a
-    bound acted.
+    """``weights`` [T] multiply the token losses and are 0 for masked tokens; ``changed`` [T] is True if a
+    bound changed the weight.
     """
 
     weights: Tensor
@@ -97,14 +95,14 @@ class SamplerWeights:
 def over_rollouts(
     values: Tensor, *, rollout_index: Tensor, mask: Tensor, reduce: Literal["sum", "mean", "max"]
 ) -> Tensor:
-    """Sum, mean or maximum [T] of ``values`` [T] over the unmasked tokens of every token's rollout.
+    """Return the sum, mean or maximum [T] of ``values`` [T] over the unmasked tokens of each token's rollout.
 
-    Differentiable. 0 for the tokens of a rollout whose tokens are all masked.
+    Differentiable. Tokens of a fully masked rollout get 0.
     """
     require_tokens(values=values)
     is_counted = mask.bool()
     owners = rollout_index[is_counted]
-    # Numbers are those of the mini-batch: a micro-batch leaves some of them empty.
+    # Rollouts are numbered within the mini-batch, so some have no token in this micro-batch.
     count = int(rollout_index.max()) + 1 if rollout_index.numel() else 0
     empty = values.new_zeros(count)
     if reduce == "max":
@@ -113,7 +111,7 @@ def over_rollouts(
         ]
     sums = empty.index_add(0, owners, values[is_counted])
     if reduce == "mean":
-        # A rollout whose tokens are all masked has 0 of them: 0 / 1 and not NaN.
+        # A fully masked rollout has a count of 0; divide by 1 to get 0 instead of NaN.
         sums = sums / torch.bincount(owners, minlength=count).clamp(min=1)
     return sums[rollout_index]
 
@@ -129,14 +127,14 @@ def sampler_weights_per_token(
     upper: float | None = 2.0,
     outside: Outside = "truncate",
 ) -> SamplerWeights:
-    """``w``, with values outside [``lower``, ``upper``] put on the bound (``truncate``) or to 0 (``zero``).
+    """Return ``w``; values outside [``lower``, ``upper``] become the bound (``truncate``) or 0 (``zero``).
 
-    ``level`` is ``token``: each token's own weight; ``sequence``: the product over the rollout's tokens, the
-    only one that is unbiased for a whole rollout, whose spread grows exponentially with length; or
-    ``geometric``: the product's n-th root. The logarithm is clamped to +-20. Truncated importance sampling is
-    ``truncate`` with an upper bound; masked importance sampling (IcePop) is ``zero`` with both. None switches
-    a bound off. The denominators of the aggregation stay as they are, also for what is dropped. Raises
-    ValueError for impossible bounds.
+    ``level`` is ``token``: the weight of each token; ``sequence``: the product over the rollout's tokens, the
+    only one that is unbiased for a whole rollout, but with a variance that grows exponentially with length;
+    or ``geometric``: the n-th root of the product. The logarithm is clamped to +-20. Truncated importance
+    sampling is ``truncate`` with an upper bound; masked importance sampling (IcePop) is ``zero`` with both
+    bounds. None disables a bound. The denominators of the aggregation do not change, even for dropped tokens.
+    Raises ValueError for invalid bounds.
     """
     low, high = lower or 0.0, math.inf if upper is None else upper
     if not 0.0 <= low < high:
@@ -155,14 +153,14 @@ def sampler_weights_per_token(
 def correction_stats(
     applied: SamplerWeights, *, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
 ) -> ImportanceStats:
-    """Metrics of :func:`sampler_weights_per_token`.
+    """Compute the metrics of :func:`sampler_weights_per_token`.
 
-    Mean and mean square are those of the applied weights, ``num_truncated`` counts the tokens that a bound
-    changed, ``max`` and ``mean_abs_log`` describe the tokens' own weights without bounds. Raises ValueError
-    when no token is left or a log-probability is not finite: either is a fault, not noise.
+    Mean and mean square are those of the applied weights. ``num_truncated`` counts the tokens that a bound
+    changed. ``max`` and ``mean_abs_log`` describe the token weights before truncation. Raises ValueError if
+    no token is left or a log-prob is not finite, because either indicates a fault.
     """
     is_counted = mask.bool()
-    # float64: ESS divides the square of a sum by a sum of squares over all tokens.
+    # float64, because ESS divides the square of a sum by a sum of squares over all tokens.
     difference = _difference(old_logprobs, sampler_logprobs)[is_counted].double()
     if difference.numel() == 0 or not bool(torch.isfinite(difference).all()):
         raise ValueError("sampler correction needs at least one token and finite log-probabilities")
@@ -188,15 +186,15 @@ def rejection_mask_per_token(
     upper: float,
     lower: float | None = None,
 ) -> Tensor:
-    """True [T] for the tokens to train on: unmasked, with a divergence between engine and trainer inside the
+    """Return True [T] for the tokens to train on: unmasked, with an engine-trainer divergence inside the
     bounds.
 
     With ``d = log w`` clamped to +-20: ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d``. ``scope``
-    takes the token's own value, or the sum, mean or maximum over its rollout, which then is kept or dropped
-    as a whole. The bounds follow verl's convention: those of k1 are ratios, compared as ``log lower <= k1 <=
-    log upper``, hence bounds on ``1 / w``: (0.4, 1.3) keeps w in [0.77, 2.5]. Without ``lower`` k1 takes ``1
-    / upper``. k2 and k3 have an upper bound only, on the value itself. Raises ValueError for impossible
-    bounds, a lower bound on k2 or k3, and a maximum of k1, which has a sign.
+    selects the token's own value, or the sum, mean or maximum over its rollout, which is then trained or
+    dropped as a whole. The bounds follow verl's convention. Those of k1 are ratios, compared as ``log lower
+    <= k1 <= log upper``, so they bound ``1 / w``: for example, (0.4, 1.3) accepts w in [0.77, 2.5]. Without
+    ``lower``, k1 uses ``1 / upper``. k2 and k3 have only an upper bound, on the value itself. Raises
+    ValueError for invalid bounds, a lower bound on k2 or k3, and the maximum of k1, which is signed.
     """
     if statistic == "k1":
         if scope == "max":
@@ -218,11 +216,11 @@ def rejection_mask_per_token(
         value = torch.expm1(difference) - difference
     if scope != "token":
         value = over_rollouts(value, rollout_index=rollout_index, mask=mask, reduce=scope)
-    # A mask over all tokens and no shorter tensor: losses and weights keep their places.
+    # Return a mask over all tokens instead of a shorter tensor, so that indices into losses stay valid.
     return (value >= low) & (value <= high) & mask.bool()
 
 
 def _difference(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
     require_tokens(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
-    # A weight and no part of the objective: nothing is learned by making it smaller.
+    # Detached: the weight is not part of the objective, and the policy must not learn to reduce it.
     return old_logprobs.detach() - sampler_logprobs.detach()

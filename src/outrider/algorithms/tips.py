@@ -1,5 +1,5 @@
-"""Tips (EMPO², arXiv 2602.23008): which groups act with tips, which of those are trained without them, the
-value of a new state, and the hook that shows, requests and stores tips.
+"""Tips (EMPO², arXiv 2602.23008): the schedule of rollouts with tips and of updates without them, the novelty
+reward, and the hook that shows, requests and stores tips.
 """
 
 import math
@@ -37,16 +37,16 @@ _WINDOW: Final = 24  # groups whose modes are shuffled together
 
 
 def tip_mode(mode: str) -> TipMode:
-    """The part of a rollout's mode that concerns tips; plain without one."""
+    """Return the part of a rollout's mode that concerns tips; plain if there is none."""
     return next((candidate for candidate in MODES if has_part(mode, candidate)), PLAIN)
 
 
 class ModeSchedule:
-    """The mode of every group of a run, by its number: exact proportions, not their expectation.
+    """The mode of every group of a run by its number, with exact instead of expected proportions.
 
-    Of the first n groups, n a multiple of the window, p n act with tips and p q n of those are trained
-    without, each rounded to the nearest whole number. The order inside a window is drawn from the run's seed.
-    It is a function of the number: there is no state to save.
+    Of the first n groups, n a multiple of the window, p n are sampled with tips and p q n of those are
+    trained without, each rounded to the nearest integer. The order inside a window is drawn from the run's
+    seed. The mode is a pure function of the number, so checkpoints need no state.
     """
 
     def __init__(self, *, memory_probability: float, off_policy_probability: float, seed: int) -> None:
@@ -55,9 +55,9 @@ class ModeSchedule:
         self._seed = seed
 
     def mode(self, group: int) -> TipMode:
-        """The mode of group number ``group``, counted from 0 over the whole run."""
+        """Return the mode of group number ``group``, counted from 0 over the whole run."""
         window, position = divmod(group, _WINDOW)
-        # differences of rounded totals, so that rounding does not add up over windows
+        # differences of rounded totals, so that rounding errors do not accumulate over windows
         before, after = (_rounded(n * _WINDOW * self._memory) for n in (window, window + 1))
         with_tips = after - before
         without = _rounded(after * self._off_policy) - _rounded(before * self._off_policy)
@@ -68,18 +68,18 @@ class ModeSchedule:
 
 
 def _rounded(value: float) -> int:
-    # Python's round takes halves to the even side, which would depend on the window.
+    # Python's round() rounds halves to even, so the result would depend on the window.
     return math.floor(value + 0.5)
 
 
 def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]:
-    """The policy's text and the environment's answer for every action of an episode (``memory.writer =
-    "environment"``: the answers are the tips, and no model writes any).
+    """Return the policy's text and the environment's response for every action of an episode.
 
-    Text that is no valid action is left out. ``ending`` is the environment's last message, which is in no
-    node; if the loop cut the episode after an answer, that answer is the path's last node.
+    Used with ``memory.writer = "environment"``, which stores the responses as tips instead of prompting the
+    model for one. Text that is no valid action is skipped. ``ending`` is the environment's last message,
+    which no node contains. If the loop cut the episode after a response, the path ends with that response.
     """
-    # a retrieved step that was done is nobody's action here, nor the answer to one
+    # An executed retrieved step is neither an action of the policy nor the response to one.
     turns = policy_turns([node for node in path if node.origin is not Origin.BUFFER])
     answers = [turn.observation for turn in turns[1:]]
     last = path[-1] if path else None
@@ -91,8 +91,9 @@ def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]
 
 
 def environment_tip(action: str, answer: str, *, max_tokens: int, num_tokens: Callable[[str], int]) -> str:
-    """``action: answer`` within ``max_tokens``; the answer's first line with text, whose last words go first.
-    Empty without an answer.
+    """Return ``action: answer`` within ``max_tokens`` tokens; empty without an answer.
+
+    The answer is its first line with text. If it is too long, its last words are dropped first.
     """
     line = next((line.strip() for line in answer.splitlines() if line.strip()), "")
     words = line.split()
@@ -116,13 +117,14 @@ _TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
 class MemorySettings(Settings):
     """Which tips are stored, and which are shown.
 
-    ``writer``: after every episode the ``policy`` writes a tip (the paper), or each answer of the
-    ``environment`` to an action is a tip, stored under its own words. ``scope``: a buffer per task, per
-    ``world`` (named by the task's metadata; a task without one has its own), or one for all. ``state_key``:
-    the policy's tips are stored and looked up by the observation at which it acted, by the whole chat
-    (released code) or by the task's question. A turn shows up to ``num_shown`` tips above ``min_similarity``,
-    ranked by ``rank``, in at most ``max_shown_tokens`` tokens; an episode shows at most
-    ``max_prompt_tokens``. A tip has at most ``max_tip_tokens`` tokens, and a buffer ``capacity`` tips.
+    ``writer``: ``policy`` samples a tip after every episode (the paper); ``environment`` stores each response
+    to an action as a tip, with its own text as the key. ``scope``: one buffer per task, per ``world`` (from
+    the metadata of the task; a task without one has its own buffer), or one for all. ``state_key``: key under
+    which the policy's tips are stored and looked up: the observation at which it acted, the whole chat
+    (released code) or the question of the task. A turn shows up to ``num_shown`` tips above
+    ``min_similarity``, ranked by ``rank``, in at most ``max_shown_tokens`` tokens; an episode shows at most
+    ``max_prompt_tokens`` tokens. A tip has at most ``max_tip_tokens`` tokens, and a buffer at most
+    ``capacity`` tips.
     """
 
     embedder: EmbedderName = "minilm"
@@ -142,10 +144,10 @@ class MemorySettings(Settings):
 class TipHook(Hook):
     """Shows tips before turns, requests them after episodes and stores them after groups (section 4.1).
 
-    ``num_tokens`` counts the tokens of a text; ``counts`` is for metrics.
+    ``num_tokens`` counts the tokens of a text; ``counts`` are the counters of the metrics.
     """
 
-    retries_failures = False  # another trial plays all tasks again
+    retries_failures = False  # another trial samples all tasks again, not only those that failed
 
     def __init__(
         self, settings: MemorySettings, *, embedder: Embedder, num_tokens: Callable[[str], int], seed: int
@@ -162,10 +164,11 @@ class TipHook(Hook):
         self.counts: Counter[str] = Counter()
         self._num_tokens = num_tokens
         self._training_step = 0
-        self._endings: dict[tuple[str, int], str] = {}  # what ended an episode, which no node holds
+        # the message that ended an episode, by task key and rollout; no node contains it
+        self._endings: dict[tuple[str, int], str] = {}
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
-        """Tips for the present state, in modes that act with them."""
+        """Return tips for the current state, in modes with tips."""
         if tip_mode(state.mode) == PLAIN:
             return ()
         settings = self.settings
@@ -193,7 +196,7 @@ class TipHook(Hook):
         return [Splice(origin=Origin.MEMORY, text=text, metadata=metadata)]
 
     def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
-        """The tips that fit into ``budget`` tokens, and their text; the oldest are dropped first."""
+        """Return the tips that fit into ``budget`` tokens, and their text; the oldest are dropped first."""
         fitting = [hit for hit in hits if self._num_tokens(render_tips([hit.tip])) <= budget]
         while fitting:
             text = render_tips([hit.tip for hit in fitting])
@@ -203,13 +206,13 @@ class TipHook(Hook):
         return [], ""
 
     def task_key(self, task: Task) -> str:
-        """The buffer of a task."""
+        """Return the key of the buffer that a task uses, by ``memory.scope``."""
         if self.settings.scope == "world":
             return str(task.metadata.get("world", task.key))
         return task.key if self.settings.scope == "task" else "all"
 
     def _state_text(self, path: Sequence[Node], task: Task) -> str:
-        """The key of the present state: the newest observation, the chat without tips, or the question."""
+        """Return the key text of the current state: newest observation, chat without tips, or question."""
         if self.settings.state_key == "question":
             return task.question
         if self.settings.state_key == "chat":
@@ -217,20 +220,21 @@ class TipHook(Hook):
         return next((node.message.content for node in reversed(path) if node.is_observation), "")
 
     def after_turn(self, state: EpisodeState) -> None:
-        """Keep the message with which the environment ended the episode, if its answers are tips."""
+        """Store the message with which the environment ended the episode, if its responses are tips."""
         if self.settings.writer == "environment":
             self._training_step = state.training_step
             last = state.last_result
             self._endings[state.task.key, state.rollout] = last.text if last is not None and last.done else ""
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Request a tip after every training episode, in all modes: tip ~ pi(. | s_T, u). None if the
-        environment's answers are the tips.
+        """Request a tip after every training episode, in all modes: tip ~ pi(. | s_T, u).
+
+        Returns None if the environment's responses are the tips.
         """
         if self.settings.writer == "environment":
             return None
         self._training_step = state.training_step
-        # Fewer words than tokens: a tip at its limit is cut in the middle of a sentence.
+        # Request fewer words than tokens, because a tip at the token limit ends in the middle of a sentence.
         words = max(5, self.settings.max_tip_tokens * 2 // 3)
         return Message(
             role="user", content=last_words(state) + REQUEST.format(words=words, score=result.episode_return)
@@ -239,7 +243,7 @@ class TipHook(Hook):
     def after_group(self, trace: Trace) -> None:
         """Store a record for every different action of the episodes, in the order of rollouts and turns."""
         for leaf, path in trace.rollouts():
-            # Also for a rollout that is skipped below: endings must not pile up over a run.
+            # Also pop for rollouts that are skipped below, or endings would accumulate over a run.
             ending = self._endings.pop((trace.task.key, leaf.rollout), "")
             if leaf.episode_return is None:
                 continue
@@ -267,7 +271,7 @@ class TipHook(Hook):
             )
 
     def _store_answers(self, trace: Trace, leaf: Leaf, path: Sequence[Node], ending: str) -> None:
-        """Store the environment's answers under their own words."""
+        """Store the environment's responses, each with its own text as the key."""
         tips = [
             environment_tip(
                 action_text(text),
@@ -295,11 +299,11 @@ class TipHook(Hook):
         self.counts["stored" if added else "duplicates"] += 1
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-        """The memory."""
+        """Return a snapshot of the memory."""
         return self.memory.snapshot()
 
     def restore(self, snapshot: tuple[Mapping[str, Any], Mapping[str, NDArray[np.float32]]]) -> None:
-        """Replace the memory, and reset the counts."""
+        """Restore the memory, and reset the counts."""
         self.memory.restore(*snapshot)
         self.counts = Counter()
         self._endings = {}
@@ -310,7 +314,7 @@ class TipHook(Hook):
         self._endings = {}
 
     def gathered(self) -> dict[str, Any]:
-        """The counts, and what :meth:`after_group` needs and no trace contains."""
+        """Return the counts, and the inputs of :meth:`after_group` that traces do not contain."""
         return {"counts": dict(self.counts), "endings": dict(self._endings), "step": self._training_step}
 
     def absorb(self, gathered: Mapping[str, Any]) -> None:
@@ -321,47 +325,47 @@ class TipHook(Hook):
 
 
 def last_words(state: EpisodeState) -> str:
-    """The environment's last message and an empty line; empty if it did not end the episode or sent no text.
+    """Return the environment's last message and an empty line.
 
-    Its earlier messages are in the chat.
+    Empty if it did not end the episode or sent no text. The chat already contains earlier messages.
     """
     last = state.last_result
     return f"{last.text}\n\n" if last and last.done and last.text else ""
 
 
 def render_tips(tips: Sequence[Tip]) -> str:
-    """The block that a turn shows."""
+    """Format tips as the block that is inserted before a turn."""
     return "\n\n<tip>\n" + "\n".join([HEADING, *(f"- {tip.text}" for tip in tips)]) + "\n</tip>"
 
 
 def record_text(tip: str, *, action: str, score: float) -> str:
-    """Text of one record: the tip, the action taken at its state, and how the episode ended (paper, appendix
-    E).
+    """Format one record: the tip, the action taken at its state, and the outcome of the episode (paper,
+    appendix E).
     """
     return f"{tip} Here: {action_text(action)}; final score {score:.3g}."
 
 
 def action_text(text: str) -> str:
-    """The action in a turn: its last tagged part (such as ``<action>``, ``<search>`` or ``<answer>``), or the
-    whole text without one.
+    """Return the action in a turn: its last tagged part (for example ``<action>`` or ``<answer>``), or the
+    whole text if there is none.
     """
     tagged = _TAGGED.findall(text)
     return " ".join((tagged[-1][1] if tagged else text).split())
 
 
 def clean_reflection(reflection: str) -> str:
-    """The first line with text after a reasoning model's thoughts; empty if those were cut."""
+    """Return the first line with text after a reasoning model's thoughts; empty if those were cut."""
     lines = without_thoughts(reflection).splitlines()
     return next((line.strip() for line in lines if line.strip()), "")
 
 
 def chat_text(path: Sequence[Node]) -> str:
-    """All turns and observations, without tips and without retrieved steps that were only shown."""
+    """Return all turns and observations, without tips and retrieved steps that were not executed."""
     return "\n".join(node.message.content for node in path if node.trainable or node.is_observation)
 
 
 def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
-    """Metrics of a step's tips (docs/metrics.md). Resets the hook's counts."""
+    """Compute the metrics of a step's tips (docs/metrics.md) and reset the hook's counts."""
     counts, hook.counts = hook.counts, type(hook.counts)()
     nodes = {id(node): node for trace in traces for _, path in trace.rollouts() for node in path}.values()
     shown = [node for node in nodes if node.origin is Origin.MEMORY]
@@ -395,7 +399,7 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
         similarities = [value for node in shown for value in node.metadata["similarities"]]
         metrics["tips/similarity_mean"] = fmean(similarities)
         metrics["tips/similarity_min"] = min(similarities)
-        distinct = {  # a tip's number counts the records of its buffer
+        distinct = {  # tip ids are numbered per buffer
             (hook.task_key(trace.task), tip)
             for trace in traces
             for _, path in trace.rollouts()
@@ -409,15 +413,16 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
 
 
 class TipSettings(Settings):
-    """``memory_probability`` p of the groups act with tips; ``off_policy_probability`` q of those are trained
-    without them.
+    """``memory_probability`` p: share of groups sampled with tips. ``off_policy_probability`` q: share of
+    those that are trained without them.
 
-    ``intrinsic_coefficient`` c: a state visited n times adds c / n to the return before the advantage (0:
-    off); a state is new if its cosine with all states of its task is below ``novelty_threshold``. ``novelty
-    = rnd`` adds c times the scaled error of a predictor that learns the states of all tasks, by the section
-    ``rnd`` (random network distillation: appendix F). ``intrinsic_where_tied``: also if the returns of a
-    group tie, so that novelty alone makes the advantage (the paper); False leaves such a group without a
-    signal and counts its states.
+    ``intrinsic_coefficient`` c: visiting a state that was visited n times adds c / n to the return before
+    advantages are computed (0: off). A state is new if its cosine to all states of its task is below
+    ``novelty_threshold``. ``novelty = rnd`` instead adds c times the scaled error of a predictor that learns
+    the states of all tasks, configured by the section ``rnd`` (random network distillation, appendix F).
+    ``intrinsic_where_tied``: add the intrinsic return even if all returns of a group are equal, so that
+    novelty alone determines the advantage (the paper). If False, such a group has no signal, but its visits
+    are still counted.
     """
 
     memory_probability: float = Field(0.25, ge=0, le=1)
@@ -438,10 +443,11 @@ def reward_novelty(
     *,
     advantage: AdvantageKind,
 ) -> list[float]:
-    """Write the intrinsic return of every rollout of a group; return the measurement of each visited state.
+    """Write the intrinsic return of every rollout of a group, and return the measurement of each visited
+    state.
 
     All states of the group count as visited at the same time, so that rollouts that visit the same states get
-    the same reward. Visits are counted per task, whatever the scope of the tips.
+    the same reward. Visits are counted per task, independent of the scope of the tips.
     """
     if not settings.intrinsic_coefficient:
         return []
@@ -453,7 +459,7 @@ def reward_novelty(
         settings.intrinsic_where_tied
         or group_advantages([leaf.episode_return for leaf, _ in rollouts], advantage).has_signal
     )
-    # count visits even if nothing is paid: these states are not new the next time
+    # Count visits even if they are not rewarded: these states are not new the next time.
     bonuses, measured = novelty.visit(trace.task.key, list(embedder.embed(texts)))
     rest = iter(bonuses)
     for leaf, states in rollouts:
@@ -463,17 +469,19 @@ def reward_novelty(
 
 
 def never_shows_a_tip(settings: TipSettings, *, num_groups: int, num_tasks: int) -> bool:
-    """Whether a run of ``num_groups`` groups on ``num_tasks`` tasks acts with tips and can show none.
+    """Return whether a run of ``num_groups`` groups on ``num_tasks`` tasks acts with tips but can show none.
 
-    An epoch plays every task at most once, and a buffer per task has the tips of earlier groups of that task.
+    An epoch samples every task at most once, and with a buffer per task only earlier groups of the same task
+    provide tips.
     """
     return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
 
 
 def visited_states(path: Sequence[Node]) -> list[str]:
-    """The observation that each turn of an episode acted on (section 4.2: a step's reward is its state's).
+    """Return the observation that each turn of an episode acted on (section 4.2: the reward of a step is that
+    of its state).
 
-    An observation after the last turn is no state: it is in the path only if the loop cut the episode, and
-    would pay the episode for being cut.
+    An observation after the last turn is excluded: the path contains one only if the loop cut the episode,
+    and truncated episodes must not be rewarded for it.
     """
     return [turn.observation for turn in policy_turns(path)]

@@ -1,7 +1,7 @@
-"""Tree-GRPO (arXiv 2509.21240): groups of trees, whose leaves are compared with the whole group and with
+"""Tree-GRPO (arXiv 2509.21240): groups of trees, whose leaves are compared with the whole group and within
 their own tree.
 
-Trees grow in :mod:`outrider.rollout.branching`; deviations are in docs/algorithms/tree_grpo.md.
+:mod:`outrider.rollout.branching` grows the trees; deviations are in docs/algorithms/tree_grpo.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class TreeGrpoSettings(ObjectiveSettings):
-    """``num_trees`` M per task; a tree is one chain and ``num_rounds`` L times ``num_expansions`` N rollouts
-    that leave it.
+    """``num_trees`` M trees per task. A tree is one rollout and, in each of ``num_rounds`` L rounds,
+    ``num_expansions`` N rollouts that fork from it.
 
-    ``num_kept`` K leaves of a tree are trained on (None: all 1 + N L). ``combination`` of the scores over
-    group and tree: their ``sum``, the tree's alone (``inner``), or the tree's of the group's (``nested``).
-    ``group_size`` follows: M (1 + N L) rollouts are played.
+    ``num_kept`` K leaves of a tree are trained on (None: all 1 + N L). ``combination`` of the z-scores over
+    group and tree: their ``sum``, that within the tree only (``inner``), or the z-score within the tree of
+    the group's z-scores (``nested``). ``group_size`` is derived: M (1 + N L) rollouts.
     """
 
     presets = PRESETS
@@ -78,17 +78,17 @@ class TreeGrpoSettings(ObjectiveSettings):
 
     @property
     def tree_size(self) -> int:
-        """Leaves of a tree before pruning."""
+        """Number of leaves of a tree before pruning."""
         return 1 + self.num_expansions * self.num_rounds
 
     @property
     def forks_by_replay(self) -> bool:
-        """Always."""
+        """True: every tree forks."""
         return True
 
 
 class TreeGrpo(OnPolicyGroup):
-    """Two z-scores per leaf; a token that several leaves share is trained with the sum of theirs."""
+    """Two z-scores per leaf; a token shared by several leaves is trained with the sum of their advantages."""
 
     Settings = TreeGrpoSettings
     settings: TreeGrpoSettings
@@ -103,8 +103,8 @@ class TreeGrpo(OnPolicyGroup):
         super().__init__(settings, hooks=(self.expansion,))
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """The leaf's advantage on every token of its path, counted once per leaf. Pruned leaves are in no
-        statistic.
+        """Assign the advantage of a leaf to every token of its path, counted once per leaf. Pruned leaves are
+        excluded from all statistics.
         """
         rollouts = list(trace.rollouts())
         trees = [leaf.rollout // self.expansion.tree_size for leaf, _ in rollouts]
@@ -124,8 +124,8 @@ class TreeGrpo(OnPolicyGroup):
 def _measure(
     rollouts: Sequence[tuple[Leaf, list[Node]]], scored: Sequence[tuple[Leaf, list[Node]]], tree_size: int
 ) -> dict[str, list[float]]:
-    """How much the kept ``rollouts`` share, with all that were ``scored`` in front of them; the trainer
-    averages over the step.
+    """Measure how much the selected ``rollouts`` share with the ``scored`` rollouts before them in their
+    tree; the trainer averages over the step.
     """
     depths: list[float] = []
     for leaf, path in rollouts:

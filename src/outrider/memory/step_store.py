@@ -1,13 +1,14 @@
 """The file of a step-trace buffer: records, history texts, and one SQLite database in WAL mode.
 
-Every committed batch of whole tasks raises ``revision`` by one. Trajectories have the revision that added
-them and the one that removed them, and only a rollback deletes, so that every earlier revision can be read or
-restored. A marker row announces a batch in its own transaction and goes when the batch commits: a marker
-without a living writer is a batch that died. The crash of a process loses at most that batch; a power failure
-may also lose the commits since the last :meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
+Every committed batch of whole tasks increments ``revision``. Trajectories have the revision that added them
+and the one that removed them. Only a rollback deletes rows, so every earlier revision can be read or
+restored. A marker row announces a batch in its own transaction and is deleted when the batch commits: a
+marker without a living writer means that the batch was lost. A crash of the process loses at most that batch;
+a power failure may also lose the commits since the last :meth:`StepStore.flush` (``synchronous=NORMAL``), but
+does not damage the file.
 
-A checksum covers every column that queries and rollbacks read, because SQLite itself does not notice changed
-bytes. It finds damage, not malice.
+A checksum covers every column that queries and rollbacks read, because SQLite itself does not detect changed
+bytes. It detects damage, not manipulation.
 """
 
 import functools
@@ -36,11 +37,12 @@ Scope = Literal["all", "same_task", "other_tasks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One off-policy step: key (``history_text``, what came before it) and value (``text`` and
+    """One off-policy step: key (``history_text``, everything before it) and value (``text`` and
     ``observation``).
 
-    ``num_tokens`` counts the tokens of ``text`` and ``observation``; 0 where no counter was given at building
-    time. ``step_id`` is unique within a buffer and stable; ``reward`` is the outcome of the whole trajectory.
+    ``num_tokens`` counts the tokens of ``text`` and ``observation``; 0 if the buffer was built without a
+    counter. ``step_id`` is unique within a buffer and stable; ``reward`` is the outcome of the whole
+    trajectory.
     """
 
     step_id: int
@@ -60,8 +62,8 @@ class StepRecord:
 class StepFilter:
     """Which steps a query may return.
 
-    ``scope`` other than ``all`` needs ``task_key``. Terminal steps hold the answer and stay out unless asked
-    for. ``exclude`` are the ids of steps that the rollout already contains.
+    A ``scope`` other than ``all`` needs ``task_key``. Terminal steps contain the answer and are excluded by
+    default. ``exclude`` are the ids of steps that the rollout already contains.
     """
 
     scope: Scope = "all"
@@ -91,8 +93,8 @@ class BuildReport:
 
     ``num_offered`` is the sum of ``num_inserted``, ``num_present`` (id already in the buffer),
     ``num_duplicate`` (id twice in the call), ``num_empty`` (no step), ``num_below_min_reward`` and
-    ``num_outranked`` (K better ones exist). ``num_removed`` trajectories left the buffer for better ones.
-    ``num_repaired_texts`` had lone surrogates replaced.
+    ``num_outranked`` (K better ones exist). ``num_removed`` trajectories were replaced by better ones.
+    ``num_repaired_texts`` texts had lone surrogates replaced.
     """
 
     num_offered: int
@@ -110,7 +112,7 @@ class BuildReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStats:
-    """Contents of a buffer. Quantiles are (minimum, 25 %, 50 %, 75 %, maximum) over trajectories; NaN when it
+    """Contents of a buffer. Quantiles are (minimum, 25 %, 50 %, 75 %, maximum) over trajectories; NaN if it
     is empty.
     """
 
@@ -128,13 +130,13 @@ class BufferStats:
 TokenCounter: TypeAlias = Callable[[str], int]
 
 HISTORY_FORMAT = 1
-"""Raise it with any change of :func:`history_text`: stored vectors belong to the old rendering."""
+"""Increment it with any change of :func:`history_text`: stored vectors are keys of the old rendering."""
 
 
 def history_text(question: str, steps: Sequence[Step]) -> str:
-    """The retrieval key of the step that follows ``steps``: question, then every step and its observation.
+    """Return the retrieval key of the step after ``steps``: question, then every step and its observation.
 
-    Used for building *and* for querying, so that the two never differ. Surrounding white space is dropped
+    Used both for building and for querying, so that keys are comparable. Surrounding white space is removed
     because agents differ in it; lone surrogates become U+FFFD.
     """
     parts = [question]
@@ -144,19 +146,20 @@ def history_text(question: str, steps: Sequence[Step]) -> str:
 
 
 def prompt_question(prompt: Sequence[Message]) -> str:
-    """The question in a prompt, for trajectories of unknown tasks: all user messages, or every message if
-    there is none.
+    """Return the question in a prompt, for trajectories of unknown tasks: all user messages, or every message
+    if there is none.
     """
     user_texts = [message.content for message in prompt if message.role == "user"]
     return "\n".join(user_texts or [message.content for message in prompt])
 
 
 def select_best(candidates: Sequence[tuple[float, int]], num_best: int | None) -> set[int]:
-    """The positions of the ``num_best`` best (None: all) among ``candidates`` of reward and number of tokens.
+    """Return the positions of the ``num_best`` best (None: all) ``candidates``, pairs of reward and number of
+    tokens.
 
-    Higher reward first, then fewer tokens, then the earlier position. An unknown number of tokens (0) comes
-    first among equals: such a trajectory may be short. The order is total, so that filtering in portions
-    keeps the same trajectories as filtering everything at once.
+    Higher reward first, then fewer tokens, then the earlier position. An unknown number of tokens (0) is
+    first among equals, because such a trajectory may be short. The order is total, so that filtering in
+    portions selects the same trajectories as filtering everything at once.
     """
     ranked = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], candidates[i][1], i))
     return set(ranked[:num_best])
@@ -166,9 +169,9 @@ _DAMAGE = ("malformed", "not a database", "could not decode")
 
 
 def copy_database(source: Path, target: Path) -> None:
-    """A consistent copy of a database that others may be writing; ``target`` appears whole or not at all.
+    """Make a consistent copy of a database that may be written concurrently; ``target`` appears atomically.
 
-    Raises BufferCorrupt or DataError, one line.
+    Raises BufferCorrupt or DataError with a one-line message.
     """
     with (
         closing(Database(source, writable=False)) as reader,
@@ -180,12 +183,12 @@ def copy_database(source: Path, target: Path) -> None:
 
 
 def connect(path: Path, *, writable: bool) -> sqlite3.Connection:
-    """A connection in autocommit mode for any thread. ``path`` may be anybody's file: its schema runs no
-    functions that could do harm. Raises sqlite3.Error; DataError if there is something else than a file.
+    """Open a connection in autocommit mode for any thread. ``path`` may be untrusted: functions in its schema
+    that could do harm are disabled. Raises sqlite3.Error; DataError if the path is not a file.
     """
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: not a file")
-    # A reader opens read-only: it must not make the file that it misses.
+    # A reader opens read-only, because it must not create a missing file.
     uri = f"{path.resolve().as_uri()}?mode={'rwc' if writable else 'ro'}"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0)
     db.execute("PRAGMA trusted_schema = OFF")
@@ -195,43 +198,43 @@ def connect(path: Path, *, writable: bool) -> sqlite3.Connection:
 class Database:
     """A connection in autocommit mode; a writable one creates the file and uses a write-ahead log.
 
-    Use ``db`` only inside :meth:`guard`, which admits one thread at a time (it may be nested) and turns
-    SQLite's errors into :class:`~outrider.errors.BufferCorrupt` (damage) or
-    :class:`~outrider.errors.DataError` (everything else), each one line.
+    Use ``db`` only inside :meth:`guard`, which admits one thread at a time (it may be nested) and converts
+    SQLite's errors to :class:`~outrider.errors.BufferCorrupt` (damage) or
+    :class:`~outrider.errors.DataError` (everything else), with one-line messages.
     """
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         self.path = path
-        # Reentrant: a guarded call may make another one.
+        # Reentrant, because a guarded call may make another one.
         self._lock = threading.RLock()
         with self._our_errors():
             self.db = connect(path, writable=writable)
             if writable:
                 self.db.execute("PRAGMA journal_mode = WAL")
-                # A crash of the process loses nothing; StepStore.flush forces what a checkpoint counts on.
+                # A process crash loses nothing; StepStore.flush protects checkpoints from power failures.
                 self.db.execute("PRAGMA synchronous = NORMAL")
 
     def close(self) -> None:
-        """Release the file; may be called twice."""
+        """Release the file; idempotent."""
         with self._lock:
             self.db.close()
 
     @contextmanager
     def guard(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for this thread alone."""
+        """Yield the connection for exclusive use by this thread."""
         with self._lock, self._our_errors():
             yield self.db
 
     @contextmanager
     def transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        """The connection inside a transaction, which any exception rolls back."""
+        """Yield the connection inside a transaction, which any exception rolls back."""
         with self.guard() as db:
             db.execute(begin)
             try:
                 yield db
                 db.execute("COMMIT")
             except BaseException:
-                # SQLite rolls back on its own where a disk is full; a second ROLLBACK would hide that error.
+                # SQLite rolls back itself if a disk is full; a second ROLLBACK would hide that error.
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
@@ -248,11 +251,11 @@ class Database:
 
 
 def checksum(*parts: str | bytes) -> int:
-    """CRC-32 of length-prefixed parts; finds damage that keeps the file's structure intact."""
+    """Return the CRC-32 of length-prefixed parts; detects damage that leaves the file's structure intact."""
     value = 0
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
-        # The length first, so that moving a letter from one part to the next shows.
+        # The length first, so that moving a character between parts changes the checksum.
         value = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), value))
     return value
 
@@ -280,7 +283,7 @@ def trajectory_checksum(
 
 
 def _vector_checksum(vector: bytes, *, step_id: int, row: int, num_tokens: int, is_terminal: int) -> int:
-    """Of a step's key and numbers; its texts have a checksum of their own."""
+    """Return the checksum of a step's key and numbers; its texts have a separate checksum."""
     return zlib.crc32(vector, zlib.crc32(struct.pack("<4q", step_id, row, num_tokens, is_terminal)))
 
 
@@ -306,14 +309,14 @@ def _counters_checksum(db: sqlite3.Connection) -> int:
 
 
 def _write_counters_checksum(db: sqlite3.Connection) -> None:
-    """Inside the transaction that changed the counters."""
+    """Update the checksum of the counters, inside the transaction that changed them."""
     db.execute("INSERT OR REPLACE INTO meta VALUES ('counters_checksum', ?)", (_counters_checksum(db),))
 
 
 FORMAT_VERSION: Final = 2
 _APPLICATION_ID = 0x4F535442
-_STATISTICS: Final = frozenset({"sqlite_stat1", "sqlite_stat4"})  # of ANALYZE, written by SQLite alone
-# A file keeps this text letter by letter: a long line is continued, not broken.
+_STATISTICS: Final = frozenset({"sqlite_stat1", "sqlite_stat4"})  # created by SQLite's ANALYZE
+# Files store this text verbatim, so long lines use continuations instead of line breaks.
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE trajectories (
@@ -332,7 +335,7 @@ CREATE TABLE vectors (step_id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, ve
 
 
 def meta(database: Database, key: str) -> str | int:
-    """An entry of the metadata. Raises BufferCorrupt when it is missing."""
+    """Return an entry of the metadata. Raises BufferCorrupt if it is missing."""
     with database.guard() as db:
         entry = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     if entry is None:
@@ -342,22 +345,22 @@ def meta(database: Database, key: str) -> str | int:
 
 
 def check_schema(path: Path, db: sqlite3.Connection) -> None:
-    """Check that the file has our tables and indexes and nothing else, before anything is read from them.
+    """Check that the file has only our tables and indexes, before anything is read from them.
 
-    A view in a table's place may have no end, and triggers, checks, generated columns and expressions run
-    whatever their author likes whenever a row is read or written. Raises DataError for a database that is no
-    step-trace buffer and BufferCorrupt for the first object that is not ours.
+    A view in place of a table may be infinite, and triggers, checks, generated columns and expressions
+    execute the author's code whenever a row is read or written. Raises DataError for a database that is not a
+    step-trace buffer, and BufferCorrupt for the first unexpected object.
     """
     if db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
         raise DataError(f"{path}: not a step-trace buffer")
     objects = {
         name: (kind, _normalize_sql(sql))
-        # a catalogue of another shape is damage, which SQLite reports itself
+        # a malformed catalogue is damage, which SQLite reports itself
         for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_master")
         if name not in _STATISTICS or kind != "table"
     }
     expected = _expected_schema()
-    # views and triggers first: they matter more than a table or index that is not ours
+    # views and triggers first, because they are more important to report than a table or index
     order = sorted(objects.items(), key=lambda item: (item[1][0] in ("table", "index"), str(item[0])))
     for name, (kind, _) in order:
         if objects[name] != expected.get(name):
@@ -382,10 +385,10 @@ def _normalize_sql(sql: object) -> str:
 
 
 def check_file(path: Path, *, embedder: str, dim: int) -> bool:
-    """Verify an existing file through a read-only connection, so that a damaged one is left as it is.
+    """Verify an existing file through a read-only connection, so that a damaged file is not changed.
 
-    Whether a batch was announced and never committed. Raises DataError (not a buffer, another version),
-    BufferCorrupt and ConfigError (another embedder).
+    Returns whether a batch was announced and never committed. Raises DataError (not a buffer, another
+    version), BufferCorrupt and ConfigError (another embedder).
     """
     database = Database(path, writable=False)
     try:
@@ -412,18 +415,18 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
 
 
 NEVER = 2**62
-"""The ``removed`` revision of a row that is still in the buffer."""
+"""The ``removed`` revision of a row that has not been removed."""
 
 ROW_DTYPE = np.dtype(
     [(name, "i8") for name in ("step_id", "trajectory", "task", "added", "removed")]
     + [("reward", "f8"), ("terminal", "?")]
 )
-"""A step as the search needs it; ``task`` is a code given by the loader."""
+"""Row of a step in the search index; the loader assigns the code ``task``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """All steps of the file, removed ones included: ``rows`` (:data:`ROW_DTYPE`), ``vectors`` ``[N, D]``,
+    """All steps of the file, including removed ones: ``rows`` (:data:`ROW_DTYPE`), ``vectors`` ``[N, D]``,
     task codes.
     """
 
@@ -435,9 +438,9 @@ class Loaded:
 
 
 def load_all(database: Database, *, dim: int) -> Loaded:
-    """Everything, in order of step id. Raises BufferCorrupt for what fails its checksum or is not there."""
+    """Load all steps, ordered by id. Raises BufferCorrupt if rows are missing or fail their checksum."""
     path = database.path
-    # One transaction: a writer elsewhere may commit while this reads.
+    # In one transaction, because another process may commit during the read.
     with _damage(path), database.transaction("BEGIN") as db:
         entry = db.execute("SELECT value FROM meta WHERE key = 'counters_checksum'").fetchone()
         if entry is None or entry[0] != _counters_checksum(db):
@@ -464,13 +467,13 @@ def load_all(database: Database, *, dim: int) -> Loaded:
             raise BufferCorrupt(
                 f"{path}: {len(trajectories)} trajectories where {num_trajectories} were written"
             )
-        # before it decides what is allocated
+        # check before this number determines an allocation
         if db.execute("SELECT count(*) FROM steps").fetchone()[0] != num_steps:
             raise BufferCorrupt(f"{path}: the number of steps differs from the {num_steps} that were written")
         rows = np.empty(num_steps, ROW_DTYPE)
         vectors = np.empty((num_steps, dim), np.float32)
         _load_steps(database, trajectories, rows, vectors)
-        # a trajectory's span of steps is followed later without a look at the steps themselves
+        # check now: later code uses a trajectory's range of steps without looking at the steps
         owners, first_rows, counts = np.unique(rows["trajectory"], return_index=True, return_counts=True)
         stored = zip(rows["step_id"][first_rows].tolist(), counts.tolist(), strict=True)
         stored_spans = dict(zip(owners.tolist(), stored, strict=True))
@@ -482,8 +485,8 @@ def load_all(database: Database, *, dim: int) -> Loaded:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """A column of another type, or a number out of its range, is damage: SQLite stores whatever it is
-    given.
+    """Report a column of another type, or a number out of range, as damage, because SQLite does not enforce
+    column types.
     """
     try:
         yield
@@ -504,7 +507,7 @@ def _load_steps(
     done = 0
     while chunk := cursor.fetchmany(4096):
         end = done + len(chunk)
-        # The count was read in this transaction: more rows than that are damage, told below.
+        # The count was read in this transaction, so additional rows are damage, reported below.
         if end > len(rows):
             break
         for step_id, row, terminal, crc, vector, num in chunk:
@@ -520,7 +523,7 @@ def _load_steps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTrajectory:
-    """A trajectory ready to be written: texts are well-formed, ``step_num_tokens`` has one entry per step."""
+    """A trajectory ready to be written: texts are valid, ``step_num_tokens`` has one entry per step."""
 
     trajectory_id: str
     task_key: str
@@ -549,7 +552,7 @@ def _lock_path(path: Path) -> Path:
 
 def _writer_lock(path: Path) -> FileLock:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # retried, because a reader that asks whether the writer lives holds the lock for an instant
+    # Retry, because a reader that checks whether the writer is alive briefly holds the lock.
     for _ in range(20):
         try:
             return FileLock(_lock_path(path))
@@ -559,7 +562,7 @@ def _writer_lock(path: Path) -> FileLock:
 
 
 def _is_blank(path: Path) -> bool:
-    """Whether the file is a database without tables: a writer died before its first commit."""
+    """Return whether the file is a database without tables: a writer died before its first commit."""
     with closing(Database(path, writable=False)) as database, database.guard() as db:
         return db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
@@ -583,7 +586,7 @@ class StepStore:
                 raise DataError(f"{path}: no step-trace buffer there")
             if not is_new:
                 is_announced = check_file(path, embedder=embedder, dim=dim)
-                # a reader asks whether the writer of the announced batch still lives
+                # check whether the writer of the announced batch is still alive
                 self.lost_batch = is_announced and (writable or not is_locked(_lock_path(path)))
             self._database = Database(path, writable=writable)
             if is_new:
@@ -615,25 +618,25 @@ class StepStore:
 
     @property
     def generation(self) -> int:
-        """Raised by every rollback: the same revision of another generation may hold other
-        rows.
+        """Incremented by every rollback. The same revision number in different generations may contain
+        different rows.
         """
         return self._meta("generation")
 
     def close(self) -> None:
-        """Release the file; may be called twice."""
+        """Release the file; idempotent."""
         self._database.close()
         if self._writer_lock is not None:
             self._writer_lock.release()
 
     def load(self) -> Loaded:
-        """Read and verify everything that the search needs, in order of step id."""
+        """Load and verify everything that the search needs, ordered by step id."""
         return load_all(self._database, dim=self._dim)
 
     def live_trajectories(
         self, *, task_key: str | None = None, trajectory_id: str | None = None
     ) -> list[StoredTrajectory]:
-        """Trajectories now in the buffer with this task or this id, oldest first."""
+        """Return the current trajectories with this task or this id, oldest first."""
         column, value = ("task_key", task_key) if trajectory_id is None else ("trajectory_id", trajectory_id)
         query = f"""SELECT trajectory_row, trajectory_id, task_key, reward, num_tokens FROM trajectories
                     WHERE {column} = ? AND removed = {NEVER} ORDER BY trajectory_row"""
@@ -645,13 +648,13 @@ class StepStore:
         ]
 
     def announce_batch(self) -> None:
-        """Mark that a batch is being made; :meth:`write_batch` takes the mark away."""
+        """Mark that a batch has started; :meth:`write_batch` removes the mark."""
         with self._database.guard() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('open_batch', 1)")
 
     def clear_lost_batch(self) -> None:
-        """Take away the mark of a batch that died, once it has been reported and the file has been read
-        without fault.
+        """Remove the mark of a lost batch. Call this after it has been reported and the file has been read
+        without errors.
         """
         with self._database.guard() as db:
             db.execute("DELETE FROM meta WHERE key = 'open_batch'")
@@ -680,21 +683,21 @@ class StepStore:
             self._set_meta("num_trajectories", self._meta("num_trajectories") + len(added))
             self._set_meta("num_steps", self._meta("num_steps") + len(rows))
             _write_counters_checksum(db)
-            # In the batch's own transaction: a marker that is still there means that the batch is not.
+            # In the transaction of the batch, so that a remaining mark means that the batch was lost.
             db.execute("DELETE FROM meta WHERE key = 'open_batch'")
         return np.array(rows, ROW_DTYPE)
 
     def flush(self) -> None:
-        """Move the write-ahead log into the file and force it to disk."""
+        """Write the write-ahead log into the file and force it to disk."""
         with self._database.guard() as db:
             db.execute("PRAGMA wal_checkpoint(FULL)").fetchall()
 
     def rollback(self, revision: int) -> tuple[int, int]:
-        """Restore an earlier revision for good; returns the numbers of trajectories dropped and restored."""
+        """Permanently restore a revision; returns the numbers of trajectories dropped and restored."""
         self.require(revision)
         with self._database.transaction() as db:
             later = "SELECT trajectory_row FROM trajectories WHERE added > ?"
-            # vectors first: their ids are looked up among the steps
+            # vectors first, because their ids are looked up among the steps
             for table in ("vectors", "steps"):
                 ids = f"SELECT step_id FROM steps WHERE trajectory_row IN ({later})"
                 db.execute(f"DELETE FROM {table} WHERE step_id IN ({ids})", (revision,))
@@ -719,10 +722,10 @@ class StepStore:
             )
 
     def records(self, step_ids: Iterable[int], *, generation: int) -> list[StepRecord]:
-        """The full records of steps, in the given order.
+        """Return the full records of steps, in the given order.
 
-        Raises :class:`~outrider.errors.DataError` if the file is of another generation: an id may then mean
-        another step.
+        Raises :class:`~outrider.errors.DataError` if the file is of another generation, because an id may
+        then refer to a different step.
         """
         with self._database.guard():
             if self.generation != generation:
@@ -731,7 +734,7 @@ class StepStore:
                 return [self._record(int(step_id)) for step_id in step_ids]
 
     def step_ids(self, trajectory_id: str, *, revision: int) -> range:
-        """Ids of the steps of the trajectory that had this id at a revision; empty if there was none."""
+        """Return the ids of the steps of a trajectory at a revision; empty if it did not exist."""
         query = """SELECT first_step_id, num_steps FROM trajectories
                    WHERE trajectory_id = ? AND added <= ? AND removed > ?"""
         with self._database.guard() as db:
@@ -739,7 +742,7 @@ class StepStore:
         return range(row[0], row[0] + row[1]) if row else range(0)
 
     def trajectory_facts(self, revision: int) -> list[tuple[str, str, float, int, int]]:
-        """Task, agent, reward, steps and step tokens of every trajectory in the buffer at a revision."""
+        """Return task, agent, reward, steps and step tokens of every trajectory at a revision."""
         query = """SELECT t.task_key, t.agent, t.reward, t.num_steps, (SELECT sum(s.num_tokens) FROM steps s
                    WHERE s.step_id >= t.first_step_id AND s.step_id < t.first_step_id + t.num_steps)
                    FROM trajectories t WHERE t.added <= ? AND t.removed > ? ORDER BY t.trajectory_row"""
@@ -751,8 +754,8 @@ class StepStore:
             ]
 
     def digest(self, revision: int) -> str:
-        """SHA-256 (hex) over the trajectories in the buffer at a revision, in order, through the checksums of
-        their steps.
+        """Return the SHA-256 (hex) of the trajectories at a revision, in order, computed from the checksums
+        of their steps.
         """
         query = """SELECT t.task_key, t.trajectory_id, t.agent, t.question, t.reward,
                    s.step_id, s.num_tokens, s.is_terminal, s.checksum, v.checksum
@@ -789,7 +792,7 @@ class StepStore:
         ):
             crc = checksum(step.text, step.observation)
             steps.append((step_id, row, num_tokens, int(step.is_terminal), crc, step.text, step.observation))
-            # Little-endian whatever the machine: the file may move.
+            # Little-endian on every machine, so that files are portable.
             blob = vector.astype("<f4").tobytes()
             terminal = int(step.is_terminal)
             crc = _vector_checksum(
@@ -810,7 +813,7 @@ class StepStore:
         query = """SELECT checksum, num_tokens, text, observation, is_terminal FROM steps
                    WHERE step_id BETWEEN ? AND ? ORDER BY step_id"""
         until = self._database.db.execute(query, (first, step_id)).fetchall()
-        # All steps up to this one: its history is made of them.
+        # All steps up to this one, which make up its history.
         for index, (crc, _, text, observation, _) in enumerate(until):
             if crc != checksum(text, observation):
                 raise BufferCorrupt(f"{self.path}: step {first + index} fails its checksum")
@@ -853,13 +856,13 @@ _COLUMNS: Final = ("item_id", "writer", "key", "agent", "score", "index", "text"
 
 
 def newest_revision(path: Path) -> int:
-    """Of a buffer's file. Raises DataError where it cannot be read."""
+    """Return the newest revision of a buffer's file. Raises DataError if it cannot be read."""
     return int(_read(path, "SELECT value FROM meta WHERE key = 'revision'", ())[0][0])
 
 
 def search_steps(path: Path, revision: int, words: str, *, limit: int) -> tuple[int, list[dict[str, Any]]]:
-    """How many steps the buffer held at ``revision`` whose text, observation or task has ``words``, and the
-    first ``limit`` of them. Raises DataError.
+    """Return how many steps of ``revision`` contain ``words`` in text, observation or task, and the first
+    ``limit`` of them. Raises DataError.
     """
     lowered = words.lower()
     parameters = (revision, revision, lowered, lowered, lowered)

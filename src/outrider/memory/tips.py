@@ -1,7 +1,8 @@
-"""The memory of tips (EMPO², arXiv 2602.23008, Listing 1): what earlier episodes say to the next ones.
+"""The memory of tips (EMPO², arXiv 2602.23008, Listing 1), written after earlier episodes and shown in later
+ones.
 
-One buffer per task key. A record has the key of a state, the text that is shown, and the score of the episode
-that wrote it. Shape letters: N records of a buffer, D dimensions of a key.
+There is one buffer per task key. A record has the key of a state, the text of the tip, and the score of the
+episode that wrote it. Shape letters: N records of a buffer, D dimensions of a key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +14,17 @@ from numpy.typing import NDArray
 
 from outrider.seeding import stream
 
-# What changed in a run's memories, for the record: tips that came and went, and the steps' revision.
+# Changes of a run's memories, for the step records: added and removed tips, revisions of the step buffer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryChange:
-    """One change. ``memory`` is ``tips`` or ``steps`` (the step-trace buffer, which only tells its revision:
-    its own file holds the steps with theirs).
+    """One change. ``memory`` is ``tips`` or ``steps`` (the step-trace buffer, for which only the revision is
+    recorded, because its own file stores the steps by revision).
 
-    ``version`` is the memory's after the change: of tips the number ever added to the buffer ``key``, of
-    steps the revision. ``item_id``, ``text``, ``score``, ``writer`` (the rollout that wrote it) and
-    ``written_at`` (its training step, from 0) belong to a tip.
+    ``version`` is the version of the memory after the change: for tips the number ever added to the buffer
+    ``key``, for steps the revision. ``item_id``, ``text``, ``score``, ``writer`` (the rollout that wrote it)
+    and ``written_at`` (its training step, from 0) are set for tips.
     """
 
     memory: Literal["tips", "steps"]
@@ -40,14 +41,14 @@ class MemoryChange:
 Key: TypeAlias = NDArray[np.float32]
 Rank = Literal["score", "similarity"]
 Eviction = Literal["fifo", "lowest_score", "reservoir"]
-SIMILARITY_DIGITS: Final = 6  # of a cosine that single precision keeps: what differs behind them is equal
+SIMILARITY_DIGITS: Final = 6  # digits of a cosine that single-precision keys preserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tip:
-    """One record. ``tip_id`` counts the records ever added to its buffer.
+    """One record. ``tip_id`` is its number among all records ever added to its buffer.
 
-    ``rollout_id`` and ``policy_version`` (the training step) say whose it is.
+    ``rollout_id`` and ``policy_version`` (the training step) identify the writer.
     """
 
     tip_id: int
@@ -59,7 +60,7 @@ class Tip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TipHit:
-    """A record that a query found, with the cosine of its key and the query's."""
+    """A record returned by a query, with the cosine between its key and the query."""
 
     tip: Tip
     similarity: float
@@ -74,12 +75,12 @@ class _Buffer:
 
 
 class TipMemory:
-    """Tips by task key. ``capacity`` bounds every buffer; a full one evicts by ``eviction``.
+    """Tips by task key. ``capacity`` bounds every buffer; a full buffer evicts by ``eviction``.
 
-    ``fifo`` the oldest (the paper), ``lowest_score`` the worst, of equals the oldest (a new one that is worse
-    than all is not kept), ``reservoir`` keeps a uniform sample of all that were ever added (seeded). A text
-    that its buffer holds already is not added again, with ``by_state`` only if its key is the same too; an
-    evicted one may come back.
+    ``fifo`` evicts the oldest record (the paper); ``lowest_score`` the worst and among equals the oldest (a
+    new record that is worse than all others is not stored); ``reservoir`` keeps a uniform sample of all
+    records ever added (seeded). A text that is already in its buffer is not added again; with ``by_state``
+    only if its key is the same too. An evicted text can be added again.
     """
 
     def __init__(
@@ -98,11 +99,11 @@ class TipMemory:
         return sum(len(buffer.tips) for buffer in self._buffers.values())
 
     def tips(self, task_key: str) -> tuple[Tip, ...]:
-        """The records of one buffer, in the order in which they were added."""
+        """Return the records of one buffer, in the order in which they were added."""
         return tuple(self._buffers[task_key].tips) if task_key in self._buffers else ()
 
     def num_added(self, task_key: str) -> int:
-        """Records ever added to one buffer."""
+        """Return the number of records ever added to one buffer."""
         return self._buffers[task_key].num_added if task_key in self._buffers else 0
 
     def add(
@@ -115,10 +116,10 @@ class TipMemory:
         policy_version: int = 0,
         rollout_id: str = "",
     ) -> bool:
-        """Store a record; False when its text is there already, it is worse than all that are kept, or it
-        lost the reservoir's draw.
+        """Store a record.
 
-        Raises ValueError for a key without length or a score that is not finite.
+        Returns False if its text is already stored, it is worse than all stored records, or it was not drawn
+        for the reservoir. Raises ValueError for a zero vector as key or a score that is not finite.
         """
         if not np.isfinite(score) or not np.isfinite(state_key).all() or not np.any(state_key):
             raise ValueError("a tip needs a finite score and a finite key that is not all zeros")
@@ -146,12 +147,12 @@ class TipMemory:
         self._note("added", task_key, tip)
         buffer.tips.append(tip)
         buffer.keys.append(key)
-        # Made again at the next query: many records are added between two.
+        # Rebuilt at the next query, because many records are added between two queries.
         buffer.matrix_ND = None
         return True
 
     def pop_changes(self) -> list[MemoryChange]:
-        """What was added and evicted since this was last asked, in order; for the record of a step."""
+        """Return additions and evictions since the last call, in order, for the record of a step."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -171,14 +172,14 @@ class TipMemory:
         )
 
     def _evicted(self, task_key: str, buffer: _Buffer, score: float) -> int | None:
-        """Position of the record that makes room; None: the new one is not kept."""
+        """Return the position of the record to evict; None if the new record is not stored."""
         if self.eviction == "fifo":
             return 0
         if self.eviction == "lowest_score":
             worst = min(range(len(buffer.tips)), key=lambda i: (buffer.tips[i].score, buffer.tips[i].tip_id))
             return None if score < buffer.tips[worst].score else worst
         drawn = int(
-            # Named by the number of records ever added: a resumed run goes on with the same draws.
+            # The stream depends on the number of records ever added, so a resumed run draws the same.
             stream(self._seed, "tip reservoir", task_key, buffer.num_added).integers(buffer.num_added)
         )
         return drawn if drawn < len(buffer.tips) else None
@@ -186,18 +187,18 @@ class TipMemory:
     def query(
         self, task_key: str, state_key: Key, *, k: int = 10, min_similarity: float = 0.5, rank: Rank = "score"
     ) -> list[TipHit]:
-        """Up to ``k`` records whose cosine is strictly above ``min_similarity``, best first.
+        """Return up to ``k`` records whose cosine is strictly above ``min_similarity``, best first.
 
-        ``rank`` by score (the paper's listing: similarity only filters) or by similarity; ties go to the
-        older record. Cosines that agree to ``SIMILARITY_DIGITS`` digits are equal: keys are kept in single
-        precision.
+        ``rank`` orders by score (the paper's listing, in which similarity only filters) or by similarity; the
+        older record wins ties. Cosines that agree to ``SIMILARITY_DIGITS`` digits are equal, because keys are
+        stored in single precision.
         """
         buffer = self._buffers.get(task_key)
         if buffer is None or not buffer.tips:
             return []
         if buffer.matrix_ND is None:
             buffer.matrix_ND = np.stack([_unit(key) for key in buffer.keys])
-        # not a BLAS product: the same bits everywhere
+        # no BLAS product, so that results are bit-identical on all machines
         similarities = (buffer.matrix_ND * _unit(state_key)).sum(axis=1)
         candidates = [
             i for i in range(len(buffer.tips)) if similarities[i] > min_similarity + 10**-SIMILARITY_DIGITS
@@ -211,7 +212,7 @@ class TipMemory:
         return [TipHit(tip=buffer.tips[i], similarity=float(similarities[i])) for i in candidates[:k]]
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-        """Plain data and arrays that :meth:`restore` takes; for checkpoints."""
+        """Return plain data and arrays for :meth:`restore`; for checkpoints."""
         keys = list(self._buffers)
         state = {
             key: {
@@ -225,12 +226,12 @@ class TipMemory:
             for number, key in enumerate(keys)
             if self._buffers[key].keys
         }
-        # of rollouts that no step has recorded yet: those that were played beside an update
+        # changes by rollouts that were sampled during an update and that no step has recorded yet
         changes = {"changes": [asdict(change) for change in self._changes]} if self._changes else {}
         return {"order": keys, "buffers": state, **changes}, arrays
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> None:
-        """Become what was saved."""
+        """Restore a snapshot."""
         self._changes = [MemoryChange(**change) for change in state.get("changes", ())]
         self._buffers = {}
         for number, key in enumerate(state["order"]):

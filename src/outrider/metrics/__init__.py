@@ -1,4 +1,7 @@
-"""Metrics: every name is declared once, every record is one line of ``metrics.jsonl``. No torch, no numpy."""
+"""Metrics: every name is declared once, and every record is one line of ``metrics.jsonl``.
+
+Imports neither torch nor numpy.
+"""
 
 from outrider.metrics.metric import Metric
 from outrider.metrics.registry import DECLARED, WRITTEN_TOKENS, UndeclaredMetric, declare, declared_metric

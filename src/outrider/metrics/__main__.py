@@ -1,4 +1,4 @@
-"""``python -m outrider.metrics > docs/metrics.md``: the metrics page, made from the declarations."""
+"""``python -m outrider.metrics > docs/metrics.md``: generate the metrics page from the declarations."""
 
 import sys
 

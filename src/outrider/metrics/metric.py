@@ -1,4 +1,4 @@
-"""One declared metric: name, unit, meaning, healthy range and what to look at when a value leaves it."""
+"""One declared metric: name, unit, meaning, healthy range and what to check if a value leaves the range."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from outrider.types import Outcome
 class Metric:
     """One declared metric.
 
-    ``name`` is ``group/rest``; its last part may be a placeholder in braces that stands for any name without
-    a slash. ``unit`` is ``1`` for a pure number or a share; ``healthy`` is words, not a bound that code
-    tests.
+    ``name`` is ``group/rest``; its last part may be a placeholder in braces that matches any name without a
+    slash. ``unit`` is ``1`` for a pure number or a share. ``healthy`` is a description, not a bound that code
+    checks.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Metric:
 
 
 def group(prefix: str, *rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
-    """The metrics of one group, as rows of a table."""
+    """Return the metrics of one group from rows of a table."""
     return tuple(
         Metric(name=f"{prefix}/{name}", unit=unit, meaning=meaning, healthy=healthy, look_at=look_at)
         for name, unit, meaning, healthy, look_at in rows
@@ -35,7 +35,7 @@ def group(prefix: str, *rows: tuple[str, str, str, str, str]) -> tuple[Metric, .
 
 
 def outcome_row(outcome: Outcome) -> tuple[str, str, str, str, str]:
-    """The row of one way to end."""
+    """Return the table row of one rollout outcome."""
     healthy = "most rollouts" if outcome is Outcome.FINISHED else "0 or rare"
     look_at = (
         "the tool, simulator or engine: faults never count as reward"

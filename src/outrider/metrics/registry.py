@@ -9,7 +9,7 @@ from outrider.metrics.metric import Metric
 from outrider.metrics.rollout_metrics import ROLLOUT_METRICS
 from outrider.metrics.update_metrics import UPDATE_METRICS
 
-# all that the policy wrote in a step
+# all tokens that the policy sampled in a step
 WRITTEN_TOKENS: Final = ("tokens/policy", "tokens/remarks", "tokens/discarded")
 
 DECLARED: Final[tuple[Metric, ...]] = (*ROLLOUT_METRICS, *UPDATE_METRICS)
@@ -19,16 +19,14 @@ _OPEN = {metric.name.rpartition("/")[0]: metric for metric in DECLARED if metric
 
 
 class UndeclaredMetric(OutriderError, KeyError):
-    """A metric was logged under a name that no declaration has."""
+    """A metric was logged under an undeclared name."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would print the repr
 
 
 def declare(metrics: Iterable[Metric]) -> None:
-    """Declare what a plug-in measures beside what is declared here. Raises ConfigError for a name that means
-    something else.
-    """
+    """Declare the metrics of a plug-in. Raises ConfigError for a name declared with another meaning."""
     for metric in metrics:
         if (known := _DECLARED_BY_NAME.get(metric.name, metric)) != metric:
             raise ConfigError(f"metric {metric.name!r} is declared already, as: {known.meaning}")
@@ -40,9 +38,9 @@ def declare(metrics: Iterable[Metric]) -> None:
 
 
 def declared_metric(name: str) -> Metric:
-    """The declaration of a name; a placeholder in braces matches any one part.
+    """Return the declaration of a name; a placeholder in braces matches any one part.
 
-    Raises :class:`UndeclaredMetric`, a ``KeyError``, when there is none.
+    Raises :class:`UndeclaredMetric`, a ``KeyError``, if there is none.
     """
     parent, _, last = name.rpartition("/")
     metric = _DECLARED_BY_NAME.get(name) or _OPEN.get(parent)
@@ -51,7 +49,7 @@ def declared_metric(name: str) -> Metric:
     raise UndeclaredMetric(f"metric {name!r} is not declared in outrider.metrics")
 
 
-# The documentation page of the metrics, a pure function of the declarations.
+# The documentation page of the metrics, generated from the declarations only.
 
 
 _HEAD = """# Metrics
@@ -66,8 +64,8 @@ in `{source}`, stands for any name without a slash.
 
 
 def metrics_page(plugin_metrics: Mapping[str, Iterable[Metric]] | None = None) -> str:
-    """Markdown with one table per group, in the order of the declarations, and one per plug-in that declares
-    its own, under its name.
+    """Return Markdown with one table per group, in the order of the declarations, and one table per plug-in
+    that declares metrics, titled with its name.
     """
     tables = [_table(group, metrics) for group, metrics in groupby(DECLARED, key=lambda metric: metric.group)]
     tables += [_table(f"Of {name}", metrics) for name, metrics in (plugin_metrics or {}).items()]

@@ -1,4 +1,4 @@
-"""The writer of ``metrics.jsonl``: one JSON object per line, durable line by line, cut exactly on resume."""
+"""Writer of ``metrics.jsonl``: one JSON object per line, synced line by line, truncated exactly on resume."""
 
 import json
 import logging
@@ -15,17 +15,17 @@ from outrider.metrics.registry import declared_metric
 
 Kind: TypeAlias = Literal["sft", "train", "eval"]
 
-_STAGES: Final = ("sft", "train")  # evaluations lie before, between and within them
+_STAGES: Final = ("sft", "train")  # evaluations may occur before, between and within these
 _log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one JSON object per line and forces it to disk before it returns.
+    """Appends one JSON object per line and syncs it to disk before it returns.
 
-    A record is ``{"step", "kind", name: value, ...}`` with declared names only. A value that is NaN or
-    infinite becomes null and is counted under ``record/num_non_finite``; None means "not defined at this
-    step". Within ``train`` and ``sft`` the step must rise. Opening a file whose last line was torn by a kill
-    drops that line, warns, and counts it in ``num_torn``. A line that is damaged anywhere else is a
+    A record is ``{"step", "kind", name: value, ...}`` with declared names only. A NaN or infinite value is
+    written as null and counted under ``record/num_non_finite``; None means "not defined at this step".
+    Within ``train`` and ``sft`` the step must increase. If the last line of an existing file was cut off by a
+    kill, opening the file drops that line, warns, and counts it in ``num_torn``. Any other damaged line is a
     :class:`~outrider.errors.DataError`.
     """
 
@@ -37,8 +37,9 @@ class MetricsWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
 
     def write(self, step: int, kind: Kind, values: Mapping[str, SupportsFloat | None]) -> None:
-        """Append one record. Raises ``UndeclaredMetric``, ``TypeError`` (not a number) or ``ValueError`` (bad
-        step).
+        """Append one record.
+
+        Raises ``UndeclaredMetric``, ``TypeError`` (not a number) or ``ValueError`` (invalid step).
         """
         last = max((line_step for line_step, line_kind in self._records if line_kind == kind), default=-1)
         if step < 0 or (kind in _STAGES and step <= last):
@@ -57,19 +58,19 @@ class MetricsWriter:
 
     @property
     def num_records(self) -> int:
-        """Whole lines in the file; a checkpoint that stores this number can be resumed with :meth:`cut`."""
+        """Number of complete lines. A checkpoint stores it, and resuming passes it to :meth:`cut`."""
         return len(self._records)
 
     @property
     def kinds(self) -> list[tuple[int, str]]:
-        """Step and kind of every whole line."""
+        """Return step and kind of every complete line."""
         return list(self._records)
 
     def cut(self, num_records: int) -> int:
-        """Keep the first ``num_records`` lines, in one atomic replacement; return the number of cut lines.
+        """Truncate the file to the first ``num_records`` lines, atomically; return the number of cut lines.
 
-        Raises :class:`~outrider.errors.CheckpointError` when the file has fewer: then it is not this
-        checkpoint's file.
+        Raises :class:`~outrider.errors.CheckpointError` if the file has fewer lines: it does not belong to
+        the checkpoint then.
         """
         num_cut = len(self._records) - num_records
         if num_cut < 0:
@@ -78,19 +79,19 @@ class MetricsWriter:
             )
         if num_cut:
             replace_lines(self.path, whole_lines(self.path)[:num_records])
-            self.close()  # that is the old file; not before, because a full disk leaves it in its place
+            self.close()  # the old file; not earlier, because on a full disk it must stay in use
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
             del self._records[num_records:]
         return num_cut
 
     def close(self) -> None:
-        """Release the file; may be called twice."""
+        """Release the file; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _recover(self) -> list[tuple[int, str]]:
-        """The (step, kind) of every whole line; a torn tail is removed from the file first."""
+        """Return (step, kind) of every complete line, after removing an incomplete last line."""
         if not self.path.exists():
             return []
         lines, torn = read_lines(self.path)

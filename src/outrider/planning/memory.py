@@ -1,12 +1,13 @@
-"""Bytes that training and generation hold, from a model's shape. The formulas, with their papers.
+"""Memory of training and generation in bytes, computed from a model's shape, with the sources of formulas.
 
 - **states** (ZeRO-3, arXiv 1910.02054): 16 bytes per parameter in mixed precision with Adam, over N ranks;
-- **activations** (Korthikanti et al., arXiv 2205.05198): a checkpointed layer keeps its input, one layer at a
-  time is computed again;
+- **activations** (Korthikanti et al., arXiv 2205.05198): a checkpointed layer stores its input, and one layer
+  at a time is recomputed;
 - **keys and values** (PagedAttention, arXiv 2309.06180): two vectors of K D numbers per layer and token.
 
-Shape letters are those of :class:`outrider.planning.shape.ModelShape`; T is a micro-batch's tokens, b the
-bytes of a number of the working precision (bfloat16 2, float32 4), N the trainer ranks.
+Shape letters are those of :class:`outrider.planning.shape.ModelShape`; T is the number of tokens of a
+micro-batch, b the bytes per number in the working precision (bfloat16 2, float32 4), N the number of trainer
+ranks.
 """
 
 from collections.abc import Mapping
@@ -18,10 +19,10 @@ from outrider.errors import ConfigError
 from outrider.planning.shape import ModelShape
 from outrider.training.settings import RunSettings
 
-MARGIN: Final = 1.1  # allocator's gaps, and buffers that no formula has
+MARGIN: Final = 1.1  # fragmentation of the allocator, and buffers that no formula includes
 CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffers, per GPU
 PROCESS_BYTES: Final = 500_000_000  # on a CPU: interpreter and libraries of one process
-SLEEPING_BYTES: Final = 2_000_000_000  # what an engine that sleeps leaves on its GPU
+SLEEPING_BYTES: Final = 2_000_000_000  # memory that a sleeping engine still uses on its GPU
 HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.training.policy
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
@@ -30,7 +31,7 @@ VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What of the settings decides the memory of a trainer rank."""
+    """Settings that determine the memory of a trainer rank."""
 
     ranks: int = 1
     max_tokens: int
@@ -43,7 +44,7 @@ class Training:
 
     @property
     def value_bytes(self) -> int:
-        """b."""
+        """b, bytes per number in the working precision."""
         return VALUE_BYTES[self.precision]
 
     @property
@@ -52,9 +53,10 @@ class Training:
         return self.lora_rank is None and self.trained_layers is None
 
     def trained_parameters(self, shape: ModelShape) -> int:
-        """Parameters with a gradient: all of the model, the adapters, or the last layers and the last norm.
+        """Return the number of parameters with a gradient: the whole model, the adapters, or the last layers
+        and the last norm.
 
-        Raises ConfigError for adapters of a matrix that plan does not know, or more layers than there are.
+        Raises ConfigError for adapters of an unknown matrix, or more layers than the model has.
         """
         if self.lora_rank is not None:
             return shape.adapter_parameters(self.lora_rank, self.lora_targets)
@@ -68,34 +70,34 @@ class Training:
         return shape.num_parameters
 
     def layers_with_gradients(self, shape: ModelShape) -> int:
-        """Layers whose activations the backward pass reads: with ``trained_layers`` only those."""
+        """Return how many layers need activations for the backward pass (``trained_layers``, or all)."""
         return shape.num_layers if self.trained_layers is None else self.trained_layers
 
 
 def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
-    """What one trainer rank holds at its peak, in bytes by what it is for; the sum is its peak before
+    """Return the peak memory of one trainer rank in bytes, by purpose; the sum is the peak before
     :data:`MARGIN`.
     """
     share, b = shape.num_parameters / training.ranks, training.value_bytes
     trained = training.trained_parameters(shape) / training.ranks
-    # adapters are parameters beside those of the model
+    # adapters are parameters in addition to those of the model
     frozen = share if training.lora_rank is not None else share - trained
     alone = training.ranks == 1
     head_gradient = head_gradient_bytes(shape, b) if alone and training.trains_all else 0.0
     return {
-        # one process has frozen weights in the working precision, ranks in float32 shards
+        # frozen weights: in the working precision in one process, in float32 shards on ranks
         "frozen weights": (b if alone else MASTER) * frozen,
         "masters": MASTER * trained,
         "moments": MOMENTS * trained,
         "gradients": GRADIENT * trained,
-        # in float32 masters and working copy are one memory
+        # in float32, the master weights are also the working copy
         "working copy": b * trained if alone and b < MASTER else 0.0,
-        # one process copies its working copy; ranks hold theirs in float32 shards
+        # one process has a copy in the working precision; ranks have float32 shards
         # (outrider.distributed.learner)
         "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
         "gathered layers": 0.0 if alone else gathered_bytes(shape, training),
         "activations kept": activation_bytes(shape, training),
-        # the head's backward pass is over when that of the last layer begins
+        # the backward pass of the head has finished before that of the last layer begins
         "pass in work": max(
             layer_bytes(shape, training),
             head_bytes(shape, b) + head_gradient,
@@ -117,28 +119,28 @@ def gathered_bytes(shape: ModelShape, training: Training) -> float:
 
 
 def head_gradient_bytes(shape: ModelShape, value_bytes: int) -> float:
-    """In one process: the gradient of the vocabulary projection in float32 and the part of one block, before
-    both are added to what earlier micro-batches left: ``(4 + b) V d``.
+    """In one process: the gradient of the vocabulary projection in float32 and the contribution of one block,
+    before both are added to the gradients of earlier micro-batches: ``(4 + b) V d``.
     """
     return (GRADIENT + value_bytes) * shape.embedding_parameters
 
 
 def activation_bytes(shape: ModelShape, training: Training) -> float:
-    """Between forward and backward pass: checkpointed the inputs of all layers, ``b L d T``, else what their
-    backward passes read. Layers below the first trained one keep nothing.
+    """Activations between forward and backward pass: with checkpointing the inputs of all layers, ``b L d
+    T``, otherwise all tensors that backward needs. Layers below the first trained one store nothing.
     """
     per_token = shape.width if training.checkpointed else activations_per_token(shape)
     return training.value_bytes * training.layers_with_gradients(shape) * per_token * training.max_tokens
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> float:
-    """The layer at work, with its gradients: ``b (9 d + 4 f) T``."""
+    """Activations and gradients of the layer being computed: ``b (9 d + 4 f) T``."""
     return training.value_bytes * (9 * shape.width + 4 * shape.mlp_width) * training.max_tokens
 
 
 def activations_per_token(shape: ModelShape) -> int:
-    """Numbers that a layer keeps for its backward pass per token: inputs and outputs of its two norms (4 d),
-    queries and what attention gives (2 H D), keys and values (2 K D), gate, up and their product (3 f).
+    """Numbers that a layer stores for its backward pass per token: inputs and outputs of its two norms (4 d),
+    queries and attention outputs (2 H D), keys and values (2 K D), gate, up and their product (3 f).
     """
     return 4 * shape.width + 2 * shape.attention_width + 2 * shape.kv_width + 3 * shape.mlp_width
 
@@ -164,11 +166,11 @@ def token_bytes(shape: ModelShape, *, tensor_parallel: int, value_bytes: int = 2
 
 
 def with_margin(num_bytes: float) -> float:
-    """What a GPU needs for ``num_bytes`` of tensors."""
+    """Memory of a GPU for ``num_bytes`` of tensors, with margin and context."""
     return MARGIN * num_bytes + CONTEXT_BYTES
 
 
-# What of a run's settings decides its memory and its work.
+# Settings of a run that determine its memory and its work.
 
 
 USED_SHARE: Final = 0.35  # of a device's peak rate, an assumption
@@ -193,12 +195,12 @@ class Workload:
 
     @property
     def episode_tokens(self) -> int:
-        """Tokens that an update computes of an episode at most."""
+        """Maximum number of tokens that an update computes per episode."""
         return self.context * self.contexts
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step at most: every episode as long as it may be, and nothing shared."""
+        """Maximum number of tokens of a step: every episode has the maximum length, and shares no prefix."""
         return self.episodes * self.episode_tokens
 
     def update_seconds(self, shape: ModelShape, *, ranks: int, peak: float) -> float:
@@ -217,7 +219,8 @@ class Workload:
 
 
 def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | None = None) -> Workload:
-    """Of a recipe. The length of prompts is not in it, so it is given; ``longest``: positions of the model.
+    """Create the workload of a recipe. ``prompt_tokens`` is an argument because recipes do not contain it;
+    ``longest`` is the number of positions of the model.
 
     ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
     """
@@ -228,12 +231,12 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
         precision = "float32" if device == "cpu" else "bfloat16"
     limits = [limit for limit in (settings.model.context_length, longest) if limit]
     context = min([prompt_tokens + settings.rollout.max_response_tokens, *limits])
-    # a conversation that is rendered again before a turn may begin a context anew
+    # rendering a conversation again before a turn may start a new context
     contexts = settings.rollout.max_turns if settings.model.history_thinking == "strip" else 1
     has_several_updates = update.num_mini_batches * update.num_epochs > 1
     return Workload(
         training=Training(
-            # a rollout that is longer is a micro-batch of its own
+            # a longer rollout is a separate micro-batch
             max_tokens=max(update.max_tokens, context * contexts),
             precision=precision,
             checkpointed=update.checkpoint_activations,
@@ -252,7 +255,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     )
 
 
-# Whether processes of a layout fit on their GPUs.
+# Whether the processes of a layout fit on their GPUs.
 
 
 GIB: Final = 2**30
@@ -281,7 +284,7 @@ class Layout:
 
     @property
     def overrides(self) -> list[str]:
-        """Settings that ask for it."""
+        """Settings that select this layout."""
         if self.placement == "process":
             return []
         settings = {
@@ -313,12 +316,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Both kinds of GPU, with room for an episode."""
+        """Whether both kinds of GPU have enough memory, with room for at least one episode."""
         return max(self.trainer_gpu, self.engine_gpu) <= self.gpu_memory and self.episodes >= 1
 
 
 def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> Fit:
-    """Count it. A GPU needs 1.1 times the bytes of its processes and 2 GB
+    """Compute the memory of a layout. A GPU needs 1.1 times the bytes of its processes and 2 GB
     (:func:`outrider.planning.memory.with_margin`); what is left is for keys and values.
 
     A colocated GPU counts the trainer's peak, the engine's weights and what a sleeping engine leaves: both at
@@ -329,7 +332,7 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
     trainer, tp = sum(rank.values()), layout.tensor_parallel
     shares_gpu = layout.placement != "disaggregate"
     shared = layout.placement == "process" and work.shares_weights
-    # an engine of another process has weights in bfloat16
+    # an engine in another process has weights in bfloat16
     value_bytes = work.training.value_bytes if shared else 2
     weights = 0.0 if shared else weight_bytes(shape, tensor_parallel=tp)
     asleep = SLEEPING_BYTES if layout.placement == "colocate" else 0
@@ -380,7 +383,7 @@ def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float)
     )  # fmt: skip
 
 
-# What to change where a run does not fit: fewer tokens in a pass, or more GPUs.
+# Suggestions if a run does not fit: fewer tokens per pass, or more GPUs.
 
 
 _MAX_NODES: Final = 64
@@ -390,12 +393,12 @@ _MIN_TOKENS: Final = 256
 def smallest_fit(
     shape: ModelShape, work: Workload, placement: Placement, *, gpu_memory: float, gpus_per_node: int
 ) -> Fit | None:
-    """The fewest GPUs, and then the fewest per engine, that hold it; None where no number of them does.
+    """Return the layout with the fewest GPUs, and then the fewest per engine, that fits; None if none does.
 
-    Trainers are a power of two within a node, else whole nodes; an engine is within a node.
+    The number of trainers is a power of two within a node, or else whole nodes; an engine is within a node.
     """
     powers = [2**power for power in range(gpus_per_node.bit_length())]
-    # vLLM cuts heads evenly.
+    # vLLM requires that heads divide evenly.
     sizes = [tp for tp in powers if tp <= gpus_per_node and shape.num_heads % tp == 0]
     whole_nodes = [gpus_per_node * nodes for nodes in range(1, _MAX_NODES + 1)]
     for trainers in [*(power for power in powers if power < gpus_per_node), *whole_nodes]:
@@ -410,14 +413,14 @@ def smallest_fit(
 
 
 def fits_if_checkpointed(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> bool:
-    """Whether ``update.checkpoint_activations`` alone makes it fit."""
+    """Return whether enabling ``update.checkpoint_activations`` is sufficient to fit."""
     candidate = replace(work, training=replace(work.training, checkpointed=True))
     return not work.training.checkpointed and fit(shape, candidate, layout, gpu_memory=gpu_memory).fits
 
 
 def largest_tokens(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> int | None:
-    """The largest ``update.max_tokens`` in halves of the recipe's that fits, None where none does. Below the
-    longest episode it would change nothing: an episode is one micro-batch at least.
+    """Return the largest ``update.max_tokens``, halving the recipe's value, that fits; None if none does.
+    Values below the longest episode have no effect, because an episode is at least one micro-batch.
     """
     tokens = work.training.max_tokens // 2
     while tokens >= max(work.episode_tokens, _MIN_TOKENS):
@@ -429,7 +432,7 @@ def largest_tokens(shape: ModelShape, work: Workload, layout: Layout, *, gpu_mem
 
 
 def smallest_share(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> float | None:
-    """The smallest ``engine.memory`` in steps of 0.05 with room for an episode, None if no share fits."""
+    """Return the smallest ``engine.memory`` in steps of 0.05 with room for an episode, None if none fits."""
     for twentieths in range(1, 20):
         candidate = replace(work, engine_memory=twentieths / 20)
         if fit(shape, candidate, layout, gpu_memory=gpu_memory).fits:

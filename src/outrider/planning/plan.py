@@ -1,4 +1,4 @@
-"""A recipe's plan: what it needs, whether it fits, what to change."""
+"""The plan of a recipe: memory requirements, whether it fits, and suggested changes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +26,7 @@ from outrider.training.settings import RunSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What the command line says beside the recipe; None: as the recipe's ``[cluster]`` has it."""
+    """Options of the command line; None: use the recipe's ``[cluster]``."""
 
     device: Device
     gpus_per_node: int = 8
@@ -39,7 +39,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``smaller``: the fewest GPUs that hold the recipe, colocated and apart; ``advice``: what else."""
+    """``smaller``: the smallest layouts that fit, colocated and disaggregated; ``advice``: other changes."""
 
     shape: ModelShape
     work: Workload
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def sync_bytes(self) -> float:
-        """Of one transfer of weights to an engine: bfloat16, ``2 P``."""
+        """Bytes of one transfer of weights to an engine: bfloat16, ``2 P``."""
         return weight_bytes(self.shape, tensor_parallel=1)
 
     @property
@@ -60,10 +60,11 @@ class Plan:
 
 
 def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
-    """Read the model's shape and count. Raises ModelError for a model whose shape is not here, ConfigError
-    for a layout that cannot be, or settings that plan does not count.
+    """Read the model's shape and compute its memory.
 
-    The device decides where the run is counted: a recipe for a CPU can be planned for a GPU and back.
+    The device determines the estimate: a recipe for a CPU can be planned for a GPU and vice versa. Raises
+    ModelError if the model's shape is not available, and ConfigError for an invalid layout or settings that
+    the plan does not support.
     """
     is_cpu = options.device.is_cpu
     if is_cpu and (options.gpus or options.placement or options.tensor_parallel):
@@ -99,7 +100,7 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
 
 
 def make_layout(settings: RunSettings, options: PlanOptions, shape: ModelShape) -> Layout:
-    """The processes that are asked for. Raises ConfigError where the numbers do not go together."""
+    """Return the requested layout of processes. Raises ConfigError if the numbers are inconsistent."""
     cluster = settings.cluster
     tp = options.tensor_parallel or cluster.tensor_parallel
     if shape.num_heads % tp or tp > options.gpus_per_node:
@@ -126,14 +127,14 @@ def make_layout(settings: RunSettings, options: PlanOptions, shape: ModelShape) 
     return Layout(placement=placement, trainers=trainers, engines=engines, tensor_parallel=tp)
 
 
-# A plan as lines for people and as values for machines.
+# Output of a plan as text and as JSON values.
 
 
 _MB = 1e6
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """Name, value and a few words on each line."""
+    """Yield lines of name, value and a short explanation."""
     shape, work, fit = plan.shape, plan.work, plan.fit
     yield _line("model", shape.name, shape.family)
     yield _line("parameters", f"{shape.num_parameters:,}")
@@ -187,7 +188,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def layout_words(plan: Plan) -> str:
-    """Processes in words."""
+    """Describe the processes of the layout."""
     layout = plan.fit.layout
     if not plan.options.device.is_cpu:
         return _gpu_words(plan.fit)
@@ -211,7 +212,7 @@ def _gpu_words(fit: Fit) -> str:
 
 
 def seconds_words(plan: Plan) -> str:
-    """What the estimate assumes."""
+    """Describe the assumptions of the time estimate."""
     device, m = plan.options.device, plan.work.extra_forwards
     return (
         f"estimate: {plan.fit.layout.trainers} ranks at {USED_SHARE:.0%} of {device.name}'s "
@@ -228,7 +229,7 @@ def _gb(size: float) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Bytes, tokens and seconds; keys are stable."""
+    """Return bytes, tokens and seconds as JSON values; keys are stable."""
     work, fit = plan.work, plan.fit
     return {
         "trained_parameters": work.training.trained_parameters(plan.shape),

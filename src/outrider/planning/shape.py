@@ -20,7 +20,7 @@ class ModelShape:
 
     ``num_norms``: RMS norms per layer over d; ``has_head_norms``: one over D for queries and one for keys
     (Qwen3). Biases: of queries, keys and values; of the output projection; of the MLP's three matrices.
-    ``longest``: positions of the model (None where its file names none).
+    ``longest``: maximum number of positions of the model (None if its configuration has none).
     """
 
     name: str
@@ -61,7 +61,7 @@ class ModelShape:
     def adapter_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Parameters of LoRA adapters: ``r (inputs + outputs)`` of each targeted matrix of each layer.
 
-        Raises ConfigError for a name that is no matrix of these families.
+        Raises ConfigError for a name that is not a matrix of the supported model families.
         """
         d, f, a, k = self.width, self.mlp_width, self.attention_width, self.kv_width
         sizes = {
@@ -79,7 +79,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """V d: the embedding, and once more a vocabulary projection that is not tied to it."""
+        """V d: the embedding, plus V d for a vocabulary projection that is not tied to it."""
         return self.vocabulary * self.width
 
     @property
@@ -94,14 +94,14 @@ class ModelShape:
 
 
 # The shape of a model from its config.json: a folder, a file that Hugging Face has in its cache, or the
-# shapes of known models in ``known_models.toml``. Nothing is asked for on the network.
+# shapes of known models in ``known_models.toml``. Nothing is downloaded.
 
 
 _GEMMA: Final = {
     "num_norms": 4, "has_head_norms": True, "tie_word_embeddings": True, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
 }  # fmt: skip
-# What a family has beside what its config.json says; keys of config.json are defaults that it may leave out.
+# Properties of a family that config.json does not state; keys of config.json are defaults that it may omit.
 _FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": {},
     "mistral": {},
@@ -113,8 +113,8 @@ _FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def find_shape(name: str) -> ModelShape:
-    """The shape of ``model.name``. Raises ModelError, which names what to do, for a model whose
-    configuration is not here or whose parts are not counted.
+    """Return the shape of ``model.name``. Raises ModelError, with a suggestion, for a model whose
+    configuration is not available locally or whose architecture is not supported.
     """
     require_known_model(name)
     folder = cache_folder() / "models" / name if name in PACKAGED else Path(name)
@@ -133,9 +133,9 @@ def find_shape(name: str) -> ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """The shape that a config.json describes; of a model with pictures, its text part's. Raises ModelError.
+    """Return the shape in a config.json; for a vision model that of its text part. Raises ModelError.
 
-    Names of keys are those of Hugging Face.
+    Keys are named as in Hugging Face's files.
     """
     text: dict[str, Any] = dict(config.get("text_config") or config)
     family = str(text.get("model_type", config.get("model_type", "")))
@@ -144,7 +144,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
             f"model {name!r} is of the family {family!r}, whose parameters plan does not count "
             f"(it counts {', '.join(_FAMILIES)})"
         )
-    # null stands for what is left out
+    # null means that the value is missing
     values = {**_FAMILIES[family], **{key: value for key, value in text.items() if value is not None}}
     try:
         return _shape(values, name=name, family=family)
@@ -177,7 +177,7 @@ def _shape(values: Mapping[str, Any], *, name: str, family: str) -> ModelShape:
 
 @cache
 def known_models() -> Mapping[str, Mapping[str, Any]]:
-    """Parts of config.json of the models that the documents name, by their name."""
+    """Return parts of config.json by model name, for the models that the documentation uses."""
     text = Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
@@ -201,7 +201,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     return content
 
 
-# Devices by name: memory and peak rate of dense bfloat16 matrix products, and this machine's CPU.
+# Devices by name: memory and peak rate of dense bfloat16 matrix products, and the CPU of this machine.
 #
 # From NVIDIA's data sheets of the SXM modules: A100 80GB (312 TFLOP/s), H100 and H200 (1,979 TFLOP/s with
 # sparsity, so 989 without; 80 GB and 141 GB).
@@ -230,6 +230,6 @@ DEVICES: Final[Mapping[str, Device]] = {
 
 
 def this_cpu() -> Device:
-    """The processor of this machine with its memory; its rate is unknown until it is measured."""
+    """Return this machine's CPU with its memory; its rate is unknown until it is measured."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(name="CPU", memory=float(memory), peak=0.0, is_cpu=True)

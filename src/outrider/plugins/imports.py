@@ -19,18 +19,18 @@ from outrider.errors import ConfigError
 from outrider.suggestions import did_you_mean
 
 ORIGINS_FILE: Final = "plugins.json"  # in a run directory: the origins of its plug-ins
-_MAX_CHARS: Final = 300  # of an exception's message
+_MAX_CHARS: Final = 300  # maximum length of an exception's text in messages
 _folders: list[Path] = []
 _initial_path: Final = frozenset(sys.path)
 
 
 def add_search_folder(folder: Path) -> None:
-    """Search import paths in ``folder`` first, and where the plug-ins of the run in it were found."""
+    """Search import paths in ``folder`` first, then in the plug-in folders recorded by the run in it."""
     try:
         recorded = json.loads((folder / ORIGINS_FILE).read_text(encoding="utf-8"))
         folders = [Path(entry["folder"]) for entry in recorded.values() if entry.get("folder")]
     except (OSError, ValueError, AttributeError, TypeError):
-        folders = []  # no run directory, or a damaged file: a module that is then missing is reported anyway
+        folders = []  # no run directory, or a damaged file; missing modules are reported on import
     for path in (*folders, folder.absolute()):
         if path in _folders:
             _folders.remove(path)
@@ -43,7 +43,7 @@ def search_folders() -> tuple[Path, ...]:
 
 
 def import_target(target: str) -> Any:
-    """Import the object ``module:attribute``. Raises ConfigError with the name, the place and the reason."""
+    """Import the object ``module:attribute``. Raises ConfigError with the name, location and reason."""
     name, _, attribute = target.partition(":")
     module = loaded = _import_module(name)
     for part in attribute.split("."):
@@ -85,14 +85,14 @@ def _import_module(name: str) -> ModuleType:
     folders = (*_folders, Path.cwd())
     if not name.startswith("outrider."):
         _require_no_namesake(name)
-        # At the end: a file beside a recipe never replaces an installed package.
+        # Append, so that a file in a recipe's folder never replaces an installed package.
         added = [str(folder) for folder in folders]
         entries = [entry for entry in sys.path if entry not in added or entry in _initial_path]
         sys.path[:] = entries + [folder for folder in dict.fromkeys(added) if folder not in entries]
     importlib.invalidate_caches()  # a file may be newer than the last search of its folder
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a module may do anything while it is imported
+    except (Exception, SystemExit) as error:  # importing a module can raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (name == missing or name.startswith(f"{missing}.")):
             raise ConfigError(
@@ -103,7 +103,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _require_no_namesake(name: str) -> None:
-    """Two recipes of one process may each have a ``mine.py``; Python would return the first one's module."""
+    """Raise if another folder's module of this name is loaded, which Python would return instead."""
     top = name.partition(".")[0]
     loaded = getattr(sys.modules.get(top), "__file__", None)
     files = [file for folder in _folders for file in (folder / f"{top}.py", folder / top / "__init__.py")]
@@ -115,7 +115,7 @@ def _require_no_namesake(name: str) -> None:
 
 
 def describe_exception(error: BaseException) -> str:
-    """End of a message about an exception in a plug-in's code: where it was raised, and its text."""
+    """Format an exception in a plug-in's code for the end of a message: its location and text."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename
     ]
@@ -125,7 +125,7 @@ def describe_exception(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where the code of a plug-in comes from.
+    """Origin of a plug-in's code.
 
     Attributes:
         target: import path.
@@ -156,9 +156,9 @@ class Origin:
         )
 
 
-@cache  # a file that changes while its code runs is not the code that runs
+@cache  # computed once, because later changes of the file do not affect the loaded code
 def find_origin(cls: type) -> Origin:
-    """Find where the code of a class comes from."""
+    """Return the origin of the code of a class."""
     target = f"{cls.__module__}:{cls.__qualname__}"
     top = cls.__module__.partition(".")[0]
     if top == "outrider":
@@ -168,7 +168,8 @@ def find_origin(cls: type) -> Origin:
         return Origin(target=target)
     file = Path(name)
     root = file.absolute().parents[cls.__module__.count(".") + (file.stem == "__init__")]
-    # The distribution that installed `top` into `root`; an editable one is elsewhere, and its files count.
+    # The distribution that installed `top` into `root`. An editable install has another location, so that
+    # the digest of its files is used.
     package = next(
         (
             distribution

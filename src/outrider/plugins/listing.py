@@ -32,7 +32,7 @@ from outrider.plugins.registry import (
 )
 from outrider.printing import Terminal
 
-PREFIX: Final = "plug-in "  # of a digest's name in a checkpoint
+PREFIX: Final = "plug-in "  # prefix of a digest's name in a checkpoint
 
 
 def print_plugins(kinds: Sequence[Kind], console: Console | None = None) -> int:
@@ -53,7 +53,7 @@ def print_plugins(kinds: Sequence[Kind], console: Console | None = None) -> int:
 
 
 def rows(kind: Kind) -> Iterator[tuple[str, str, str, bool]]:
-    """Name, origin, one line and whether it is broken, for every plug-in of a kind."""
+    """Yield name, origin, summary and whether it is broken, for every plug-in of a kind."""
     for name in known_names(kind):
         try:
             cls = resolve(kind, name)
@@ -74,13 +74,13 @@ def rows(kind: Kind) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def summary(cls: type) -> str:
-    """The first sentence of a class's docstring."""
+    """Return the first sentence of a class's docstring."""
     text = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
     return text.partition(". ")[0].rstrip(".") + "." if text else "no docstring"
 
 
 def _sections(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]]:
-    """The settings and all sections inside of them, each with the prefix of its dotted keys."""
+    """Yield the settings and all nested sections, each with the prefix of its dotted keys."""
     yield prefix, settings
     for key, value in settings:
         for item in value if isinstance(value, tuple) else (value,):
@@ -89,7 +89,7 @@ def _sections(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Setti
 
 
 def _names(value: Any) -> Iterator[str]:
-    """The names of plug-ins in the value of a marked field."""
+    """Yield the names of plug-ins in the value of a marked field."""
     if isinstance(value, tuple):
         for item in value:
             yield from _names(item)
@@ -100,7 +100,7 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def used_plugins(settings: Settings) -> Iterator[tuple[str, Kind, Origin]]:
-    """Dotted key, kind and origin of every plug-in, function and server that the settings name."""
+    """Yield dotted key, kind and origin of every plug-in, function and server that the settings name."""
     for prefix, section in _sections(settings):
         for key, path in section.imported().items():
             yield f"{prefix}{key}", "environments", find_origin(cast(type, import_target(path)))
@@ -128,7 +128,7 @@ def require_kinds(settings: Settings) -> None:
 
 
 def validate_references(settings: Settings) -> None:
-    """Check the classes of plug-ins, and everything that the settings name and that only a run imports.
+    """Check the classes of plug-ins and all other references that are otherwise only imported by a run.
 
     Raises ConfigError with the dotted key.
     """
@@ -142,8 +142,8 @@ def validate_references(settings: Settings) -> None:
 
 
 def plugin_digests(settings: Settings) -> dict[str, str]:
-    """Digests of the plug-ins' code by their names in a checkpoint. Built-in ones have none, and trackers do
-    not influence any number.
+    """Return digests of the plug-ins' code by their names in a checkpoint. Built-in plug-ins have none, and
+    trackers are excluded because they do not influence results.
     """
     return {
         f"{PREFIX}{key}": origin.digest or "defined in the running program"
@@ -153,8 +153,9 @@ def plugin_digests(settings: Settings) -> dict[str, str]:
 
 
 def server_digests(settings: Settings) -> dict[str, str]:
-    """Digests of what the named servers report about themselves now, by dotted key: a process that starts its
-    own server may get another version.
+    """Return digests of what the configured servers currently report about themselves, by dotted key.
+
+    Compared on resume, because a process that starts its own server may get another version.
     """
     return {
         f"{prefix}{key}": origin.digest or ""

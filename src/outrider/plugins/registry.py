@@ -1,4 +1,4 @@
-"""Plug-ins by name: the table of built-in ones, those of installed packages, and how a class is built.
+"""Plug-ins by name: built-in ones, those of installed packages, and how a class is built.
 
 A plug-in is a class. ``Settings`` is its section of a recipe. It is built by its class method
 ``build(settings, context)`` if it has one, else by calling it with its settings. A tool may be a function.
@@ -86,13 +86,13 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What makes a class a plug-in of a kind.
+    """Requirements for a class to be a plug-in of a kind.
 
     Attributes:
         noun: the kind in messages.
-        methods: the required methods; of alternatives (``a|b``) one is enough.
+        methods: the required methods; of alternatives (``a|b``) one is sufficient.
         settings: import path of the base class of its settings; None if it needs no settings.
-        wrapper: import path of what makes a class of a function.
+        wrapper: import path of the callable that converts a function to a class.
     """
 
     noun: str
@@ -148,7 +148,7 @@ def known_names(kind: Kind) -> list[str]:
 
 
 def is_known(kind: Kind, name: str) -> bool:
-    """Whether a recipe may use this name."""
+    """Return whether a recipe may use this name."""
     return name in BUILT_IN[kind] or is_import_path(name) or name in registered(kind)
 
 
