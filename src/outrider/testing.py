@@ -126,10 +126,13 @@ def check_environment(
     factory = task_set.make()
     try:
         for task in tasks:
-            expert = task_set.expert(task, 0)
-            require(expert or not expert_solves, f"{task.key}: there is no expert")
             for script in _scripts(task_set, texts):
                 _check_episode(factory, task, script[:max_turns])
+            try:
+                expert = task_set.expert(task, 0)
+            except Exception as error:
+                raise AssertionError(f"{task.key}: the expert: {type(error).__name__}: {error}") from error
+            require(expert or not expert_solves, f"{task.key}: there is no expert")
             if expert:
                 record = _check_episode(factory, task, [step.text for step in expert][:max_turns])
                 require(
@@ -186,7 +189,11 @@ class _EpisodeRecord:
 
 
 def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> EpisodeResult:
-    first = _play(factory(task), script, seed=3)
+    try:
+        environment = factory(task)
+    except Exception as error:
+        raise AssertionError(f"{task.key}: no episode: {type(error).__name__}: {error}") from error
+    first = _play(environment, script, seed=3)
     again = _play(factory(task), script, seed=3)
     require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
     for i, (result, other) in enumerate(zip(first.results, again.results, strict=False)):
@@ -210,6 +217,8 @@ def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeReco
             episode.start(seed)
         except InvalidResult as error:
             raise AssertionError(str(error)) from error
+        except Exception as error:
+            raise AssertionError(f"reset raises {type(error).__name__}: {error}") from error
         _require_record(episode, "before the first step")
         for text in script:
             if _step(episode, text).done:
@@ -256,7 +265,15 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
         middle = len(whole.results) // 2
         for text in script[:middle]:
             _step(episode, text)
-        record, twin = episode.result(), open_episode(environment.copy())
+        record = episode.result()
+        try:
+            copied = environment.copy()
+        except Exception as error:
+            raise AssertionError(
+                f"{task.key}: copy raises {type(error).__name__}: {error}; "
+                "define copy() or set can_copy = False"
+            ) from error
+        twin = open_episode(copied)
         require(twin.result() == record, f"{task.key}: a copy has another record")
         _step(twin, "something else")
         require(

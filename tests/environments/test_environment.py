@@ -15,8 +15,9 @@ from outrider.environments.base import (
     StepResult,
 )
 from outrider.environments.environment import Environment
-from outrider.errors import ConfigError, InvalidResult, NonFiniteResult
+from outrider.errors import ConfigError, DataError, InvalidResult, NonFiniteResult
 from outrider.plugins.listing import require_kinds
+from outrider.rollout.faults import locate_invalid_result
 from outrider.testing import check_environment
 from outrider.types import Message, Step, Task
 
@@ -173,6 +174,7 @@ def test_what_episodes_share_is_opened_once_and_closed_with_the_factory() -> Non
         (("a", "high", False), InvalidResult, "reward is 'high'"),
         (("a", float("nan"), False), NonFiniteResult, "reward is nan"),
         ((3, 1.0, False), InvalidResult, "the observation is 3"),
+        (("a", 1.0, True, False, {}), InvalidResult, "environments of Gymnasium with type = gym"),
     ],
 )
 def test_a_wrong_answer_is_reported(answer: Any, error: type[Exception], message: str) -> None:
@@ -184,6 +186,65 @@ def test_a_wrong_answer_is_reported(answer: Any, error: type[Exception], message
     Episode(env).start(0)
     with pytest.raises(error, match=message):
         act(env, "1")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [("protocol", "inlin", "protocol is 'inlin'"), ("stop", "</a>", r"write stop = \('</a>',\)")],
+)
+def test_a_wrong_attribute_of_the_class_is_refused(attribute: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        type("Wrong", (Guess,), {attribute: value}).build(Guess.Settings())
+
+
+def test_tasks_and_turns_of_an_expert_may_be_generators_but_no_text() -> None:
+    class Lazy(Guess):
+        @classmethod
+        def tasks(cls, settings: Any, split: str) -> Any:
+            return (task for task in super().tasks(settings, split))
+
+        def expert(self) -> Any:
+            return (text for text in super().expert())
+
+    check_environment(Lazy, expert_solves=True)
+    task_set = type("Text", (Guess,), {"expert": lambda self: "1"}).build(Guess.Settings())
+    with pytest.raises(InvalidResult, match="what expert returned is a text"):
+        task_set.expert(task_set.tasks("train")[0], 0)
+    nothing = type("Nothing", (Guess,), {"tasks": classmethod(lambda cls, settings, split: None)})
+    with pytest.raises(DataError, match="Nothing.tasks returned None"):
+        nothing.build(Guess.Settings()).tasks("train")
+
+
+def _no_super(self: Any, settings: Any, shared: Any) -> None:
+    return None
+
+
+async def _async_step(self: Any, action: str) -> StepResult:
+    return StepResult(done=True)
+
+
+def _raises(self: Any, *_: Any) -> Any:
+    raise KeyError("lamp")
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"__init__": _no_super}, r"__init__ must call super\(\).__init__\(settings, shared\)"),
+        ({"step": _async_step}, "step is an async function; define it with def"),
+        ({"reset": _raises}, "reset raises KeyError: 'lamp'"),
+        ({"copy": _raises}, r"copy raises KeyError: 'lamp'; define copy\(\) or set can_copy = False"),
+        ({"expert": _raises}, "the expert: KeyError: 'lamp'"),
+    ],
+)
+def test_the_check_reports_what_a_run_would_meet(members: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_environment(type("Wrong", (Guess,), members))
+
+
+def test_a_fault_names_the_class_of_the_user() -> None:
+    error = locate_invalid_result(episode(Guess), "train/1", InvalidResult("reward is None"))
+    assert f"the environment {__name__}.Guess, task train/1" in str(error)
 
 
 def test_an_inline_environment_and_one_without_copies() -> None:

@@ -5,11 +5,12 @@ The rest of the package sees an environment as a :class:`~outrider.environments.
 """
 
 import copy
+import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 from outrider.environments.base import (
     EnvironmentSettings,
@@ -21,7 +22,7 @@ from outrider.environments.base import (
     as_messages,
     describe,
 )
-from outrider.errors import InvalidResult
+from outrider.errors import ConfigError, DataError, InvalidResult
 from outrider.tokens.tool_calls import call_id
 from outrider.types import Message, Role, Step, Task, ToolCall, ToolSchema
 
@@ -174,6 +175,15 @@ class EnvironmentTaskSet:
     """The tasks of an :class:`Environment` class, and the factory of its episodes."""
 
     def __init__(self, environment: type[Environment], settings: Any) -> None:
+        if environment.protocol not in ("inline", "chat"):
+            raise ConfigError(
+                f"{environment.__qualname__}.protocol is {environment.protocol!r}, must be 'inline' or 'chat'"
+            )
+        if isinstance(environment.stop, str):
+            raise ConfigError(
+                f"{environment.__qualname__}.stop is a text, no tuple of texts: "
+                f"write stop = ({environment.stop!r},)"
+            )
         self.plugin_class, self.settings = environment, settings
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", environment.__name__).lower()
         self.name = environment.name or words
@@ -182,7 +192,11 @@ class EnvironmentTaskSet:
         self._expert_factory: EpisodeFactory | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        return self.plugin_class.tasks(self.settings, split)
+        tasks: object = self.plugin_class.tasks(self.settings, split)
+        if tasks is None:
+            raise DataError(f"{self.plugin_class.__qualname__}.tasks returned None, no list of Task")
+        # A generator would be empty when it is read for the second time.
+        return tasks if isinstance(tasks, Sequence) else list(cast(Iterable[Task], tasks))
 
     def make(self) -> "EpisodeFactory":
         return EpisodeFactory(self.plugin_class, self.settings, self.plugin_class.open_shared(self.settings))
@@ -195,11 +209,14 @@ class EnvironmentTaskSet:
         env = self._expert_factory(task)
         try:
             Episode(env).start(seed)
-            turns = env.environment.expert()
+            answer: object = env.environment.expert()
         finally:
             env.close()
-        if turns is None:
+        if answer is None:
             return None
+        if isinstance(answer, str):
+            raise InvalidResult("what expert returned is a text, no list of turns")
+        turns = tuple(cast(Iterable[str | Step], answer))  # a generator has no length
         texts = [turn for turn in turns if isinstance(turn, str)]
         if len(texts) < len(turns):
             return [Step(text=turn, observation="") if isinstance(turn, str) else turn for turn in turns]
@@ -226,7 +243,12 @@ class EpisodeFactory:
         self._environment, self._settings, self._shared = environment, settings, shared
 
     def __call__(self, task: Task) -> "EnvironmentEpisode":
-        return EnvironmentEpisode(self._environment(self._settings, self._shared), task)
+        environment = self._environment(self._settings, self._shared)
+        if not hasattr(environment, "settings"):
+            raise InvalidResult(
+                f"{self._environment.__qualname__}.__init__ must call super().__init__(settings, shared)"
+            )
+        return EnvironmentEpisode(environment, task)
 
     def close(self) -> None:
         shared, self._shared = self._shared, None
@@ -251,14 +273,14 @@ class EnvironmentEpisode:
     def reset(self, seed: int) -> Sequence[Message]:
         environment = self.environment
         environment.task, environment.episode_return, environment.metrics = self._task, 0.0, {}
-        prompt = environment.reset(self._task, seed)
+        prompt = _finished(environment.reset(self._task, seed), "reset")
         if self._role == "tool":
             self.tool_schemas = tuple(map(_schema, environment.tools()))
         return _messages(prompt, "user", "what reset returned")
 
     def step(self, message: Message) -> StepResult:
         self.environment.turn = message
-        answer = self.environment.step(message.content)
+        answer = _finished(self.environment.step(message.content), "step")
         if isinstance(answer, tuple) and len(answer) == 3:
             observation, reward, done = answer
             messages = () if observation is None else self._observations(observation)
@@ -267,8 +289,10 @@ class EnvironmentEpisode:
             if isinstance(answer.message, str):
                 answer = replace(answer, message=None, messages=self._observations(answer.message))
         else:
+            is_gym = isinstance(answer, tuple) and len(answer) in (4, 5)
             raise InvalidResult(
                 f"what step returned is {describe(answer)}, no StepResult and no (observation, reward, done)"
+                f"{'; play environments of Gymnasium with type = gym' if is_gym else ''}"
             )
         self.environment.episode_return += as_float(answer.reward, "reward")
         return answer
@@ -299,6 +323,14 @@ class EnvironmentEpisode:
         if self._is_open:
             self._is_open = False
             self.environment.close()
+
+
+def _finished(value: Any, method: str) -> Any:
+    """Return what a method returned. Raises InvalidResult for a coroutine: the loop awaits no environment."""
+    if inspect.iscoroutine(value):
+        value.close()
+        raise InvalidResult(f"{method} is an async function; define it with def")
+    return value
 
 
 def _result(call: ToolCall, text: str) -> Message:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
+from outrider.environments.environment import EnvironmentEpisode
 from outrider.errors import (
     ConfigError,
     EngineFault,
@@ -49,6 +50,8 @@ def fault_detail(fault: Fault, environment: object | None) -> str:
 
 
 def _name(environment: object) -> str:
+    if isinstance(environment, EnvironmentEpisode):
+        environment = environment.environment  # the user's class
     kind = type(environment)
     return f"{kind.__module__}.{kind.__qualname__}"
 
