@@ -211,7 +211,7 @@ def test_tasks_and_turns_of_an_expert_may_be_generators_but_no_text() -> None:
     with pytest.raises(InvalidResult, match="what expert returned is a text"):
         task_set.expert(task_set.tasks("train")[0], 0)
     nothing = type("Nothing", (Guess,), {"tasks": classmethod(lambda cls, settings, split: None)})
-    with pytest.raises(DataError, match="Nothing.tasks returned None"):
+    with pytest.raises(DataError, match=r"Nothing\.tasks returned None"):
         nothing.build(Guess.Settings()).tasks("train")
 
 

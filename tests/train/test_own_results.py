@@ -278,9 +278,11 @@ def test_what_the_learner_started_is_closed_if_a_later_check_fails(
     assert closed == [True]
 
 
-def test_an_evaluation_without_training_is_finished_when_it_is_resumed(model: Path, tmp_path: Path) -> None:
+def test_an_evaluation_without_training_is_finished_when_it_is_resumed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = recipe(model, train={"num_steps": 0}, evaluation={"at_start": True})
     outrider.train(given, run=tmp_path / "run")
-    outrider.train(resume=tmp_path / "run")
-    assert "this run is finished: 0 of 0 steps" in notes(tmp_path / "run")
+    assert main(["train", "--resume", str(tmp_path / "run"), "--progress", "plain"]) == 0
+    assert "this run is finished: 0 of 0 steps" in capsys.readouterr().out
     assert len((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()) == 1
