@@ -248,13 +248,13 @@ _LEAVE_S: Final = 10.0  # a thread that replaces a process may take longer to en
 
 
 class _Cancelled(Exception):
-    """Ends the thread: nobody wants these rollouts any more."""
+    """Ends the thread after :meth:`RolloutPrefetch.cancel`."""
 
 
 class RolloutPrefetch:
-    """One step's rollouts, under way. The methods of the first part are called by the thread that plays.
+    """The rollouts of one step, generated in a thread of their own.
 
-    ``play`` gets this object, and returns the step; :meth:`sent` and :meth:`ended` have to be called in it.
+    ``play`` gets this object and returns the step. It must call :meth:`mark_sent` and :meth:`mark_done`.
     """
 
     def __init__(

@@ -221,9 +221,10 @@ class StepExperts:
 def add_off_policy_groups(
     parts: Components, traces: Sequence[Trace], *, step: int, note: Callable[[str], None]
 ) -> tuple[list[Trace], dict[str, float]]:
-    """Groups with credit to train on beside ``traces``, and the metrics of what was mixed in.
+    """Return off-policy groups that already have advantages, and the metrics of the mix.
 
-    What joins ``traces`` themselves gets its credit later. ``note`` is told why rollouts were lost.
+    Rollouts that the algorithm adds to ``traces`` in place get their advantages later. ``note`` reports why
+    rollouts were lost.
     """
     experts = StepExperts(parts=parts, step=step)
     added = parts.algorithm.augment(traces, step=step, play=experts)
@@ -413,7 +414,7 @@ def task_notes(
 
 
 def training_tasks(task_set: TaskSet, settings: RunSettings) -> Sequence[Task]:
-    """None if nothing is trained. Raises DataError if they do not fill a step."""
+    """The training tasks; empty if nothing is trained. Raises DataError if they do not fill a step."""
     num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
     tasks = split_tasks(task_set, "train") if num_steps or settings.cold_start.num_examples else ()
     if num_steps and len(tasks) < size:

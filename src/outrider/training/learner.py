@@ -184,4 +184,4 @@ class LocalLearner:
         export(self.policy.language_model, folder, check=False)
 
     def close(self) -> None:
-        """See :class:`Learner`."""
+        pass  # nothing was started

@@ -108,7 +108,7 @@ class _Builder:
         """Emit the nodes that all ``sequences`` share from ``depth`` on as one segment, then each branch.
 
         Nodes of the same tokens behind the same tokens are one computation, whoever wrote them: siblings of a
-        sharp policy, and rollouts that retrieved the same step, begin alike. Every rollout keeps its credit
+        sharp policy, and rollouts that retrieved the same step, begin alike. Every rollout keeps its advantages
         and its sampler's log-probs. ``last`` is the packed position of the token before, which predicts the
         first one here.
         """
@@ -209,9 +209,9 @@ def _tokens(sequence: RolloutPath, depth: int) -> tuple[int, ...] | None:
 def advantages_by_rollout(
     node: Node, sequences: Sequence[RolloutPath]
 ) -> list[tuple[RolloutPath, Sequence[float], float]]:
-    """Which of these rollouts train the node's tokens, with their credit per token and their ratio scale.
+    """Return the rollouts that train the node's tokens, with their advantages per token and ratio scales.
 
-    Raises ValueError for a node that several rollouts share and whose credit belongs to none of them.
+    Raises ValueError for a node that several rollouts share without advantages per rollout.
     """
     if not node.receives_advantages:
         return []

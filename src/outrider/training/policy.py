@@ -40,11 +40,6 @@ from outrider.training.adapters import broken_ties, choose_trained, merge_adapte
 from outrider.training.packing import PackedBatch, RolloutPath, pack
 from outrider.training.settings import LoraSettings, OptimizerSettings
 
-# Backbone and vocabulary projection in one forward: what shards weights gathers the root's only there.
-#
-# Shape letters: N packed tokens, U scored tokens.
-
-
 # Log-probs of given tokens and entropies from hidden states, in blocks: no tensor of all logits in memory.
 #
 # In float32 or better the probabilities of the first block are kept: the backward pass writes the gradient of
@@ -187,6 +182,9 @@ def _grad_logits(memory_BV: Tensor, targets_B: Tensor, grad_B: Tensor, is_known:
         if not is_known:
             memory_CV.copy_(probs_CV)
     return memory_BV
+
+
+# Backbone and vocabulary projection are one forward pass, because FSDP gathers the root's weights only there.
 
 
 class Scoring(nn.Module):
