@@ -108,8 +108,8 @@ class _Builder:
         """Emit the nodes that all ``sequences`` share from ``depth`` on as one segment, then each branch.
 
         Nodes of the same tokens behind the same tokens are one computation, whoever wrote them: siblings of a
-        sharp policy, and rollouts that retrieved the same step, begin alike. Every rollout keeps its advantages
-        and its sampler's log-probs. ``last`` is the packed position of the token before, which predicts the
+        sharp policy, and rollouts that retrieved the same step, begin alike. Every rollout keeps its
+        advantages and its sampler's log-probs. ``last`` is the packed position of the token before, which predicts the
         first one here.
         """
         start = len(self.ids)
