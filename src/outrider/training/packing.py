@@ -109,8 +109,8 @@ class _Builder:
 
         Nodes of the same tokens behind the same tokens are one computation, whoever wrote them: siblings of a
         sharp policy, and rollouts that retrieved the same step, begin alike. Every rollout keeps its
-        advantages and its sampler's log-probs. ``last`` is the packed position of the token before, which predicts the
-        first one here.
+        advantages and its sampler's log-probs. ``last`` is the packed position of the token before, which
+        predicts the first one here.
         """
         start = len(self.ids)
         # None stands for a rollout that has ended: it parts from those that go on.
