@@ -54,17 +54,23 @@ def train(
     engine: Any = None,
     **plugins: Any,
 ) -> Run:
-    """Train from a recipe into the new folder ``run``, or go on with the run ``resume``.
+    """Train from a recipe into the new folder ``run``, or resume the run ``resume``.
 
-    ``environment``, ``algorithm`` and ``engine`` are objects, names or tables in the place of the recipe's
-    sections; a resumed run that began with an object whose class cannot be imported needs it again.
-    ``progress`` None shows lines in a notebook and nothing elsewhere. ``changed_plugins``: the plug-ins' code
-    may differ from that the run began with. ``on_start`` gets a function that asks the run to stop after its
-    step. Without it an interruption (Ctrl-C, or a notebook's stop button) does: finished steps go into a
-    checkpoint, and KeyboardInterrupt, which says how to resume, is raised then. A second interruption ends
-    the run at once.
+    An interruption (Ctrl-C, or a notebook's stop button) stops the run after its step: finished steps are
+    saved in a checkpoint, then KeyboardInterrupt is raised with the command that resumes the run. A second
+    interruption ends the run at once.
 
-    Raises :class:`outrider.errors.OutriderError`, whose one line is what the command line prints.
+    Args:
+        environment: a class, an object, a name or a table in place of the recipe's section; likewise
+            ``algorithm`` and ``engine``. If the class of an object cannot be imported, pass the object again
+            when you resume the run.
+        progress: how to display progress; None prints lines in a notebook and nothing elsewhere.
+        changed_plugins: whether the code of plug-ins may differ from that of the run's start.
+        on_start: called with a function that requests a stop after the current step; it replaces the handling
+            of interruptions.
+
+    Raises:
+        OutriderError: with the line that the command line would print.
     """
     plugins |= {"environment": environment, "algorithm": algorithm, "engine": engine}
     progress = progress or _default_progress()
@@ -111,8 +117,8 @@ def _default_progress() -> Progress:
 
 @contextmanager
 def _stopping(folder: Path, on_start: OnStart | None) -> Iterator[OnStart]:
-    """The ``on_start`` of a training; without the caller's, an interruption asks the run to stop. Raises
-    KeyboardInterrupt at the end of a run that was stopped so.
+    """Yield the ``on_start`` of a training. Without the caller's, an interruption requests a stop, and
+    KeyboardInterrupt is raised at the end of the stopped run.
     """
     if on_start is not None:
         yield on_start

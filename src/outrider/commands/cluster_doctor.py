@@ -180,7 +180,7 @@ class _ClusterChecks:
 
 
 class _MinimalAlgorithm(Algorithm):
-    """What an update asks an algorithm for."""
+    """The least that an update needs of an algorithm."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.objective = settings.algorithm

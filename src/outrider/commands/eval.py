@@ -67,7 +67,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(parsed: argparse.Namespace) -> int:
     is_without_recipe = parsed.tasks is not None or parsed.regrade is not None
-    if is_without_recipe and "=" in (parsed.recipe or ""):  # the first override stands in the recipe's place
+    if is_without_recipe and "=" in (parsed.recipe or ""):  # argparse took the first override for the recipe
         parsed.recipe, parsed.overrides = None, [parsed.recipe, *parsed.overrides]
     task_options = [name for name in _ONLY_WITH_TASKS if vars(parsed)[name] is not None]
     if parsed.smoke and is_without_recipe:
@@ -151,7 +151,7 @@ def _evaluate_recipe(parsed: argparse.Namespace) -> int:
 
 
 def _option_overrides(parsed: argparse.Namespace) -> list[str]:
-    """What options are short for, so that ``--smoke`` stands above it."""
+    """Return the overrides that options abbreviate; ``--smoke`` takes precedence over them."""
     trials = (
         []
         if parsed.adapt is None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def recipe_changes(parsed: argparse.Namespace) -> list[str]:
-    """The overrides of a command with the one that ``--model`` stands for."""
+    """Return the overrides of a command, including the one that ``--model`` abbreviates."""
     return [*parsed.overrides, *([f"model.name={parsed.model}"] if parsed.model else [])]
 
 
@@ -77,8 +77,8 @@ def smoke(
     enabled: bool,
     dry_run: bool,
 ) -> Iterator[list[str]]:
-    """What ``--smoke`` sets above the overrides ``overrides``: nothing where it is not on. Where a command
-    only ``dry_run`` its settings, nothing is written and no server runs.
+    """Yield the overrides that ``--smoke`` adds to ``overrides``, none if it is off. With ``dry_run``,
+    nothing is written and no server is started.
     """
     if not enabled:
         yield []
@@ -170,8 +170,10 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def stoppable(run: Callable[[Callable[[Callable[[], bool]], None]], object]) -> int:
-    """The first SIGTERM or Ctrl-C asks the trainer to write a checkpoint of what is finished and leave. Exit
-    status as of ``main``."""
+    """Run a training that the first SIGTERM or Ctrl-C stops with a checkpoint of the finished steps.
+
+    Returns the exit status of ``main``.
+    """
     with ExitStack() as stack:
         interruptions: list[Event] = []
         run(

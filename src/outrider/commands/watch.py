@@ -14,8 +14,8 @@ _POLL_INTERVAL_S: Final = 1.0
 
 
 def follow(run: Path, *, once: bool) -> int:
-    """Print where the run is until it ends, then its summary; exit status 0. Where output is no terminal,
-    whenever a step, a stage or a note has come.
+    """Print the state of the run until it ends, then its summary; exit status 0. If the output is no
+    terminal, print a line for each new step, stage or note.
 
     Ctrl-C ends this and nothing of the run.
     """

@@ -57,8 +57,9 @@ def write_queue(folder: Path, queued: QueuedStep) -> None:
 
 
 def read_queue(folder: Path) -> QueuedStep | None:
-    """Of a checkpoint whose files are known to be whole; None where nothing was ahead. Raises OSError, and
-    ValueError, KeyError or TypeError for damage.
+    """Read the prefetched step of a checkpoint whose files are complete; None if there is none.
+
+    Raises OSError, and ValueError, KeyError or TypeError for damaged data.
     """
     lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
     if not lines:
@@ -87,7 +88,7 @@ def group_to_dict(trace: Trace) -> dict[str, Any]:
         "is_replayed": trace.is_replayed,
         "pruned": sorted(trace.pruned),
         "nodes": [_dump(Node, node) | {"metadata": _plain(node.metadata)} for node in trace.nodes],
-        # in the order in which they ended: nothing reads it, and nothing has to be told apart
+        # In the order in which they ended; the order is not used.
         "leaves": [_dump(Leaf, leaf) for leaf in trace.leaves.values()],
     }
 
@@ -205,8 +206,9 @@ def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
 
 
 def read_snapshot(folder: Path) -> QueueSnapshot | None:
-    """Of a checkpoint whose files are known to be whole; None where nothing was under way. Raises OSError,
-    and ValueError, KeyError or TypeError for damage.
+    """Read the queue of a checkpoint whose files are complete; None if no step was in progress.
+
+    Raises OSError, and ValueError, KeyError or TypeError for damaged data.
     """
     lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
     if not lines:
@@ -243,7 +245,7 @@ def _parse_step(values: Mapping[str, Any]) -> PendingStep:
 # everything is that of a run that plays and trains in turn: the same bits, however fast either is.
 
 
-_TICK_S: Final = 0.5  # how long the person who watches may have to wait
+_TICK_S: Final = 0.5  # between updates of the display
 _LEAVE_S: Final = 10.0  # a thread that replaces a process may take longer to end
 
 
@@ -301,9 +303,7 @@ class RolloutPrefetch:
         self.raise_if_cancelled()
 
     def raise_if_cancelled(self) -> None:
-        """To be called again and again while the rollouts are waited for: ends the thread once nobody wants
-        them.
-        """
+        """End the thread if the rollouts were cancelled; ``play`` calls this regularly while it waits."""
         if self._is_cancelled:
             raise _Cancelled
 
@@ -404,7 +404,7 @@ class AsyncRolloutQueue:
             player.begin(pending, missing, is_again=True)
 
     def begin(self, last: int) -> None:
-        """Begin the groups of all steps up to ``last``; those that have begun go on."""
+        """Start the groups of all steps up to ``last``; groups in progress continue."""
         while self._next <= last:
             pending = self._steps[self._next] = self._plan(self._next)
             self._next, self._cursor = self._next + 1, pending.cursor
@@ -422,8 +422,9 @@ class AsyncRolloutQueue:
         return PendingStep(step=step, tasks=tasks, modes=modes, cursor=cursor)
 
     def collect(self, step: int, *, on_tick: Callable[[str], None]) -> QueuedStep:
-        """Wait for all groups of a step that has begun, and take in what came of them, group by group.
-        ``on_tick`` is told how many have ended, again and again. Raises what the player raises.
+        """Wait for all groups of a step, and collect their results in the order of the groups.
+
+        ``on_tick`` is called regularly with the number of finished groups. Raises what the player raises.
         """
         pending = self._steps[step]
         while len(pending.results) < len(pending.tasks):

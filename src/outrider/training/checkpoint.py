@@ -111,10 +111,10 @@ def save_reference(path: Path, reference: Scorer) -> int:
 
 @torch.no_grad()
 def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> None:
-    """Put the frozen weights back. ``checksum`` is what :func:`save_reference` gave, None where nobody wrote
-    it down.
+    """Load the frozen reference weights. ``checksum`` is the value that :func:`save_reference` returned, or
+    None if the checkpoint has none.
 
-    Raises CheckpointError when they are missing, damaged or of another model.
+    Raises CheckpointError if they are missing, damaged or of another model.
     """
     try:
         if checksum is not None and file_checksum(path) != checksum:

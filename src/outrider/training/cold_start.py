@@ -251,7 +251,7 @@ def imitate_experts(
 def _expert_paths(
     parts: Components, *, stage: Callable[[str, int], None], on_done: Callable[[int], None]
 ) -> tuple[Sequence[Task], Mapping[str, Sequence[Step] | None], list[str]]:
-    """The tasks of the cold start, the experts' steps by task key, and why experts could not be asked."""
+    """Return the tasks of the cold start, the experts' steps by task key, and reasons of failed experts."""
     size, demonstrations = parts.settings.cold_start.num_examples, parts.demonstrations
     if demonstrations is not None:
         return [task for task in parts.train_tasks if demonstrations.get(task.key)][:size], demonstrations, []

@@ -208,7 +208,7 @@ class StepExperts:
     rollouts: list[Trace] = field(default_factory=list)
 
     def request_expert_paths(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
-        """Steps by task key, and why experts could not be asked."""
+        """Return the experts' steps by task key, and the reasons of experts that failed."""
         return request_expert_paths(self.parts.task_set, tasks, self.parts.settings, training_step=self.step)
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
@@ -311,9 +311,9 @@ def stage_metrics(settings: TrainSettings, *, step: int) -> dict[str, float]:
 
 
 def stage_lines(settings: TrainSettings, tasks: Sequence[Task]) -> list[str]:
-    """For the person who watches: what each stage plays, and which have too few tasks for a whole step.
+    """Return lines that describe the tasks of each stage and name stages with too few tasks for a step.
 
-    Nothing where no step is taken, as in an evaluation of the recipe.
+    Empty if the run takes no step, for example when it only evaluates a recipe.
     """
     if not settings.num_steps:
         return []
@@ -337,11 +337,11 @@ def _stage_starts(stages: Sequence[StageSettings]) -> list[int]:
     return [0, *accumulate(stage.num_steps or 0 for stage in stages[:-1])]
 
 
-# The tasks of a run, and what may be wrong with them although they can be played: evaluation tasks that are
-# training tasks, questions that occur twice, and questions with different answers.
+# Warnings about the tasks of a run: evaluation tasks that are also training tasks, repeated questions, and
+# questions with different answers.
 #
-# Tasks with answers are compared by their questions (and metadata), others by their keys too: what a
-# simulator says first may be the same for many tasks.
+# Tasks with answers are compared by question and metadata, other tasks by key too, because the first
+# observation of a simulator may be equal for many tasks.
 
 
 _LONGEST: Final = 60  # characters of a question in a message

@@ -107,13 +107,13 @@ class _Builder:
     ) -> None:
         """Emit the nodes that all ``sequences`` share from ``depth`` on as one segment, then each branch.
 
-        Nodes of the same tokens behind the same tokens are one computation, whoever wrote them: siblings of a
-        sharp policy, and rollouts that retrieved the same step, begin alike. Every rollout keeps its
-        advantages and its sampler's log-probs. ``last`` is the packed position of the token before, which
-        predicts the first one here.
+        Nodes with equal tokens after equal tokens are computed once, also if different rollouts sampled them:
+        siblings of a sharp policy, and rollouts that retrieved the same step, have common prefixes. Every
+        rollout keeps its advantages and its sampler's log-probs. ``last`` is the packed position of the
+        previous token, which predicts the first token here.
         """
         start = len(self.ids)
-        # None stands for a rollout that has ended: it parts from those that go on.
+        # None marks a rollout that has ended, so that it branches off from the longer ones.
         while len({_tokens(sequence, depth) for sequence in sequences}) == 1 and depth < len(
             sequences[0].nodes
         ):

@@ -58,7 +58,7 @@ def score_tokens(hidden_TE: Tensor, targets_T: Tensor, head: nn.Module) -> tuple
     """Log-probs of ``targets_T`` (with gradient) and entropies in nats over the whole vocabulary
     (without).
     """
-    # Exactly this class: a subclass may compute something else than its weight says.
+    # Not isinstance: a subclass may compute more than the product with its weight.
     if type(head) is nn.Linear:
         result: tuple[Tensor, Tensor] = _ScoreTokens.apply(  # type: ignore[no-untyped-call]
             hidden_TE, targets_T, head.weight, head.bias, torch.is_grad_enabled()
@@ -224,7 +224,7 @@ class UnpackedScoring(nn.Module):
     def forward(
         self, ids_N: Tensor, positions_N: Tensor, plan: TreePlan, predictors_U: Tensor, targets_U: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`Scoring`. ``positions_N`` are those of the sequences, which begin at 0."""
+        """Score tokens as :class:`Scoring` does; ``positions_N`` start at 0 in every sequence."""
         order: list[int] = []
         outputs: list[Tensor] = []
         read = compute_hidden if self.unpacked.has_plain_head else compute_logits
@@ -269,11 +269,11 @@ def clip(gradients: Iterable[Tensor], *, norm: float, max_norm: float) -> None:
             gradient.mul_(scale)
 
 
-# The processes that compute one update together, as the update sees them; here there is one.
+# The processes (ranks) that compute one update together; here there is one.
 #
-# Every rank has all rollouts of a step and computes some. What one of them decides, all decide, because a
-# rank that goes on alone waits for the others for ever: decisions are made of what :meth:`Ranks.gather`
-# gives.
+# Every rank has all rollouts of a step and computes some of them. All ranks must take the same decisions,
+# because a rank that continues alone waits for the others forever. Decisions therefore use the values that
+# :meth:`Ranks.gather` returns.
 
 
 ValueT = TypeVar("ValueT")
@@ -327,10 +327,11 @@ def padded_micro_batches(batches: Sequence[PackedBatch], ranks: Ranks) -> Iterat
     yield from [None] * (max_batches - len(batches))
 
 
-# Weights and optimiser on disk: safetensors by names that do not say how many processes wrote them.
+# Weights and optimizer state on disk, as safetensors whose tensor names do not depend on the number of ranks.
 #
-# One process writes ``masters.safetensors`` and ``optimizer.safetensors``, many the shards in ``weights/``.
-# Masters have the parameters' names, moments ``exp_avg/NAME`` and so on. Any number of processes reads both.
+# One process writes ``masters.safetensors`` and ``optimizer.safetensors``; several write shards into
+# ``weights/``. Master weights have the parameters' names, moments ``exp_avg/NAME`` and so on. Any number of
+# processes can read both forms.
 
 
 SHARDS: Final = "weights"
@@ -346,7 +347,7 @@ def tensor_files(folder: Path) -> list[str]:
 
 
 def tensor_folder(folder: Path) -> Path:
-    """Where a reader of many files finds them."""
+    """Return the folder with the weight files of a checkpoint, sharded or not."""
     return folder / SHARDS if (folder / SHARDS).is_dir() else folder
 
 
@@ -669,9 +670,9 @@ def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
 def export(language_model: LanguageModel, folder: Path, *, check: bool = True) -> None:
     """Write model and tokenizer as a Hugging Face folder, adapters merged; the model itself does not change.
 
-    ``check``: load the folder again, and compare its logits with the policy's. Where an adapter parts the
-    vocabulary projection from the embedding that it is tied to, the folder has both. Raises ModelError where
-    an adapter is not merged, or the folder does not compute what the policy computes.
+    If ``check``, load the folder again and compare its logits with the policy's. If an adapter separates the
+    vocabulary projection from a tied embedding, the folder contains both. Raises ModelError if an adapter was
+    not merged, or if the folder's logits differ from the policy's.
     """
     model = language_model.model
     model.save_pretrained(folder, state_dict=merge_adapters(model))

@@ -58,13 +58,14 @@ _VERSIONED_INPUTS: Final = {"tokenizer", "model configuration"}
 
 
 def input_digests(parts: Components) -> dict[str, str]:
-    """Hex digests by name. Files are those that the settings of environment, engine and algorithm name; what
-    tasks are made of is left out, because tasks are compared themselves, and a buffer, because its revision
-    changes.
+    """Return hex digests of a run's inputs by name.
+
+    Files are those that the settings of environment, engine and algorithm name. Task files are left out,
+    because the tasks themselves are compared, and the buffer, because its revision changes.
     """
     tokenizer = parts.learner.language_model.tokenizer
     configuration = parts.learner.language_model.model.config.to_dict()
-    # neither where the model lies, nor in which precision it is kept
+    # The model's path and its precision on disk may change.
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         configuration.pop(name, None)
     digests = {
@@ -95,9 +96,11 @@ def check_inputs(
     other_versions: bool,
     allow_changed_plugins: bool = False,
 ) -> list[str]:
-    """A line where the difference may come from other versions, which have been told, or is in a plug-in's
-    code and wanted (``allow_changed_plugins``). Raises CheckpointError for any other one; what an earlier
-    Outrider did not record is not compared.
+    """Return lines about differences that may come from other package versions, or are in a plug-in's code
+    if ``allow_changed_plugins``.
+
+    Raises CheckpointError for any other difference. Inputs that an earlier version did not record are not
+    compared.
     """
     changed = [name for name, digest in now.items() if recorded.get(name, digest) != digest]
     version_changes = [name for name in changed if other_versions and name in _VERSIONED_INPUTS]
@@ -131,7 +134,7 @@ def _text_digest(text: str) -> str:
 
 def _tokenizer(tokenizer: Any) -> str:
     """All that maps text to ids; padding and truncation are set anew by every call."""
-    # Sorted: the order of a vocabulary's dict says nothing.
+    # Sorted, because the order of a vocabulary's dict has no meaning.
     vocabulary = sorted(tokenizer.get_vocab().items())
     if not tokenizer.is_fast:
         return json.dumps(vocabulary)
@@ -167,10 +170,9 @@ def settings_files(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, P
         yield from ((f"{name}.{key}", path) for key, path in settings_files(inner))
 
 
-# Packages, libraries, the processor and its use: they decide a run's bits beside its seed and settings.
+# Packages, libraries and the processor, which determine a run's bits beside its seed and settings.
 #
-# Every checkpoint holds it; a run that goes on under another one says so. Which variables act where is in
-# docs/portability.md.
+# Every checkpoint stores them; a resumed run reports differences. The variables: docs/portability.md.
 
 
 _VARIABLES = (
@@ -244,7 +246,7 @@ def _search_version(pattern: str, text: str) -> str:
     return next(group for group in match.groups() if group) if match else "none"
 
 
-# Whether a run folder can be gone on with, asked before a model is loaded and before anything is written.
+# Whether a run can be resumed, checked before a model is loaded and before anything is written.
 
 
 def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
@@ -299,8 +301,7 @@ def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
     return f"{num} evaluation(s)" if num > settings.evaluation.at_start else ""
 
 
-# Where a run is and what is on disk of it: checkpoints are written here, and a run that was killed goes back
-# to one.
+# The progress of a run and its files: this code writes checkpoints and rolls a killed run back to one.
 
 
 _COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations", "weight_version")
@@ -312,7 +313,8 @@ class RunState:
     """Progress of a run. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the first
     checkpoint.
 
-    All that decides how the run goes on is here, in ``parts`` or in a random stream keyed by the step.
+    Everything that determines the following steps is here, in ``parts`` or in random streams
+    keyed by the step.
     """
 
     run: RunDirectory
@@ -325,7 +327,7 @@ class RunState:
     queued: QueuedStep | None = (
         None  # the next step's rollouts, where they were played beside this one's update
     )
-    # of steps under way: what a checkpoint had, and what asks for it now
+    # of the asynchronous queue: what the loaded checkpoint has, and a function that takes a new snapshot
     queue_snapshot: QueueSnapshot | None = None
     snapshot_queue: Callable[[], QueueSnapshot] | None = None
     metrics: MetricsWriter = field(init=False)
@@ -448,11 +450,11 @@ class RunState:
         return state
 
     def rewind(self, state: dict[str, Any], *, last_label: str) -> None:
-        """Take back what was written after the checkpoint: it is computed again, to the same bits.
+        """Roll back everything that was written after the checkpoint; it is computed again, with equal bits.
 
-        The evaluation at the end of a run that goes on (``last_label``) stays, as that of its step.
+        If a finished run is extended, the evaluation at its former end (``last_label``) is retained.
 
-        Raises CheckpointError where that cannot be: other tasks, buffer or reference, or records are gone.
+        Raises CheckpointError if tasks, buffer or reference differ, or if records are missing.
         """
         for path, key in (
             (self.metrics.path, "num_metric_records"),

@@ -27,7 +27,7 @@ from outrider.training.settings import RunSettings
 from outrider.viewer.run_reader import LIVE, NOTES
 
 RECORD: Final = "config.toml"
-"""Where a run directory, and a run in a pack, has its settings."""
+"""Name of the file with the settings of a run directory, and of a run in a pack."""
 
 
 def recorded_settings(file: Path, overrides: Sequence[str] = ()) -> RunSettings:
@@ -38,9 +38,9 @@ def recorded_settings(file: Path, overrides: Sequence[str] = ()) -> RunSettings:
     return load_settings(RunSettings, file=file, overrides=overrides, respelled=migrate_keys)
 
 
-# The settings that a run began with, as its checkpoints hold them, and what may differ when it goes on.
+# The settings with which a run began, as its checkpoints store them, and which of them may change on resume.
 #
-# Paths are not among them: data may move. What lies there is digested instead
+# Paths are not compared, because data may move. The contents are digested instead
 # (:mod:`outrider.training.resume`).
 
 
@@ -52,7 +52,7 @@ _PATHS: Final = {
     "algorithm.demonstrations",
     "cold_start.demonstrations",
 }
-# No number depends on them while nothing breaks: nobody writes them down.
+# Results do not depend on them unless something breaks, so they may change.
 FREE: Final = {
     "train.checkpoint_every", "train.keep_checkpoints", "train.watchdog_s", "train.expert_timeout_s",
     "train.max_retries", "rollout.step_timeout_s", "train.group_timeout_s", "environment.heap",
@@ -92,10 +92,9 @@ def flat_settings(settings: RunSettings) -> dict[str, Any]:
 
 
 def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[str]:
-    """A line for each kind of change that a run may go on with; keys that one of both does not know are not
-    compared.
+    """Return a line for each allowed change; keys that only one side has are not compared.
 
-    Raises CheckpointError, naming them, for settings that decide the results.
+    Raises CheckpointError, which names the keys, for changed settings that determine the results.
     """
     now = flat_settings(settings)
     changed: dict[str, tuple[Any, Any]] = {}
@@ -166,7 +165,7 @@ MAY_CHANGE: Final[Mapping[str, str]] = {
     "train.keep_checkpoints": "older checkpoints are never read while the newest one is whole",
     "train.watchdog_s": "the watchdog only reads",
 }
-"""The table of docs/resuming.md says the same (checked by a test)."""
+"""Reasons, as in the table of docs/resuming.md (checked by a test)."""
 
 
 def extend_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
@@ -286,12 +285,11 @@ class RunDirectory:
         return run
 
     def roll_back(self) -> None:
-        """Take back a new run whose set-up failed, so that the same command works once the cause is gone.
+        """Remove a new run whose set-up failed, so that the same command works after the cause is fixed.
 
-        A run that was opened, not created, stays as it is, and so does one that :meth:`keep` was called for.
-        Only what a set-up writes is removed: a file that somebody else put there meanwhile stays, and the
-        folder with it. What cannot be removed stays too, because the failure of the set-up is what must be
-        told.
+        A run that was opened and not created stays, as does one for which :meth:`keep` was called. Only files
+        that the set-up writes are removed; if there are others, the folder stays. Errors are ignored, because
+        the failure of the set-up must be reported.
         """
         if self._created is None:
             return
@@ -314,11 +312,10 @@ class RunDirectory:
     def open(
         cls, path: Path, overrides: Sequence[str] = (), *, allow_changed_plugins: bool = False
     ) -> "tuple[RunDirectory, RunSettings]":
-        """An existing run and its settings, with more of what may grow; ``allow_changed_plugins``: also with
-        other code of its plug-ins.
+        """Open an existing run with its settings and the allowed overrides (for example more steps).
 
-        Raises CheckpointError when there is none, and ConfigError for overrides that a run cannot go on
-        with.
+        With ``allow_changed_plugins``, the code of its plug-ins may differ. Raises CheckpointError if there
+        is no run, and ConfigError for overrides that are not allowed on resume.
         """
         if not (path / "config.toml").exists():
             raise CheckpointError(f"{path} is no run directory: it has no config.toml")

@@ -1,6 +1,4 @@
-"""Settings of what changes the weights. They need no torch: a recipe is read, and a mistake in it told, in a
-moment.
-"""
+"""Settings of a training run, without torch, so that a mistake in a recipe is reported at once."""
 
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
@@ -269,7 +267,7 @@ class BufferSettings(Settings):
     """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one inside the run
     directory.
 
-    ``num_tasks`` limits the training tasks whose experts are asked (None: all that training can draw);
+    ``num_tasks`` limits the training tasks whose experts fill the buffer (None: all that training can draw);
     ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while
     training, to a copy of the buffer in the run directory.
     """
@@ -364,8 +362,8 @@ class RunSettings(Settings):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether trainers are processes of their own: several, or one beside engines on GPUs, because Ray
-        says which GPU is whose.
+        """Whether trainers run in their own processes: several, or one with engines on GPUs, because Ray
+        assigns the GPUs.
         """
         return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
 

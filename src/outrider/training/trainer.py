@@ -63,13 +63,15 @@ if TYPE_CHECKING:
 
 
 class _StopRequested(Exception):
-    """Raised where work can be given up without harm."""
+    """Ends the training loop at a point where the unfinished step can be discarded."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One run. A signal handler sets ``stop``: an update in progress ends, everything else is given up, and
-    finished steps are written to a checkpoint.
+    """The training loop of one run.
+
+    A signal handler sets ``stop``. The trainer then finishes an update in progress, discards the rollouts of
+    an unfinished step, and saves a checkpoint of the finished steps.
     """
 
     run: RunDirectory
@@ -297,7 +299,7 @@ class Trainer:
         return self.state.step + 1 >= settings.num_steps or (budget is not None and num_tokens >= budget)
 
     def rollouts(self, *, training: bool) -> Rollouts:
-        """What generates rollouts for training (with the algorithm's hooks) or evaluation (without any)."""
+        """Return the runner of rollouts for training (with the algorithm's hooks) or evaluation."""
         settings, parts = self.parts.settings, self.parts
 
         def on_finished(done: int, total: int) -> None:

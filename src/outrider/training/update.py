@@ -80,11 +80,11 @@ class MetricAccumulator:
         self._minima[name] = min(value, self._minima.get(name, value))
 
     def add_loss(self, name: str, value: float) -> None:
-        """A micro-batch's share of a loss of the optimiser step."""
+        """Add a micro-batch's share of a loss of the optimizer step."""
         self._losses[name] = self._losses.get(name, 0.0) + value
 
     def pop_losses(self) -> dict[str, float]:
-        """This rank's share of the losses of the optimiser step, which it gives away."""
+        """Return this rank's share of the losses of the optimizer step, and reset it."""
         losses, self._losses = self._losses, {}
         return losses
 
@@ -103,9 +103,7 @@ class MetricAccumulator:
         self._weights = [own + more for own, more in zip(self._weights, other._weights, strict=True)]
 
     def end_step(self, *, skipped: bool = False) -> None:
-        """The optimiser step is over: its losses are whole, and count once in the mean over steps unless it
-        was ``skipped``.
-        """
+        """End an optimizer step. Its losses enter the mean over steps once, unless it was ``skipped``."""
         for name, value in self._losses.items():
             if not skipped:
                 self.add(name, value)
@@ -632,9 +630,9 @@ def success_weights(
     """Weights of the negative log-likelihood of successful rollouts (GPPO, arXiv 2508.07629, Eq. 13).
 
     For every micro-batch [T]: one over the trained tokens of all successful rollouts of the mini-batch, and 0
-    for other tokens. Tokens that the policy did not write in this step count for nothing: demonstrations and
-    replayed rollouts have a term of their own. ``paths`` are numbered as ``rollout_index`` says, and
-    ``batches`` hold every successful one, those of all ``ranks`` together (None: there is one).
+    for other tokens. Tokens that the policy did not sample in this step have weight 0, because demonstrations
+    and replayed rollouts have their own term. ``rollout_index`` is the index into ``paths``; the ``batches``
+    of all ``ranks`` together contain every successful path (None: one rank).
     """
     succeeded = torch.tensor([path.succeeded for path in paths])
     masks = [succeeded[batch.rollout_index_T] & ~batch.is_off_policy_T for batch in batches]
