@@ -53,6 +53,7 @@ def tree(root: Path) -> dict[str, Any]:
 
 def test_an_object_in_place_of_a_name_and_the_run_as_tables(tmp_path: Path) -> None:
     environment = Own(Own.Settings(size=3))
+    Own.num_opened = 0  # other tests of this process open it too
     run = outrider.train(tree(tmp_path), run=tmp_path / "run", overrides=["seed=5"], environment=environment)
     assert Own.num_opened == 1
     assert run.config["seed"] == 5 and run.config["environment"] == {"type": f"{__name__}:Own", "size": 3}
