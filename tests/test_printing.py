@@ -1,5 +1,6 @@
 """One way of writing scores, and one way to the terminal, which no text of others steers."""
 
+import ast
 import io
 import json
 import math
@@ -12,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+import outrider
 from outrider.cli import main
 from outrider.config import Settings, load_settings, to_toml
 from outrider.printing import Terminal, points, print_lines, score
@@ -105,3 +107,16 @@ def test_a_configuration_is_shown_and_read_back_in_printable_text(name: str) -> 
     text = to_toml(Named(name=name).model_dump())
     assert is_calm(text)
     assert load_settings(Named, file=None, overrides=[text]).name == name or name == "none"
+
+
+def test_nothing_else_prints() -> None:
+    """All output goes through one module, which removes control characters from the text of others."""
+    source = Path(outrider.__file__).parent
+    found = set()
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if called in ("print", "Console"):
+                found.add(path.relative_to(source).as_posix())
+    without_terminal = {"tools/python/worker.py", "environments/textworld/games.py"}  # a parent reads these
+    assert found <= {"printing.py", "viewer/progress.py"} | without_terminal and "printing.py" in found

@@ -64,7 +64,7 @@ def train(
         environment: a class, an object, a name or a table in place of the recipe's section; likewise
             ``algorithm`` and ``engine``. If the class of an object cannot be imported, pass the object again
             when you resume the run.
-        progress: how to display progress; None prints lines in a notebook and nothing elsewhere.
+        progress: how to display progress; None prints lines in a notebook and nothing in a program.
         changed_plugins: whether the code of plug-ins may differ from that of the run's start.
         on_start: called with a function that requests a stop after the current step; it replaces the handling
             of interruptions.

@@ -230,7 +230,7 @@ def find(check: Check) -> Finding:
         return Finding(name=check.name, works=True, detail=check.look(), required=check.required)
     except _Missing as missing:
         detail, advice = str(missing), missing.advice
-    except OutriderError as error:  # its message says what to install
+    except OutriderError as error:  # its message names the missing package
         detail, advice = str(error), check.advice
     except Exception as error:  # a broken installation can raise any exception
         detail, advice = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], check.advice

@@ -2,6 +2,7 @@
 bound that moves refuses none.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -24,6 +25,60 @@ from outrider.algorithms.retrieval import RetrievalSettings
 from outrider.config import Settings, validate
 from outrider.errors import ConfigError
 from outrider.training.settings import UpdateSettings
+
+CLIP: dict[str, Any] = {
+    "type": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "keep_clipped_gradient": False,
+}  # fmt: skip
+CORRECTION: dict[str, Any] = {"upper": 2.0, "lower": None, "level": "token", "outside": "truncate"}
+OBJECTIVE: dict[str, Any] = {
+    "group_size": 8, "advantage": "group_normalized", "loss": CLIP, "aggregation": "token_mean",
+    "max_length": None,
+    "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0,
+    "kl_weight": 0.0, "kl_estimator": "k2",
+}  # fmt: skip
+RETRIEVAL: dict[str, Any] = {
+    "probability": 0.5, "final_probability": None, "schedule": "constant", "scope": "all",
+    "include_terminal": False, "noise": 0.0, "mode": "context", "level": "step", "form": "tags",
+    "min_similarity": None,
+}  # fmt: skip
+DEFAULTS: dict[type[Settings], dict[str, Any]] = {
+    ClipLoss: CLIP,
+    GppoLoss: {"type": "gppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+    GspoLoss: {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "sequence_ratio": "token"},
+    ReinforceLoss: {"type": "reinforce"},
+    SamplerCorrection: CORRECTION,
+    RejectionMask: {"statistic": "k1", "scope": "token", "upper": 2.0, "lower": None},
+    ObjectiveSettings: OBJECTIVE,
+    OffPolicyObjective: OBJECTIVE | {
+        "old_context": "acting", "student_mask": "token", "min_probability": math.exp(-5.0)},
+    BranchSettings: {
+        "first_wave": 8, "num_children": 1, "window": 20, "base_probability": 0.5, "entropy_weight": 0.2,
+        "decision": "bernoulli", "threshold": 0.5, "source": "after_result", "reduce": "mean",
+        "normalizer": "log_vocabulary", "attribution": "soft", "pre_monitor": False, "branch_penalty": 0.0,
+        "penalty_scope": "lineage",
+    },
+    RetrievalSettings: RETRIEVAL,
+    RapoSettings: OBJECTIVE | {
+        "type": "rapo", "loss": CLIP | {"clip_low": 0.28, "clip_high": 0.28},
+        "aggregation": "sequence_mean_token_mean", "num_hybrid": 4,
+        "advantage_weight": 0.2, "ratio_weight": 0.05, "quality": True, "timing": "entropy",
+        "sign": "decrease",
+        "retrieval": RETRIEVAL, "branch": None,
+    },
+    OverlongSettings: {"max_tokens": None, "buffer": None, "factor": 1.0, "counted": "policy"},
+    DynamicSamplingSettings: {"metric": "return", "max_extra_batches": 9},
+    GroupSettings: OBJECTIVE | {"overlong": None, "dynamic_sampling": None, "reward_kl_weight": 0.0},
+    UpdateSettings: {
+        "num_mini_batches": 1, "num_epochs": 1, "max_tokens": 4096, "max_logprob_gap": 0.1,
+        "checkpoint_activations": False, "attention": "auto",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
+def test_defaults(kind: type[Settings]) -> None:
+    assert kind().model_dump() == DEFAULTS[kind]
+
 
 SMALL = 2.0**-20
 CISPO = {"ratio_cap": 2.0}

@@ -14,7 +14,7 @@ import outrider
 from outrider.scaffold import render
 
 ROOT = Path(__file__).parents[2]
-# The one example of the parts below the public names; its docstring says so.
+# The one example of the parts below the public names; see its docstring.
 INTERNALS = "grpo_one_screen.py"
 
 

@@ -3,7 +3,7 @@ of the groups to train on.
 
 Shapes: N rollouts, T policy tokens of the flat packed layout (the tokens of a rollout in order of time).
 None or NaN marks a rollout without a return, which no statistic includes and whose advantage is 0. Statistics
-count rollouts, not turns or rows, unless a function says tokens. All values are float64. Sums are rounded
+count rollouts, not turns or rows, unless documented as tokens. All values are float64. Sums are rounded
 once (``fsum``), so that advantages do not depend on the order of the rollouts. If all returns in a group are
 equal, every advantage is exactly 0. Sources: docs/algorithms/objectives.md.
 """

@@ -209,7 +209,7 @@ class RemoteProcesses:
         self.repairs.count("rollout/num_groups_replayed", num_groups)
         left, done = dict(faults), set[str]()
         while left:
-            name = max(left)  # workers first, because they are told of new engines
+            name = max(left)  # workers first, because replaced engines are announced to them
             fault = left.pop(name)
             self.repairs.allow(fault, is_another=bool(done) and name not in done)
             self.repairs.count_process(fault)

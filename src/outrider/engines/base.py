@@ -174,7 +174,7 @@ class Engine(Protocol):
 
 # Names of models: a packaged one, a folder, or a Hugging Face id.
 #
-# Without torch, so that a mistake is told in a moment.
+# Without torch, so that a mistake is reported at once.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +250,7 @@ def cache_folder() -> Path:
 def require_known_model(name: str) -> None:
     """Raises ModelError for what cannot be a model.
 
-    Only a name of the form ``owner/name`` is ever asked for on the network.
+    Only names of the form ``owner/name`` are requested over the network.
     """
     if name in PACKAGED or Path(name).is_dir() or _HUB_ID.fullmatch(name):
         return

@@ -190,7 +190,7 @@ class SeedTaskSet(ABC):
 
     @abstractmethod
     def make(self) -> EnvironmentFactory:
-        """See :class:`~outrider.environments.base.TaskSet`."""
+        """Return the factory of one episode per seed."""
 
     @abstractmethod
     def play_expert(self, environment: Any, solve: Any, seed: int) -> Sequence[Step]:

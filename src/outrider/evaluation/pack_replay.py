@@ -132,7 +132,7 @@ class Replay:
                 step = int(start[1].removeprefix("step-"))
                 packed = self.run(start[0], depth=depth + 1, last_step=step) / "checkpoints" / start[1]
             recipe["model"] = {**recipe["model"], "initial_checkpoint": str(packed)}
-        if last_step == 0:  # only what it has before its steps is asked for, and no score of that
+        if last_step == 0:  # only the state before the steps is needed, without scores
             shortened = {"num_tasks": 1, "panel": "none", "at_start": True, "every": 0}
             recipe |= {
                 "train": {**recipe.get("train", {}), "num_steps": 0},

@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
     @property
     def added_tokens_decoder(self) -> Any:
-        """Id -> added token, which says whether it is special."""
+        """Id -> added token, with its flag ``special``."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -35,7 +35,7 @@ class Components:
     buffer: StepTraceBuffer | None
     algorithm: Algorithm
     remote: "RemoteProcesses | None" = None
-    # of the cold start, by task key; None: experts are asked
+    # of the cold start, by task key; None: from experts
     demonstrations: Mapping[str, Sequence[Step] | None] | None = None
     num_training_tasks: int = 0  # of the evaluation tasks
     rollout_status: RolloutStatus = field(

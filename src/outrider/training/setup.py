@@ -217,7 +217,7 @@ def build(
     train_tasks = training_tasks(task_set, settings)
     test_tasks = read_eval_tasks(task_set, settings.evaluation)
     num_training_tasks, lines = task_notes(task_set, settings, train_tasks, test_tasks)
-    demonstrations = None  # experts are asked
+    demonstrations = None  # use experts
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None and not resumed:
         demonstrations = read_demonstrations(
             settings.cold_start.demonstrations, train_tasks, settings.environment

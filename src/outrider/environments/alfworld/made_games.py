@@ -465,7 +465,7 @@ def make_scene(game_seed: int, split: Split, task_type: TaskType, index: int) ->
 def goals(plan: FloorPlan, task_type: TaskType) -> tuple[tuple[str, str], ...]:
     """The possible goals in a room, as pairs of kinds: the thing and its target receptacle.
 
-    The thing can also be elsewhere at the start, and the target is not the receptacle that cleans, heats or
+    The thing may have another place at first, and the target is not the receptacle that cleans, heats or
     cools it.
     """
     known = tables()

@@ -45,7 +45,7 @@ _GENERATOR_PROGRAM: Final = "outrider.environments.reasoning_gym.items"
 _SOURCE: Final = str(Path(__file__).resolve().parents[3])  # this tree, whatever else is installed
 _CACHE_SIZE: Final = 65_536
 # The evaluated answer could print a score: only a line that begins with the secret mark counts. The first
-# such line says that the item is there; if the program ends after it, the answer is the cause.
+# such line reports that the item was read; if the program ends after it, the answer is the cause.
 _VERIFIER_PROGRAM: Final = """
 import json, random, numpy, reasoning_gym
 request = json.loads({request!r})

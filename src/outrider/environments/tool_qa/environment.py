@@ -409,7 +409,7 @@ class ToolEnvironment(ToolEpisode):
         )
 
     def _complain(self, text: str, reason: str) -> StepResult:
-        """An observation that says what was wrong, or the end when there were too many."""
+        """Return an observation that names the mistake, or the end after too many mistakes."""
         if self._num_invalid + 1 >= self._config.max_invalid:
             return self._end(text, invalid=True)
         self._num_invalid += 1

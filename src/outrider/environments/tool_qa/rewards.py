@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """A tag was closed that cannot be read; ``reason`` is told to the policy."""
+    """A tag was closed that cannot be read; ``reason`` is shown to the policy."""
 
     reason: str
 

@@ -505,7 +505,7 @@ class Link:
         except BaseException as error:
             if not self._opened.done():
                 self._opened.set_exception(_first(error))
-                self._opened.exception()  # retrieved, because possibly nobody waits for it any more
+                self._opened.exception()  # retrieved, because no caller may be waiting
             if not isinstance(error, Exception | asyncio.CancelledError):
                 raise
 
@@ -653,7 +653,7 @@ class Servers:
         self._portal: BlockingPortal = self._stack.enter_context(
             start_blocking_portal(name=f"mcp-{settings.name}")
         )
-        # If nobody closes it, the portal's own atexit handler would wait for a thread that is gone by then.
+        # If it stays open, the portal's own atexit handler waits for a thread that has ended by then.
         atexit.register(self.close)
         self._servers = [self._portal.call(_Server, settings, listing) for _ in range(settings.num_servers)]
 

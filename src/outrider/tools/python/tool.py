@@ -77,7 +77,7 @@ class PythonToolConfig:
     output_bytes: int = 1 << 20
     """A call that prints more is stopped."""
     max_output_chars: int = 8000
-    """A longer output is cut in the middle, and a mark says so."""
+    """A longer output loses its middle, where a mark is inserted."""
     packages: tuple[str, ...] = ()
     """Installed packages to preload, for example ``sympy`` and ``numpy``. Code cannot import or read any
     other installed package.
@@ -345,7 +345,7 @@ class PythonAdapter:
         return cls(tool)
 
     def run_text(self, text: str) -> ToolOutput:
-        """Run the code. If it prints nothing, the text says so."""
+        """Run the code. If it prints nothing, the text reports that."""
         result = self._tool.run(extract_code(text))
         return ToolOutput(text=result.output or "(no output)", failed=result.status != "ok")
 
