@@ -72,7 +72,7 @@ test-long: setup
 # The engine, the update and their bits as on a processor with SSE only (docs/portability.md says which variable acts where).
 LESSER := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE
 LESSER_TESTS := $(patsubst %,tests/engines/test_%.py,few_rows fused local model packed processor sampling) \
-	$(patsubst %,tests/train/test_%.py,continuing determinism mixed_update pack_update versions)
+	$(patsubst %,tests/training/test_%.py,continuing determinism mixed_update pack_update versions)
 
 test-lesser: setup
 	OMP_NUM_THREADS=1 $(LESSER) $(BIN)/python -m pytest -n 2 --dist loadfile $(LESSER_TESTS)
@@ -118,7 +118,7 @@ $(VLLM)/.complete: pyproject.toml constraints.txt
 	@touch $@
 
 test-vllm: $(VLLM)/.complete
-	$(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm.py tests/scale/test_vllm.py
+	$(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm.py tests/distributed/test_vllm.py
 
 # verifiers pins packages that exclude ours, so its environments are played under a Python of their own (570 MB).
 VERIFIERS := .venv-verifiers
@@ -144,7 +144,7 @@ test-viewer: setup $(AXE)
 	$(PIP) -e '.[viewer-tests]'
 	@if ! command -v chromium > /dev/null && command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	apt-get install --yes --quiet --no-install-recommends chromium > /dev/null || echo "chromium cannot be installed here"; fi
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m viewer tests/watch/viewer -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m viewer tests/viewer/pages -rs
 
 lint: setup
 	$(BIN)/ruff check

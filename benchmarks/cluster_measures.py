@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.scale.groups import groups
+from tests.distributed.groups import groups
 from tests.tiny import save_tiny_model
 
 from outrider.config import validate

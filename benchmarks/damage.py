@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.train.forked import forked_outrider
-from tests.train.whole_runs import CASES, command, differences, write_data
+from tests.training.forked import forked_outrider
+from tests.training.whole_runs import CASES, command, differences, write_data
 
 from benchmarks.kills import read
 from benchmarks.markdown_table import markdown

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tests.scale.groups import groups
+from tests.distributed.groups import groups
 
 from benchmarks.gpu_models import Made, make_model
 from benchmarks.gpu_rows import RowFile

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from tests.train.forked import ForkedOutrider
+from tests.training.forked import ForkedOutrider
 
 _WRITES: Final = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
 _SENT, _COUNTED = "sent", "counted"

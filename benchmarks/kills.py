@@ -3,9 +3,9 @@ nobody touched?
 
     python -m benchmarks.kills --count 1000 [--out runs/kills] [--cases rapo empo2]
 
-Tiny models, every algorithm with a state of its own (tests/train/whole_runs.py). A broken run gets one to six
-signals (SIGKILL, SIGTERM, SIGINT), each at a random processor time of its life or before a random one of its
-writes to disk (kill_moments.py), and is then continued to its end. A signal counts where it met the running
+Tiny models, every algorithm with a state of its own (tests/training/whole_runs.py). A broken run gets one to
+six signals (SIGKILL, SIGTERM, SIGINT), each at a random processor time of its life or before a random one of
+its writes to disk (kill_moments.py), and is then continued to its end. A signal counts where it met the running
 command. One line a broken run goes to kills.jsonl; the same command continues. It ends with a table, and with
 status 1 where a run was lost or is not the same.
 """
@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tests.train.forked import ForkedOutrider
-from tests.train.whole_runs import CASES, command, differences, write_data
+from tests.training.forked import ForkedOutrider
+from tests.training.whole_runs import CASES, command, differences, write_data
 
 from benchmarks import kill_moments
 from benchmarks.markdown_table import markdown

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.scale.groups import groups
+from tests.distributed.groups import groups
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.engines.local.model import load_model

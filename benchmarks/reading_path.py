@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from tests.train.tool_run import write_tool_run
+from tests.training.tool_run import write_tool_run
 
 import outrider
 from outrider.cli import main as command_line

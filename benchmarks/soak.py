@@ -4,9 +4,9 @@ threads, ports or files?
     python -m benchmarks.soak [--rollouts 10000] [--each 500] [--cases arpo empo2] [--out runs/soak]
 
 Whole runs of the trainer with a tiny model, one after another, each case in its turn
-(tests/train/whole_runs.py; the Python tool with real servers). Tools, environments and engine break at random
-(soak_faults.py). What the process holds is written down at every training step's end where another
-``--every`` rollouts are done, and behind every run, when all must be given back: one line each in soak.jsonl.
+(tests/training/whole_runs.py; the Python tool with real servers). Tools, environments and engine break at random
+(soak_faults.py). soak.jsonl records the resources of the process after every ``--every`` rollouts and at the
+end of every run, when all of them must be released.
 The same command continues, with a warm-up of its own. Ends with tables, and with status 1 where what is held
 behind a run has grown after the warm-up: memory by 2 % or more, anything else at all. The warm-up is two runs
 of every case: pools of native threads (Arrow's, torch's) begin a thread when work first waits for one, and
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from tests.train.whole_runs import CASES, command, write_data
+from tests.training.whole_runs import CASES, command, write_data
 
 from benchmarks.kills import read
 from benchmarks.markdown_table import markdown

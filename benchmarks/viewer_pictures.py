@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.train.recorded_run import record_run
+from tests.training.recorded_run import record_run
 
 from benchmarks.viewer import BROWSERS, server
 from outrider.viewer.answers import run_id

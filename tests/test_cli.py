@@ -18,7 +18,7 @@ import pytest
 from outrider.cli import main
 from outrider.config import load_settings, to_toml
 from outrider.training.settings import RunSettings
-from tests.train.tool_run import write_tool_run
+from tests.training.tool_run import write_tool_run
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from outrider.engines.local import cpu_kernels as onednn
 from outrider.errors import ConfigError, ToolUnavailable
 from outrider.training.settings import RunSettings
 from tests.tiny import save_tiny_model
-from tests.train.test_families_run import save_model
+from tests.training.test_families_run import save_model
 
 
 def raising(error: Exception) -> Any:

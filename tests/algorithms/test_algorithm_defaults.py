@@ -22,7 +22,7 @@ from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings, UpdateSettings
 from outrider.training.update import update
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import random_trace
+from tests.training.test_pack_update import random_trace
 
 ONE_BATCH = UpdateSettings(max_tokens=10_000, max_logprob_gap=99.0)
 

@@ -1,7 +1,7 @@
 """What must hold for every method of the group family, through the algorithms that a run uses.
 
 docs/algorithms/objectives.md lists all rules with their tests; those about gradients are in
-``tests/train/test_objective_rules.py``.
+``tests/training/test_objective_rules.py``.
 """
 
 from typing import Any

@@ -25,7 +25,7 @@ from tests.rollout.fakes import Factory, scheduler, tasks
 from tests.rollout.test_branch import Copying, answers
 from tests.rollout.test_scheduler import chatty
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import (  # noqa: F401
+from tests.training.test_pack_update import (  # noqa: F401
     Recorder,
     assert_equal_gradients,
     double_precision,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import damage, kill_moments, kills
-from tests.train.forked import ForkedOutrider
+from tests.training.forked import ForkedOutrider
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from benchmarks.figures import differences, main, rewritten
 from outrider.errors import DataError, PackError
 from outrider.evaluation.packs import make_pack
 from outrider.types import Json
-from tests.evals.pack_runs import write_exact, write_questions, write_run
+from tests.evaluation.pack_runs import write_exact, write_questions, write_run
 
 ROOT = Path(__file__).parents[2]
 ORIGIN: dict[str, Json] = {"source": "a test", "command": "none"}

@@ -28,8 +28,8 @@ from outrider.training.settings import (
 )
 from outrider.training.update import measure_kl, update
 from tests.algorithms.test_every_objective import EVERY
+from tests.distributed.groups import groups
 from tests.far_device import FAR, FarTensor, far_device, moved
-from tests.scale.groups import groups
 from tests.tiny import tiny_model
 
 OF_THE_UPDATE = {

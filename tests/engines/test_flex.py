@@ -18,7 +18,7 @@ from outrider.engines.local.attention import BLOCK, FlexPlan, Segment, TreePlan,
 from outrider.errors import ModelError
 from outrider.training.packing import pack
 from outrider.training.update import rollout_paths
-from tests.scale.groups import groups
+from tests.distributed.groups import groups
 
 SCALE = 0.3
 CPU = torch.device("cpu")

@@ -39,8 +39,8 @@ from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.agents.named import NAMED, with_program  # noqa: E402
 from tests.environments.agents.shared import shared_factory  # noqa: E402
 from tests.rollout.test_branch import Forking  # noqa: E402
-from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
 
 TOKENIZER = tiny_tokenizer()
 PROGRAMS = "tests.environments.agents.programs"

@@ -19,7 +19,7 @@ from tests.environments.test_agent import scheduled  # noqa: E402
 from tests.environments.test_agent_clients import CALL  # noqa: E402
 from tests.environments.test_agent_endpoint import COUNTS, given, play  # noqa: E402
 from tests.environments.test_agent_requests import with_native_calls  # noqa: E402
-from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
 
 ERRING = "tests.environments.agents.erring"
 TOOL: Any = WEATHER["function"]

@@ -13,8 +13,8 @@ from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
-from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
 from tests.tiny import save_tiny_model  # noqa: E402
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
 
 CLIENTS = "tests.environments.agents.clients"
 ONE = (Task(key="t", question="How is Paris?", answers=("sunny",)),)

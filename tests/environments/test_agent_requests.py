@@ -22,7 +22,7 @@ from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.test_agent import ONE, scheduled  # noqa: E402
-from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
 
 ASKING = "tests.environments.agents.asking"
 HELLO = [{"role": "user", "content": "a"}]

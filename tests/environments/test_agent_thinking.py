@@ -16,7 +16,7 @@ from outrider.tokens.renderer import HistoryThinking  # noqa: E402
 from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
-from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 SAID = (f"Where?</think>{CALL}", "It shines.</think>It is sunny.", "Well.</think>Yes.")

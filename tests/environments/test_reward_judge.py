@@ -17,8 +17,8 @@ from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import ToolFault, ToolUnavailable
 from outrider.types import Message, Task
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
-from tests.train.short_runs import assert_same, begin, interrupted, resume
-from tests.train.tool_run import write_tool_run
+from tests.training.short_runs import assert_same, begin, interrupted, resume
+from tests.training.tool_run import write_tool_run
 
 TASK = Task(key="t", question="Where is the tower?", answers=("Paris",))
 MODELS = Answer({"data": [{"id": "judge"}]})

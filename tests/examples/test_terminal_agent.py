@@ -21,7 +21,7 @@ from outrider.engines.base import Request  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
-from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENGINE = """#!/bin/sh

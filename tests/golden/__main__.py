@@ -52,7 +52,7 @@ def _put(found: dict[str, Any]) -> Path:
 
 
 def _play(given: argparse.Namespace) -> None:
-    import tests.train.forked_imports  # noqa: F401  # one thread, and what every run would compute again
+    import tests.training.forked_imports  # noqa: F401  # one thread, and what every run would compute again
     from tests.golden.cases import runs
     from tests.golden.kernels import fingerprint
     from tests.golden.lowest import versions

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.golden import record
 from tests.golden.cases import BASE, CASES, FORKS, MEMORY, SCRIPTED_ONLY, _filled, recipe
-from tests.train.tool_run import write_house_model, write_python_model
+from tests.training.tool_run import write_house_model, write_python_model
 
 _HOUSE = {
     "model": {"name": "{root}/model-house"},

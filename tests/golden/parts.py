@@ -13,7 +13,7 @@ import torch
 
 from outrider.trace import Leaf, Node, Trace
 from outrider.viewer.records import SCHEMA, TraceReader
-from tests.train.whole_runs import CLOCK, _rows
+from tests.training.whole_runs import CLOCK, _rows
 
 # Metrics that have another name today than in the record: today's name to the record's; None for one that is
 # new since.

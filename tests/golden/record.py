@@ -28,7 +28,7 @@ from outrider.viewer.progress import make_progress
 from outrider.viewer.trackers import make_trackers
 from tests.golden import parts
 from tests.golden.cases import Player, recipe
-from tests.train.tool_run import PLACES, THINGS, write_demonstrations, write_tool_run
+from tests.training.tool_run import PLACES, THINGS, write_demonstrations, write_tool_run
 
 Entry = dict[str, Any]
 
@@ -130,8 +130,8 @@ class _Probe:
 def _norm_of_0_2_0() -> Iterator[None]:
     """The norm in float32, and torch's clipping by it, as they were when the record was written.
 
-    Since 0.3.0 the norm is float64 (tests/train/test_gradient_norm.py), which moves every clipped step: the
-    record shows that nothing else has moved.
+    The norm is float64 since 0.3.0 (tests/training/test_gradient_norm.py), which moves every clipped step;
+    the record shows that nothing else has moved.
     """
 
     def norm(self: Policy, gradients: Sequence[torch.Tensor]) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.wheels import ROOT, Installed, build_wheel, install_wheel
-from tests.train.tool_run import write_tool_run
+from tests.training.tool_run import write_tool_run
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 

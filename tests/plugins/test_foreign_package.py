@@ -17,8 +17,8 @@ import pytest
 
 from tests.plugins.packages import FOREIGN, install
 from tests.tiny import save_tiny_model
-from tests.train.forked import ForkedOutrider
-from tests.train.whole_runs import differences
+from tests.training.forked import ForkedOutrider
+from tests.training.whole_runs import differences
 
 pytestmark = pytest.mark.long
 

@@ -22,7 +22,7 @@ from outrider.tokens.renderer import HistoryThinking
 from outrider.trace import Node, Trace, split_contexts, without_memory
 from outrider.types import Message, Origin, Outcome, Task
 from tests.rollout.fakes import Factory
-from tests.templates_of_families import FAMILIES, byte_tokenizer
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer
 
 OPERATIONS = ("append", "new", "back", "again", "rewrite", "drop", "strip", "stop")
 WORDS = ("yes", " it is\n", "no. ", "a\n\nb", "<b>")

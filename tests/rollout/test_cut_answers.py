@@ -18,7 +18,7 @@ from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, Outcome, Step, Task
-from tests.templates_of_families import FAMILIES, tokenizer_of
+from tests.tokens.family_templates import FAMILIES, tokenizer_of
 
 TASK = Task(key="t", question="Capital of Norway?", answers=("Oslo",))
 LONG = "The capital of Norway is a city by a fjord, and its name is Oslo."

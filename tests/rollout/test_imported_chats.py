@@ -18,7 +18,7 @@ from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
 from outrider.types import Json, Origin, Step, Task, ToolCall, ToolSchema
 from tests.conversations import TOOLS
-from tests.templates_of_families import FAMILIES, byte_tokenizer
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer
 
 CALL = {"id": "c1", "type": "function", "function": {"arguments": '{"key": "Oslo"}', "name": "lookup"}}
 CHAT = [

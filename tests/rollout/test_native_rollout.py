@@ -16,7 +16,7 @@ from outrider.tokens import ChatRenderer
 from outrider.tools.base import Tool, ToolOutput
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome, Task
-from tests.templates_of_families import FAMILIES, byte_tokenizer
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer
 
 TASK = Task(key="t", question="Where is the tower?", answers=("Paris",))
 

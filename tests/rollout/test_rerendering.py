@@ -33,7 +33,7 @@ from outrider.training.step_metrics import rollout_metrics
 from outrider.training.update import rollout_paths
 from outrider.types import Message, Outcome
 from tests.rollout.fakes import Factory, Fake, say, tasks
-from tests.templates_of_families import FAMILIES, byte_tokenizer
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer
 
 TURNS = tuple(
     f"<think>\n{thought}\n</think>\n\n{said}"

@@ -25,7 +25,7 @@ from outrider.tokens import ChatRenderer
 from outrider.trace import Trace, policy_turns, without_memory
 from outrider.types import Message, Origin, Outcome, Role
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
-from tests.templates_of_families import FAMILIES, byte_tokenizer
+from tests.tokens.family_templates import FAMILIES, byte_tokenizer
 
 END = StepResult(message=None, done=True)
 

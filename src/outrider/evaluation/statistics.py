@@ -398,7 +398,7 @@ def verdict(
     multiple groups. The test over seeds assumes approximately normal means. If four equal groups of three
     seeds with a large variance are compared, about one comparison in three would have a winner without the
     test over seeds, and one in thirty with it. If seeds either succeed or fail, it is one in eight, because
-    no test of three seeds can distinguish this from a difference (``tests/evals/test_significance.py``).
+    no test of three seeds can distinguish this from a difference (``tests/evaluation/test_significance.py``).
     """
     reasons = list(obstacles)
     for sample in (first, second):

@@ -17,8 +17,8 @@ from outrider.tools.mcp.tool import McpConfig  # noqa: E402
 from outrider.training.run_dir import RunDirectory  # noqa: E402
 from outrider.training.setup import run_training  # noqa: E402
 from tests.tools.mcp.servers import HERE  # noqa: E402
-from tests.train.short_runs import begin, interrupted, resume  # noqa: E402
-from tests.train.tool_run import write_tool_run  # noqa: E402
+from tests.training.short_runs import begin, interrupted, resume  # noqa: E402
+from tests.training.tool_run import write_tool_run  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 VARIABLES = {"NUMBERS_VERSION": "1.0", "NUMBERS_MORE": "", "NUMBERS_OTHER": ""}

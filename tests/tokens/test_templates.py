@@ -1,0 +1,222 @@
+"""Chat templates that do not know every conversation: made right where that is the field's habit,
+refused at load where not.
+
+The templates are short ones written after what the families' makers document, one rule of theirs each.
+"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from outrider.environments.base import StepResult
+from outrider.errors import ModelError
+from outrider.rollout.episode import Sampling
+from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.settings import Limits
+from outrider.tokens import ChatRenderer, decode_text
+from outrider.types import Message, Outcome, Role
+from tests.rollout.fakes import Factory, Fake, say, scripted, tasks
+from tests.tokens.test_tokens import CONTENT, byte_tokenizer
+
+ALTERNATE = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{% endfor %}"
+)
+MISTRAL = (
+    ALTERNATE + "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% set messages = messages[1:] %}{% else %}{% set told = '' %}{% endif %}"
+    + ALTERNATE
+    + "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (told if loop.first else '') + "
+    "m['content'] | trim + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + ALTERNATE
+    + "{{ bos_token }}{% for m in messages %}"
+      "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | "
+      "trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}"
+      "{% endif %}"
+)  # fmt: skip
+TURNS = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+SILENT = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + TURNS
+EOS = {
+    "mistral": "</s>",
+    "llama2": "</s>",
+    "gemma": "<end_of_turn>",
+    "phi3": "<|endoftext|>",
+    "phi3 twice": "<|end|>",
+    "silent": "<|end|>",
+}
+TEMPLATES = {
+    "mistral": MISTRAL,
+    "llama2": LLAMA2,
+    "gemma": GEMMA,
+    "phi3": TURNS,
+    "phi3 twice": TURNS,
+    "silent": SILENT,
+}
+SPECIAL = [
+    "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>",
+    "<|endoftext|>",
+]  # fmt: skip
+SAID = {
+    "mistral": ("<s>[INST] rules\n\nq [/INST]", "hello</s>", "[INST] obs [/INST]"),
+    "llama2": ("<s>[INST] <<SYS>>\nrules\n<</SYS>>\n\nq [/INST]", "hello</s>", "<s>[INST] obs [/INST]"),
+    "gemma": (
+        "<s><start_of_turn>user\nrules\n\nq<end_of_turn>\n<start_of_turn>model\n", "hello<end_of_turn>",
+        "\n<start_of_turn>user\nobs<end_of_turn>\n<start_of_turn>model\n",
+    ),
+    "phi3": (
+        "<|system|>\nrules<|end|>\n<|user|>\nq<|end|>\n<|assistant|>\n", "hello<|end|>",
+        "\n<|user|>\nobs<|end|>\n<|assistant|>\n",
+    ),
+    "silent": ("<|user|>\nrules\n\nq<|end|>\n<|assistant|>\n", "hello<|end|>",
+               "\n<|user|>\nobs<|end|>\n<|assistant|>\n"),
+}  # fmt: skip
+SAID["phi3 twice"] = SAID["phi3"]
+
+
+def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    fast = byte_tokenizer(TEMPLATES[name])
+    fast.add_special_tokens({"additional_special_tokens": SPECIAL})
+    fast.bos_token, fast.eos_token = "<s>", EOS[name]
+    return fast
+
+
+RENDERERS = {name: ChatRenderer(tokenizer(name)) for name in TEMPLATES}
+
+
+def ids(name: str, text: str) -> tuple[int, ...]:
+    return tuple(RENDERERS[name].tokenizer.encode(text, add_special_tokens=False))
+
+
+def message(role: Role, content: str) -> Message:
+    return Message(role=role, content=content)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_conversation_with_rules_an_answer_and_an_observation(name: str) -> None:
+    """The policy ends its turn itself, with the one marker that its family ends turns with."""
+    renderer = RENDERERS[name]
+    prompt, answer, observation = SAID[name]
+    rendered = renderer.prompt([message("system", "rules"), message("user", "q")])
+    assert rendered == ids(name, prompt)
+    assert renderer.bridge((*rendered, *ids(name, answer)), [message("user", "obs")]) == ids(
+        name, observation
+    )
+    unclosed = (*rendered, *ids(name, "hello"))
+    assert (*unclosed, *renderer.bridge(unclosed, [message("user", "obs")])) == (
+        *rendered, *ids(name, answer.replace("hello", "hello " if name == "llama2" else "hello")
+                        + observation)
+    )  # fmt: skip
+
+
+@given(answer=CONTENT, written=st.sampled_from(["", " ", "</s>", " </s>"]))
+def test_an_end_behind_a_space_stands_there_once(answer: str, written: str) -> None:
+    """Llama 2's template writes a space before the marker; a policy closes with or without it."""
+    [end] = ids("llama2", "</s>")
+    turn = (*ids("llama2", answer), *ids("llama2", written))
+    whole = (*turn, *RENDERERS["llama2"].bridge(turn, [message("user", "obs")]))
+    assert whole.count(end) == 1
+    assert whole == ids("llama2", f"{answer}{written if '</s>' in written else ' </s>'}<s>[INST] obs [/INST]")
+
+
+def test_which_of_them_take_a_system_message() -> None:
+    assert {name for name, renderer in RENDERERS.items() if renderer.supports_system} == {
+        "llama2",
+        "phi3",
+        "phi3 twice",
+    }
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral", "llama2"])
+def test_neighbours_of_one_role_are_one_message_where_roles_must_alternate(name: str) -> None:
+    renderer = RENDERERS[name]
+    asked = [message("system", "rules"), message("user", "one"), message("user", "two")]
+    assert renderer.prompt(asked) == renderer.prompt(
+        [message("system", "rules"), message("user", "one\n\ntwo")]
+    )
+    turn = ids(name, "hello")
+    assert renderer.bridge(turn, asked[1:]) == renderer.bridge(turn, [message("user", "one\n\ntwo")])
+
+
+def test_a_system_message_alone_is_asked_as_the_user() -> None:
+    assert RENDERERS["mistral"].prompt([message("system", "rules")]) == ids(
+        "mistral", "<s>[INST] rules [/INST]"
+    )
+
+
+def test_no_marker_is_made_of_two_texts_that_are_joined() -> None:
+    joined = RENDERERS["silent"].prompt([message("system", "<|en"), message("user", "d|>")])
+    assert joined == ids("silent", "<|user|>\n<|en\n\nd|><|end|>\n<|assistant|>\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (MISTRAL.replace("bos_token", "nothing.at.all"),
+         "no usable chat template: it refuses user, assistant: "),
+        ("{% if messages | length > 2 %}{{ raise_exception('one turn\nonly') }}{% endif %}" + TURNS,
+         "it refuses user, assistant, user: one turn only"),
+        (TURNS.replace("m['content']", "(m['content'] if m['role'] == 'assistant' else '')"),
+         "drops user messages"),
+        (TURNS.replace("m['content']", "(m['content'] if loop.last else '')"),
+         "drops an observation after an answer"),
+        (TURNS.replace("'<|end|>\n'", "('<|end|>\n' if not loop.last else '<|endoftext|>')"),
+         "closes the last assistant"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rendered_is_told_in_one_line_at_load(template: str, says: str) -> None:
+    fast = tokenizer("phi3")
+    fast.chat_template = template
+    with pytest.raises(ModelError) as told:
+        ChatRenderer(fast)
+    assert says in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_role_that_the_template_refuses_later_is_a_typed_error_too() -> None:
+    with pytest.raises(ModelError, match="refuses user, assistant, tool: "):
+        RENDERERS["mistral"].bridge(ids("mistral", "hello"), [message("tool", "obs")])
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_rollout_with_rules_and_observations_ends_well(name: str) -> None:
+    """The jinja2 traceback of the first rollout, and Phi-3's of the first observation."""
+
+    class Ruled(Fake):
+        def reset(self, seed: int) -> tuple[Message, ...]:
+            return (message("system", "rules"), message("user", self.question))
+
+    factory = Factory(
+        lambda task, number: Ruled(
+            on_step=lambda n, t: say("obs", "user") if n < 2 else StepResult(message=None, done=True)
+        )
+    )
+    engine = scripted(lambda request, context: "go.")
+    engine.tokenizer = RENDERERS[name].tokenizer
+    runs = Scheduler(
+        engine=engine,
+        renderer=RENDERERS[name],
+        factory=factory,
+        limits=Limits(step_timeout_s=60),
+        sampling=Sampling(stop=(".",)),
+        run_seed=0,
+    )
+    [trace] = runs.run(tasks(1), modes=("m",), training_step=0).traces
+    assert trace.leaves[0].outcome is Outcome.FINISHED
+    shown = decode_text(
+        engine.tokenizer, trace.token_ids(trace.leaves[0].node_id or 0), skip_special_tokens=False
+    )
+    assert shown.count("rules") == 1 and shown.count("obs") == 2

@@ -1,0 +1,172 @@
+"""A finished run is given more steps, and is then the run that had them from the start."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import main
+from outrider.config import load_settings
+from outrider.errors import ConfigError
+from outrider.training import trainer
+from outrider.training.run_dir import MAY_CHANGE, RunDirectory, extend_settings
+from outrider.training.settings import RunSettings
+from tests.training.short_runs import begin, resume
+from tests.training.tool_run import write_tool_run
+
+OF_THE_MACHINE = re.compile(r'"((time|speed)/[a-z_]+|[a-z]+/peak_rss)": [^,}]+')
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tool_run(tmp_path_factory.mktemp("made") / "data")
+
+
+@pytest.fixture(scope="module")
+def short(recipe: Path) -> Path:
+    """Two steps, finished."""
+    return begin(recipe, recipe.parent / "short", "evaluation.every=2")
+
+
+@pytest.fixture
+def ended(short: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(short, tmp_path / "run"))
+
+
+def train(run: Path, *overrides: str) -> int:
+    return main(["train", "--resume", str(run), "--progress", "plain", *overrides])
+
+
+def labels(run: Path) -> list[tuple[str, int]]:
+    return [(one["label"], one["step"]) for one in RunDirectory(run).finished_evaluations()]
+
+
+def content(run: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()
+    }
+
+
+def of_the_run(run: Path) -> str:
+    return OF_THE_MACHINE.sub("", (run / "metrics.jsonl").read_text())
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
+    every: int, recipe: Path, tmp_path: Path
+) -> None:
+    whole = begin(recipe, tmp_path / "whole", f"evaluation.every={every}", "train.num_steps=4")
+    run = begin(recipe, tmp_path / "run", f"evaluation.every={every}")
+    assert labels(run) == [("before training", 0), ("after RAPO", 2)]
+    assert train(run, "train.num_steps=4") == 0
+    last = Path("checkpoints") / "step-000004"
+    for name in ("masters.safetensors", "optimizer.safetensors"):
+        assert (run / last / name).read_bytes() == (whole / last / name).read_bytes(), name
+    steps = sorted(path.name for path in (whole / "traces").glob("step-*.parquet"))
+    assert len(steps) == 4
+    for name in steps:
+        assert (run / "traces" / name).read_bytes() == (whole / "traces" / name).read_bytes(), name
+    assert labels(run) == [("before training", 0), ("step 2", 2), ("after RAPO", 4)]
+    assert (run / "config.toml").read_bytes() == (whole / "config.toml").read_bytes()
+    mine, theirs = (
+        [json.loads(line) for line in (one / "evaluations.jsonl").read_text().splitlines()]
+        for one in (run, whole)
+    )
+    if every:  # the evaluation of the shorter run's end is then one that the longer run makes too
+        assert mine == theirs and of_the_run(run) == of_the_run(whole)
+        assert (run / last / "state.json").read_bytes() == (whole / last / "state.json").read_bytes()
+    else:
+        assert [mine[0], mine[2]] == theirs
+
+
+@pytest.mark.long
+def test_a_longer_run_that_is_killed_goes_on_with_its_new_length(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(self: trainer.Trainer) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.Trainer, "_train_step", killed)
+        assert train(ended, "train.num_steps=3") == 130
+    assert labels(ended) == [("before training", 0), ("step 2", 2)]
+    capsys.readouterr()
+    resume(ended, progress="plain")
+    said = capsys.readouterr().out
+    assert "DAMAGED" not in said and "train.num_steps is 3, was 2; the run goes on, to the same bits" in said
+    assert labels(ended) == [("before training", 0), ("step 2", 2), ("after RAPO", 3)]
+    assert "num_steps = 3" in (ended / "config.toml").read_text()
+    assert train(ended, "train.num_steps=3") == 0  # what it has already: the same command does no harm
+    assert "this run is finished: 3 of 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ("optimizer.learning_rate=1",),
+            "optimizer.learning_rate cannot change in a run that goes on: it decides the results",
+        ),
+        (("train.num_steps=3", "seed=4"), "seed cannot change"),
+        (
+            ("num_threads=2",),
+            "num_threads cannot change in a run that goes on: it changes how numbers are rounded",
+        ),
+        (("train.max_retries=5",), "it may be changed in config.toml. These may: train.num_steps"),
+        (("train.num_steps=1",), "train.num_steps may only grow: it is 2, 1 would end the run earlier"),
+        (
+            ("train.max_policy_tokens=9",),
+            "train.max_policy_tokens may only grow: it is without an end, 9 would",
+        ),
+        (("train.num_stepz=3",), "unknown key"),
+    ],
+)
+def test_all_else_is_refused_with_its_reason_and_changes_nothing(
+    overrides: tuple[str, ...], says: str, ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(ended)
+    assert train(ended, *overrides) == 2
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1 and content(ended) == before
+
+
+def test_a_schedule_that_ends_with_the_run_and_a_run_without_training_do_not_grow(
+    recipe: Path, tmp_path: Path
+) -> None:
+    schedule = ["algorithm.retrieval.schedule=linear", "algorithm.retrieval.final_probability=0.1"]
+    for number, (made, says) in enumerate(
+        [(schedule, "final_probability at the last step"), (["train.num_steps=0"], "from 0")]
+    ):
+        settings = load_settings(RunSettings, file=recipe, overrides=made)
+        run, _ = RunDirectory.create(tmp_path / str(number), settings), None
+        run.release()
+        with pytest.raises(ConfigError, match=says):
+            extend_settings(run.path / "config.toml", ["train.num_steps=50"])
+
+
+def test_a_dry_run_prints_what_it_would_be_and_writes_nothing(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(ended)
+    assert train(ended, "train.num_steps=7", "--dry-run") == 0
+    assert "num_steps = 7" in capsys.readouterr().out and content(ended) == before
+
+
+def test_a_set_up_that_fails_leaves_the_length_as_it_was(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ConfigError("no such tool")
+
+    before = content(ended)
+    monkeypatch.setattr("outrider.training.setup.build", broken)
+    assert train(ended, "train.num_steps=3") == 2
+    assert "no such tool" in capsys.readouterr().err and content(ended) == before
+
+
+def test_the_settings_that_may_grow_are_in_the_documents_with_their_reasons() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "resuming.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| (.+) \|$", page, flags=re.MULTILINE))
+    assert rows == dict(MAY_CHANGE)
