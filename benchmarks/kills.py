@@ -5,9 +5,9 @@ nobody touched?
 
 Tiny models, every algorithm with a state of its own (tests/training/whole_runs.py). A broken run gets one to
 six signals (SIGKILL, SIGTERM, SIGINT), each at a random processor time of its life or before a random one of
-its writes to disk (kill_moments.py), and is then continued to its end. A signal counts where it met the running
-command. One line a broken run goes to kills.jsonl; the same command continues. It ends with a table, and with
-status 1 where a run was lost or is not the same.
+its writes to disk (kill_moments.py), and is then continued to its end. A signal counts if it met the
+running command. kills.jsonl gets one line per interrupted run, and the same command resumes
+the campaign. It prints a table at the end and exits with 1 if a run was lost or differs.
 """
 
 import argparse
