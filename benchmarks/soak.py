@@ -5,8 +5,8 @@ threads, ports or files?
 
 Whole runs of the trainer with a tiny model, one after another, each case in its turn
 (tests/training/whole_runs.py; the Python tool with real servers). Tools, environments and engine fail at
-random (soak_faults.py). soak.jsonl records the resources of the process after every ``--every`` rollouts and at the
-end of every run, when all of them must be released.
+random (soak_faults.py). soak.jsonl records the resources of the process after every ``--every`` rollouts and
+at the end of every run, when all of them must be released.
 The same command continues, with a warm-up of its own. Ends with tables, and with status 1 where what is held
 behind a run has grown after the warm-up: memory by 2 % or more, anything else at all. The warm-up is two runs
 of every case: pools of native threads (Arrow's, torch's) begin a thread when work first waits for one, and
