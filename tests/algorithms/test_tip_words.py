@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.tips import PLAIN, TIPS_ON, MemorySettings, TipHook, environment_tip
-from outrider.environments.house import HouseConfig, HouseTaskSet, make_house
+from outrider.environments.house import House, HouseConfig, make_house
 from outrider.environments.text_games import render_action
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.scheduler import RolloutReport
@@ -17,7 +17,8 @@ from outrider.types import Message, Origin, Task
 from tests.algorithms.tip_groups import played
 from tests.rollout.fakes import scheduler, scripted
 
-FAMILY = HouseTaskSet(HouseConfig(num_train=2, max_moves=6))
+SETTINGS = HouseConfig(num_train=2, max_moves=6)
+FAMILY = House.build(SETTINGS)
 TASKS = FAMILY.tasks("train")
 LIMITS = Limits(max_turns=6, max_response_tokens=2000, max_observation_tokens=400)
 
@@ -44,7 +45,7 @@ def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN
 
 def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
     task = TASKS[0]
-    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    plan = make_house(SETTINGS.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
     room = plan.find_room(goal)
     place = plan.furniture[room]
@@ -104,7 +105,7 @@ def test_a_house_s_tasks_read_each_other_s_tips_and_other_houses_do_not() -> Non
 def test_what_the_task_asks_finds_the_tip_that_speaks_of_it_among_those_about_rooms() -> None:
     """An observation names every room, so by it the tips about rooms come first."""
     task = TASKS[0]
-    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    plan = make_house(SETTINGS.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
     room = plan.find_room(goal)
     fact = f"open {plan.furniture[room]}: In the {plan.furniture[room]} in the {room} is the {goal}."
