@@ -24,7 +24,6 @@ from outrider.environments.house import House
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
-from outrider.types import Message, Task
 from tests.tiny import tiny_tokenizer
 
 
