@@ -1,4 +1,4 @@
-"""An MCP server over stdio without the package ``mcp``, which starts in a twentieth of the time of a real one.
+"""An MCP server over stdio that starts quickly because it does not import the package ``mcp``.
 
 python fake_server.py [MODE [COUNTER]]
 

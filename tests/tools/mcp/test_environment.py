@@ -1,4 +1,4 @@
-"""The environment ``tools`` with an MCP server: its contract, both protocols, servers that end in a rollout."""
+"""The environment ``tools`` with an MCP server: its contract, native calls, servers that end in a rollout."""
 
 from pathlib import Path
 from typing import Any
