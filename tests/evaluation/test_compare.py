@@ -17,8 +17,7 @@ from rich.console import Console
 
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.evaluation.compare import AXES, STEPS, Comparison, Curves, Incomparable, compare
-from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page
-from outrider.evaluation.compare_tables import notes, verdicts
+from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page, notes, verdicts
 from outrider.metrics import MetricsWriter
 
 HOSTILE = "<script>alert(1)</script>|x"

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from outrider.errors import DataError
 from outrider.evaluation.compare import compare
-from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page
-from outrider.evaluation.compare_tables import notes
+from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page, notes
 from tests.evaluation.test_compare import (
     make_group,
     make_run,
