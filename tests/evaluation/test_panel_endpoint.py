@@ -104,7 +104,7 @@ def test_what_passes_is_tried_again_and_told(
 ) -> None:
     hold = threading.Event()
     with chat_server(misbehaving(kinds(hold), 1)) as server:
-        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=2") == 0
+        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=1") == 0
         hold.set()
     assert summary(tmp_path / "run")["num_scored"] == NUM
     told = capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_what_passes_is_tried_again_and_told(
 def test_what_does_not_pass_is_reported_apart_and_asked_again(questions: Path, tmp_path: Path) -> None:
     hold = threading.Event()
     with chat_server(misbehaving(kinds(hold), 99)) as server:
-        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=2") == 0
+        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=1") == 0
         hold.set()
         assert num_asked(server) == NUM - 4 + 4 * 2
     broken = summary(tmp_path / "run")

@@ -1,6 +1,5 @@
 """Plug-ins by name: what a recipe may say, and the one line that it gets where it cannot be."""
 
-import json
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -116,7 +115,7 @@ def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
         ("{module}:Wrong", "Settings are no subclass of outrider.environments.base.EnvironmentSettings"),
         (
             "nowhere_at_all.thing:Mine",
-            "environment.type: there is no module 'nowhere_at_all', neither among the installed packages",
+            "there is no module 'nowhere_at_all', neither among the installed packages nor in {folders}",
         ),
         ("{module}.inside:Mine", "there is no module"),
         ("json:dumps", "json:dumps is no class"),
@@ -134,7 +133,8 @@ def test_a_name_that_stands_for_nothing_is_one_line(
 ) -> None:
     file = tmp_path / f"{module}.py"
     line = refusal(tmp_path, name.format(module=module))
-    assert told.format(file=file) in line and line.startswith("environment.type: ")
+    assert told.format(file=file, folders=f"{tmp_path}, {Path.cwd()}") in line
+    assert line.startswith("environment.type: ")
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,19 @@ def test_a_module_that_cannot_be_imported_says_where_and_why_before_anything_is_
     )
     assert str(file) in line or "SyntaxError" in told
     assert not run.exists()
+
+
+def test_a_dry_run_names_a_split_without_tasks(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = "    tasks = lambda settings, split: Own.tasks(settings, split) * (split == 'train')"
+    (tmp_path / f"{module}.py").write_text(PLAYABLE.replace("class Bare", f"{tasks}\n\nclass Bare"))
+    model = save_tiny_model(tmp_path / "model")
+    dry = ["train", str(recipe(tmp_path, f"{module}:Mine")), "--dry-run", f"model.name={model}"]
+    assert main([*dry, "train.tasks_per_step=2"]) == 0
+    assert "WARNING: the split 'test' has no tasks" in capsys.readouterr().out
+    assert main([*dry, "train.num_steps=0"]) == 2
+    assert "the split 'test' has no tasks to evaluate on" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_its_settings(
@@ -261,21 +274,3 @@ def test_settings_of_another_process_are_the_same(module: str, tmp_path: Path) -
     settings = load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine", "size = 4")).environment
     assert pickle.loads(pickle.dumps(settings)) == settings
     assert load_settings_class("environments", f"{module}:Mine") is type(settings)
-
-
-def test_no_plug_in_is_imported_before_it_is_named() -> None:
-    """By another process: this one has imported them all."""
-    import subprocess
-
-    code = (
-        "import sys, json\nfrom outrider.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print()\nprint(json.dumps([name for name in sys.modules if name.startswith('outrider.')]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = json.loads(done.stdout.splitlines()[-1])
-    assert not [
-        name
-        for name in loaded
-        if name.split(".")[1] in ("algorithms", "environments", "engines", "tools", "watch")
-    ]
