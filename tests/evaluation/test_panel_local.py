@@ -83,14 +83,12 @@ def test_two_runs_agree_exactly(root: Path, whole: Path) -> None:
 
 
 def test_tools_off_asks_without(root: Path) -> None:
-    for name in ("off", "off again"):
-        assert evaluate(root / name, *arguments(root)) == 0
-    assert files(root / "off") == files(root / "off again")
+    assert evaluate(root / "off", *arguments(root)) == 0
     assert (summary(root / "off")["num_tool_calls"], summary(root / "off")["num_scored"]) == (0, 18)
 
 
 @pytest.mark.parametrize(
-    "share", [0.0, 0.62, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.15, 0.4, 0.99))]
+    "share", [0.62, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.0, 0.15, 0.4, 0.99))]
 )
 def test_whatever_a_kill_left_behind_the_end_is_the_same(
     root: Path, whole: Path, tmp_path: Path, share: float
