@@ -88,11 +88,7 @@ def misbehaving(kinds: dict[str, Answer], num_times: int) -> Script:
     return with_models(script)
 
 
-FAILURES = {
-    "q0?": Answer({}, status=429),
-    "q2?": Answer(b"<html>", status=500),
-    "q4?": Answer(b"garbage"),
-}
+FAILURES = {"q0?": Answer({}, status=429), "q2?": Answer(b"<html>", status=500), "q4?": Answer(b"garbage")}
 
 
 def test_a_failed_request_is_retried_and_reported(

@@ -59,7 +59,7 @@ def module(tmp_path: Path) -> Iterator[str]:
 def recipe(folder: Path, environment: str, *lines: str) -> Path:
     file = folder / "recipe.toml"
     file.write_text(
-        "\n".join(["[environment]", f'type = "{environment}"', *lines, "[algorithm]", 'type = "grpo"', ""]),
+        "\n".join(["[environment]", f'type = "{environment}"', *lines, "[algorithm]", 'type = "grpo"', ""])
     )
     return file
 
@@ -88,7 +88,7 @@ def test_a_class_of_a_module_beside_the_recipe(module: str, tmp_path: Path) -> N
     assert load_settings(RunSettings, file=again) == settings
     origin = find_origin(resolve("environments", f"{module}:Mine"))
     assert (origin.package, origin.file) == (None, str(tmp_path / f"{module}.py")) and len(
-        origin.digest or "",
+        origin.digest or ""
     ) == 64
 
 
@@ -98,9 +98,7 @@ def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
         == "environment.siz: unknown key, did you mean environment.size?"
     )
     assert "environment.size: Input should be a valid integer" in refusal(
-        tmp_path,
-        f"{module}:Mine",
-        'size = "x"',
+        tmp_path, f"{module}:Mine", 'size = "x"'
     )
 
 
@@ -126,10 +124,7 @@ def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_name_that_stands_for_nothing_is_one_line(
-    name: str,
-    told: str,
-    module: str,
-    tmp_path: Path,
+    name: str, told: str, module: str, tmp_path: Path
 ) -> None:
     file = tmp_path / f"{module}.py"
     line = refusal(tmp_path, name.format(module=module))
@@ -148,11 +143,7 @@ def test_a_name_that_stands_for_nothing_is_one_line(
     ],
 )
 def test_a_module_that_cannot_be_imported_says_where_and_why_before_anything_is_written(
-    code: str,
-    told: str,
-    module: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    code: str, told: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / f"{module}.py"
     file.write_text(f"x = 1\n{code}")
@@ -183,9 +174,7 @@ def test_a_dry_run_names_a_split_without_tasks(
 
 
 def test_a_dry_run_shows_its_settings(
-    module: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / f"{module}.py").write_text(PLAYABLE)
     model = save_tiny_model(tmp_path / "model")
@@ -222,9 +211,7 @@ def _register(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
 
 
 def test_a_registered_name_and_one_that_two_packages_claim(
-    module: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = "outrider.environments"
     _register(monkeypatch, EntryPoint(f"short-{module}", f"{module}:Mine", group))

@@ -177,11 +177,7 @@ _BUDGET: Final = (
 _ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
 # settings added in later versions, with the value that matches the behaviour of earlier versions
 _ADDED: Final = frozenset(
-    (
-        ("train.stages", "[]"),
-        ("environment.response_format", "refuse"),
-        ("environment.ignored_fields", "[]"),
-    )
+    (("train.stages", "[]"), ("environment.response_format", "refuse"), ("environment.ignored_fields", "[]"))
 )
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
