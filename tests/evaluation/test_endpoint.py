@@ -10,18 +10,18 @@ import pytest
 
 from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
-from tests.evaluation.panel_files import (
-    IMPATIENT,
-    MODELS,
+from tests.evaluation.eval_tasks import (
+    Script,
     evaluate,
+    play,
     question_in,
     results,
     summary,
+    with_models,
     write_rows,
 )
 
 NUM = 8
-Script = Callable[[Asked], Answer]
 
 
 @pytest.fixture
@@ -29,20 +29,10 @@ def questions(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "q.jsonl", [{"question": f"q{i}?", "answer": f"a{i}"} for i in range(NUM)])
 
 
-def with_models(script: Script) -> Script:
-    return lambda asked: MODELS if asked.path.endswith("/models") else script(asked)
-
-
 def boxed(asked: Asked) -> Answer:
     """The right answer of every question, q3 but for a word more."""
     number = question_in(asked)[1:-1]
     return completion(f"So \\boxed{{{'the other ' if number == '3' else ''}a{number}}}")
-
-
-def play(server: ChatServer, tasks: str, run: Path, *more: str) -> int:
-    return evaluate(
-        run, "--endpoint", server.url, "--endpoint-model", "agent", "--tasks", tasks, *IMPATIENT, *more
-    )
 
 
 def num_asked(server: ChatServer, model: str = "agent") -> int:
