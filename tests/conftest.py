@@ -44,7 +44,7 @@ LONGEST = (
     "plugins/test_new.py",
     "benchmarks/test_gpu.py",
     "scale/test_remote_run.py",
-    "evals/test_panel_endpoint.py",
+    "evaluation/test_endpoint.py",
     "tools/mcp/test_calls.py",
     "environments/test_agent_clients.py",
     "train/test_push.py",

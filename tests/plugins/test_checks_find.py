@@ -143,8 +143,7 @@ class Script(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__(
-            tokenizer=tiny_tokenizer(),
-            script=lambda request, text: "abc"[: 1 + request.seed % 2],
+            tokenizer=tiny_tokenizer(), script=lambda request, text: "abc"[: 1 + request.seed % 2]
         )
 
 
