@@ -120,7 +120,7 @@ def test_a_shared_tokens_gradient_is_the_sum_over_its_leaves(
     plain, policy = eager(model), Recorder(model, shift)
     settings = UpdateSettings(num_epochs=2, max_tokens=max_tokens)
     report = update(
-        policy, [trace], objective=chosen.objective, settings=settings, reference=None, first=False
+        policy, [trace], objective=chosen.objective, settings=settings, reference=None
     )
     with torch.no_grad():
         olds = padded_logprobs(plain, paths)
