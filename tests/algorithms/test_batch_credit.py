@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from outrider.algorithms.base import Algorithm, assign_advantages, group_advantages
+from outrider.algorithms.base import Algorithm, group_advantages, write_advantages
 from outrider.algorithms.grpo import (
     GroupSettings,
     Grpo,
@@ -68,7 +68,7 @@ def test_vectors_of_one_advantage_a_rollout(name: str) -> None:
     ]
     order = rows_in_group_order(groups)
     traces = grouped(inputs["rewards"], groups)
-    credits_ = grpo(**GROUP_CASES[name]).advantages(traces)
+    credits_ = grpo(**GROUP_CASES[name]).assign_step_advantages(traces)
     lone = [groups.count(groups[row]) == 1 for row in order]
     np.testing.assert_allclose(
         token_credit(traces),
@@ -92,7 +92,7 @@ def test_reinforce_plus_plus_vectors(name: str) -> None:
     ]
     weight = inputs.get("kl_coef", 0.0)
     trace = trace_of(played)
-    [credit] = plus(gamma=inputs["gamma"], reward_kl_weight=weight).advantages([trace])
+    [credit] = plus(gamma=inputs["gamma"], reward_kl_weight=weight).assign_step_advantages([trace])
     np.testing.assert_allclose(
         token_credit([trace]), np.array(CASES[name]["expected"]["token_advantage"])[mask], atol=1e-8
     )
@@ -107,7 +107,7 @@ def test_openrlhf_vectors(name: str) -> None:
     case = CASES[f"adv.openrlhf.{name}"]
     rewards, size = case["inputs"]["rewards"], case["inputs"]["n_samples_per_prompt"]
     traces = grouped(rewards, [row // size for row in range(len(rewards))], case["inputs"]["action_mask"])
-    plus(variance="population", group_baseline=name != "reinforce").advantages(traces)
+    plus(variance="population", group_baseline=name != "reinforce").assign_step_advantages(traces)
     mask = np.array(case["inputs"]["action_mask"]) > 0
     np.testing.assert_allclose(
         token_credit(traces), np.array(case["expected"]["token_advantage"])[mask], atol=1e-6
@@ -150,13 +150,13 @@ def test_numpy_references(groups: Any) -> None:
     left_out = (
         np.concatenate([np.full(len(own), len(own) / max(1, len(own) - 1)) for own in returns]) * centred
     )
-    grpo(advantage_std="batch").advantages(traces := batch(groups))
+    grpo(advantage_std="batch").assign_step_advantages(traces := batch(groups))
     std = every.std(ddof=1) if every.size > 1 else 0.0
     np.testing.assert_allclose(token_credit(traces), np.repeat(centred / (std + 1e-4), lengths), atol=1e-9)
-    grpo(advantage="leave_one_out", advantage_std="batch").advantages(traces := batch(groups))
+    grpo(advantage="leave_one_out", advantage_std="batch").assign_step_advantages(traces := batch(groups))
     std = left_out.std(ddof=1) if every.size > 1 else 0.0
     np.testing.assert_allclose(token_credit(traces), np.repeat(left_out / (std + 1e-4), lengths), atol=1e-9)
-    grpo(advantage_std="population").advantages(traces := batch(groups))
+    grpo(advantage_std="population").assign_step_advantages(traces := batch(groups))
     z = np.concatenate([np.array(own) - np.mean(own) if own else [] for own in returns]) / np.concatenate(
         [np.full(len(own), np.std(own) + 1e-6 if own else 1.0) for own in returns]
     )
@@ -166,7 +166,7 @@ def test_numpy_references(groups: Any) -> None:
         ({"group_baseline": True}, np.repeat(centred, lengths)),
     ):
         for variance, ddof in (("sample", 1), ("population", 0)):
-            plus(variance=variance, **options).advantages(traces := batch(groups))
+            plus(variance=variance, **options).assign_step_advantages(traces := batch(groups))
             if np.ptp(tokens) == 0.0:
                 assert not token_credit(traces).any()
             elif np.ptp(tokens) > 0.1:
@@ -183,7 +183,7 @@ def test_every_page_is_asked_for_the_whole_batch() -> None:
         found = []
         for far in (1.0, 50.0):
             traces = batch([[(0.0, [1]), (1.0, [1])], [(0.0, [1]), (far, [1])]])
-            algorithm.advantages(traces)
+            algorithm.assign_step_advantages(traces)
             found.append(traces[0].leaves[1].advantage)
         assert found[0] != found[1]
     alone, together = (
@@ -191,7 +191,7 @@ def test_every_page_is_asked_for_the_whole_batch() -> None:
         batch([[(0.0, [1]), (1.0, [1])], [(0.0, [1]), (9.0, [1])]]),
     )
     grpo().assign_advantages(alone[0])
-    grpo().advantages(together)
+    grpo().assign_step_advantages(together)
     assert [leaf.advantage for leaf, _ in alone[0].rollouts()] == [
         leaf.advantage for leaf, _ in together[0].rollouts()
     ]
@@ -207,7 +207,7 @@ def test_a_group_of_one_never_gets_its_raw_return() -> None:
     algorithm = plus(group_size=1)
     assert algorithm.modes == ("on_policy",)
     traces = batch([[(2.0, [1])], [(4.0, [1, 0, 1])]])
-    first, second = algorithm.advantages(traces)
+    first, second = algorithm.assign_step_advantages(traces)
     assert first.advantages.has_signal and first.advantages.values[0] == pytest.approx(
         -4 / 3 / math.sqrt(4 / 3), rel=1e-6
     )
@@ -215,12 +215,12 @@ def test_a_group_of_one_never_gets_its_raw_return() -> None:
     survivors = batch([[(2.0, [1]), (None, [1])], [(0.0, [1]), (1.0, [1])]])  # faults leave a group of one
     for algorithm in (grpo(), grpo(advantage="leave_one_out", advantage_std="batch")):
         traces = batch([[(2.0, [1]), (None, [1])], [(0.0, [1]), (1.0, [1])]])
-        credit = algorithm.advantages(traces)[0]
+        credit = algorithm.assign_step_advantages(traces)[0]
         assert credit.advantages.reason == "singleton" and traces[0].leaves[0].advantage == 0.0
-    plus(group_baseline=True).advantages(survivors)
+    plus(group_baseline=True).assign_step_advantages(survivors)
     # 0 before whitening, and the others' mean is 0
     assert survivors[0].leaves[0].advantage == pytest.approx(0.0, abs=1e-12)
-    [constant] = plus().advantages(batch([[(0.3, [1]), (0.3, [1, 1])]]))
+    [constant] = plus().assign_step_advantages(batch([[(0.3, [1]), (0.3, [1, 1])]]))
     assert constant.advantages.reason == "no_spread" and not constant.advantages.values.any()
 
 
@@ -232,9 +232,9 @@ def test_long_rollouts_are_punished_in_credit_and_not_in_the_record() -> None:
     lengths, expected = case["inputs"]["lengths"], case["expected"]["penalty"]
     overlong = {"max_tokens": case["inputs"]["max_len"], "buffer": case["inputs"]["buffer"]}
     trace = trace_of([Played(value=1.0, mask=[0] * 3 + [1] * length) for length in lengths])
-    [credit] = Grpo(validate(GrpoSettings, {"overlong": overlong}), max_response_tokens=10_000).advantages(
-        [trace]
-    )
+    [credit] = Grpo(
+        validate(GrpoSettings, {"overlong": overlong}), max_response_tokens=10_000
+    ).assign_step_advantages([trace])
     penalties = [max(-1.0, value) for value in expected]
     assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == pytest.approx(penalties, abs=1e-12)
     assert credit.measurements["reward/overlong_mean"] == pytest.approx(penalties, abs=1e-12)
@@ -264,20 +264,20 @@ def test_the_kl_of_the_reward_is_summed_over_a_rollout() -> None:
         Played(value=0.5, mask=[0], kl=[]),
     ]
     trace = trace_of(played)
-    [credit] = grpo(preset="rloo-paper").advantages([trace])
+    [credit] = grpo(preset="rloo-paper").assign_step_advantages([trace])
     shaped = np.array([1.0 - 0.05 * 0.75, 0.1, 0.5])
     np.testing.assert_allclose(credit.advantages.values, (shaped - shaped.mean()) * 1.5, atol=1e-12)
     assert credit.measurements["reward/kl_mean"] == [0.75, -2.0, 0.0]
     for algorithm in (grpo(reward_kl_weight=0.1), plus(reward_kl_weight=0.1)):
         with pytest.raises(ValueError, match="no KL"):
-            algorithm.advantages([trace_of([Played(value=1.0), Played(value=0.0)])])
+            algorithm.assign_step_advantages([trace_of([Played(value=1.0), Played(value=0.0)])])
 
 
 def test_credit_is_written_once_and_by_one_rollout() -> None:
     for algorithm in (grpo(), plus()):
-        algorithm.advantages(traces := batch([[(0.0, [1]), (1.0, [1])]]))
+        algorithm.assign_step_advantages(traces := batch([[(0.0, [1]), (1.0, [1])]]))
         with pytest.raises(ValueError, match="already has credit"):
-            algorithm.advantages(traces)
+            algorithm.assign_step_advantages(traces)
     shared = trace_of([Played(value=0.0), Played(value=1.0)])
     shared.leaves[1].node_id = shared.leaves[0].node_id
     with pytest.raises(ValueError, match="already has credit"):
@@ -308,10 +308,10 @@ def test_two_rollouts_that_share_a_turn_need_an_attribution() -> None:
     trace.finish(Leaf(node_id=leaf.node_id, rollout=1, outcome=Outcome.FINISHED, episode_return=0.0))
     advantages = group_advantages([1.0, 0.0], "group_centered")
     with pytest.raises(ValueError, match="already has credit"):
-        assign_advantages(trace, advantages)
-    assign_advantages(trace, advantages, attribution="hard")
+        write_advantages(trace, advantages)
+    write_advantages(trace, advantages, attribution="hard")
     with pytest.raises(ValueError, match="already has credit"):
-        assign_advantages(trace, advantages, attribution="hard")
+        write_advantages(trace, advantages, attribution="hard")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_credit_of_a_step_measures_the_kl_that_the_reward_counts_first(
             return f"of {trace}"
 
     class Batch(Each):
-        def advantages(self, traces: Any) -> Any:
+        def assign_step_advantages(self, traces: Any) -> Any:
             calls.append(traces)
             return [f"of {trace}" for trace in traces]
 

@@ -6,10 +6,10 @@ import pytest
 
 from outrider.algorithms.base import (
     ObjectiveSettings,
-    assign_advantages,
     group_advantages,
     outcome_advantages,
     total_returns,
+    write_advantages,
 )
 from outrider.algorithms.grpo import GroupSettings
 from outrider.algorithms.loss_settings import CispoLoss
@@ -70,13 +70,13 @@ def forked(num_leaves: int = 2) -> Trace:
 def test_a_shared_node_keeps_every_rollout_s_credit_and_scale_or_their_mean() -> None:
     """Advantages of -0.5 and 0.5."""
     soft = forked()
-    assign_advantages(soft, outcome_advantages(soft, "group_centered"), [1.5, 1.25], attribution="soft")
+    write_advantages(soft, outcome_advantages(soft, "group_centered"), [1.5, 1.25], attribution="soft")
     assert soft.nodes[1].shares == {0: Share((-0.5, -0.5), 1.5), 1: Share((0.5, 0.5), 1.25)}
     assert [(node.credit, node.ratio_scale) for node in soft.nodes[2:]] == [((-0.5,), 1.5), ((0.5,), 1.25)]
     assert [soft.leaves[rollout].advantage for rollout in (0, 1)] == [-0.5, 0.5]
     hard = forked(3)
     hard.leaves[2].episode_return = 5.0  # advantages of -2, -1 and 3
-    assign_advantages(hard, outcome_advantages(hard, "group_centered"), [1.5] * 3, attribution="hard")
+    write_advantages(hard, outcome_advantages(hard, "group_centered"), [1.5] * 3, attribution="hard")
     assert (hard.nodes[1].credit, hard.nodes[1].ratio_scale, hard.nodes[1].owner) == ((0.0, 0.0), 1.5, 0)
     assert [(node.credit, node.ratio_scale, node.owner) for node in hard.nodes[2:]] == [
         ((-2.0,), 1.5, None), ((-1.0,), 1.5, None), ((3.0,), 1.5, None),
@@ -87,26 +87,26 @@ def test_credit_that_cannot_be_written_is_refused() -> None:
     shared = forked()
     advantages = outcome_advantages(shared, "group_centered")
     with pytest.raises(ValueError, match="already has credit"):
-        assign_advantages(shared, advantages)  # several rollouts, and no attribution
+        write_advantages(shared, advantages)  # several rollouts, and no attribution
     with pytest.raises(ValueError, match="differently"):
-        assign_advantages(forked(), advantages, [1.0, 1.5], attribution="hard")
+        write_advantages(forked(), advantages, [1.0, 1.5], attribution="hard")
     twice = trace_of([Played(value=0.0), Played(value=1.0)])
-    assign_advantages(twice, advantages)
+    write_advantages(twice, advantages)
     assert [node.credit for node in twice.nodes[1:]] == [(-0.5,), (0.5,)]
     assert [node.ratio_scale for node in twice.nodes[1:]] == [1.0, 1.0]
     with pytest.raises(ValueError, match="already has credit"):
-        assign_advantages(twice, advantages)
+        write_advantages(twice, advantages)
     again = forked()
-    assign_advantages(again, advantages, attribution="soft")
+    write_advantages(again, advantages, attribution="soft")
     with pytest.raises(ValueError, match="already has credit"):
-        assign_advantages(again, advantages, attribution="soft")
+        write_advantages(again, advantages, attribution="soft")
 
 
 def test_what_a_fault_left_in_the_tree_gets_no_credit() -> None:
     trace = trace_of([Played(value=0.0), Played(value=1.0), Played(value=0.0)])
     trace.leaves[1] = replace(trace.leaves[1], episode_return=None, outcome=Outcome.TOOL_FAULT)
     trace.leaves[2].episode_return = 3.0
-    assign_advantages(trace, outcome_advantages(trace, "group_centered"))
+    write_advantages(trace, outcome_advantages(trace, "group_centered"))
     assert [node.credit for node in trace.nodes[1:]] == [(-1.5,), None, (1.5,)]
     assert [trace.leaves[rollout].advantage for rollout in range(3)] == [-1.5, None, 1.5]
 

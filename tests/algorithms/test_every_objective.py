@@ -55,11 +55,11 @@ GROUPS_ = [name for name in EVERY if name not in UNCENTRED]
 def credited(name: str, groups: Sequence[Sequence[Played]]) -> tuple[list[Trace], list[GroupAdvantages]]:
     """A step's groups with the credit of that page."""
     run = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": EVERY[name]})
-    page = make_algorithm(run, None, vocabulary_size=9, stateful=False, num_tokens=len)
+    page = make_algorithm(run, None, vocabulary_size=9, stateful=False, count_tokens=len)
     traces = [trace_of(rollouts, key=str(number)) for number, rollouts in enumerate(groups)]
     for trace, rollouts in zip(traces, groups, strict=True):
         trace.modes = ("plain",) * len(rollouts)
-    return traces, page.advantages(traces)
+    return traces, page.assign_step_advantages(traces)
 
 
 def advantages(traces: Sequence[Trace]) -> list[list[float]]:

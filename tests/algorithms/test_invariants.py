@@ -37,7 +37,7 @@ def credit(page: Algorithm, groups: Any, *, shift: float = 0.0, scale: float = 1
         )
         for number, rollouts in enumerate(groups)
     ]
-    page.advantages(traces)
+    page.assign_step_advantages(traces)
     return token_credit(traces)
 
 
@@ -51,7 +51,7 @@ def test_a_kl_in_the_reward_has_a_scale_of_its_own() -> None:
         trace = trace_of(
             [Played(value=0.0, mask=[1], kl=[1.0]), Played(value=scale, mask=[1, 1], kl=[0.5, 0.0])]
         )
-        algorithm("reinforce++", reward_kl_weight=0.5).advantages([trace])
+        algorithm("reinforce++", reward_kl_weight=0.5).assign_step_advantages([trace])
         found.append(token_credit([trace]))
     assert np.abs(found[0] - found[1]).max() > 0.05
 
@@ -83,7 +83,7 @@ def test_tokens_that_the_policy_did_not_write_change_no_credit(
     for trace in traces:
         for node in trace.nodes:
             node.reward, node.kl = (0.0, ()) if node.trainable else (77.0, (5.0,))
-    page.advantages(traces)
+    page.assign_step_advantages(traces)
     assert token_credit(traces).tolist() == base.tolist()
 
 
