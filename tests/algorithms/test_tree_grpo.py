@@ -38,7 +38,7 @@ from tests.training.test_pack_update import (  # noqa: F401
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "advantages.json").read_text())
 }
 
 

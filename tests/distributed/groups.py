@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from outrider.algorithms.advantages import RolloutAdvantages
-from outrider.algorithms.base import assign_advantages
+from outrider.algorithms.base import write_advantages
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Task
 
@@ -66,4 +66,4 @@ def credit(trace: Trace) -> None:
     values = (returns - returns.mean()) / (returns.std() + 1e-6)
     assigned = np.ones(len(values), dtype=bool)
     given = RolloutAdvantages(values=values, assigned=assigned, has_signal=bool(values.any()), reason=None)
-    assign_advantages(trace, given, attribution="soft")
+    write_advantages(trace, given, attribution="soft")
