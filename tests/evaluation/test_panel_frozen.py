@@ -44,7 +44,7 @@ def test_a_task_set_goes_by_the_name_that_papers_give_it(written: str, name: str
 @pytest.mark.parametrize("written", ["Factbook", "ScienceWorld", "WebShop", "TextWorld", "ALFWorld"])
 def test_an_environment_goes_by_its_own_name(written: str) -> None:
     found = settings(tasks=written)
-    assert found.is_played and found.tasks == written.lower()
+    assert found.runs_episodes and found.tasks == written.lower()
     assert found.environment is not None and found.environment.type == found.tasks
 
 
