@@ -20,10 +20,7 @@ from pydantic import ValidationError
 from outrider.environments.base import Env, StepResult, TaskSet
 from outrider.environments.environment import EnvironmentEpisode, EnvironmentTaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.environment import (
-    ScienceWorldConfig,
-    ScienceWorldEnvironment,
-)
+from outrider.environments.scienceworld.environment import ScienceWorldConfig, ScienceWorldEnvironment
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Opening, Reply, SimulatorPool
 from outrider.environments.text_games import parse_action, render_action
 from outrider.environments.tool_qa.datasets import hash_tasks

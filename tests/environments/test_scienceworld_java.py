@@ -12,10 +12,7 @@ import pytest
 
 from outrider.environments.base import Env, TaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.environment import (
-    ScienceWorldConfig,
-    ScienceWorldEnvironment,
-)
+from outrider.environments.scienceworld.environment import ScienceWorldConfig, ScienceWorldEnvironment
 from outrider.environments.scienceworld.simulator import JavaSimulator
 from outrider.errors import EnvironmentFault
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
@@ -269,10 +266,7 @@ def test_a_thousand_episodes_leak_nothing(family: TaskSet) -> None:
             own.append(_resident(os.getpid()))
             live.append(_live_heap(made))
     simulator = pool.borrow()
-    assert isinstance(simulator, JavaSimulator) and (simulator.pid, simulator.port) == (
-        pid,
-        port,
-    )
+    assert isinstance(simulator, JavaSimulator) and (simulator.pid, simulator.port) == (pid, port)
     pool.release(simulator)
     made.close()
     print(

@@ -475,9 +475,7 @@ def with_listing(family: Any, show: bool) -> Any:
     return TextWorldEnvironment.build(family.settings.model_copy(update={"show_admissible": show}))
 
 
-def test_the_same_settings_make_the_same_bytes_whatever_the_process(
-    families: tuple[Any, ...],
-) -> None:
+def test_the_same_settings_make_the_same_bytes_whatever_the_process(families: tuple[Any, ...]) -> None:
     shelves = [family.settings.shelf() for family in families]
     folders = [shelf.root / shelf.name for shelf in shelves]
     files = [

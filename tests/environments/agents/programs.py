@@ -20,11 +20,7 @@ WEATHER: dict[str, Any] = {
     "function": {
         "name": "weather",
         "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
 LOOK: dict[str, Any] = {
