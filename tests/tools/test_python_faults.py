@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig
 from outrider.errors import ToolUnavailable
 from outrider.tools.base import FairPool
 from outrider.tools.python import sandbox
@@ -247,4 +247,4 @@ def test_d7_a_lock_that_does_not_hold_is_found_before_the_first_rollout(
     monkeypatch.setattr(sandbox, "seccomp_works", lambda: False)
     monkeypatch.setattr(sandbox, "problems", tuple)
     with pytest.raises(ToolUnavailable, match="does not hold"):
-        ToolsTaskSet(ToolsConfig(tools=("python",))).make()
+        ToolEnvironment.build(ToolsConfig(tools=("python",))).make()
