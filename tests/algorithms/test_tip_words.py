@@ -32,7 +32,7 @@ def make_hook(**changes: Any) -> TipHook:
         "max_tip_tokens": 80,
     } | changes
     given_ |= {"max_shown_tokens": 2000, "max_prompt_tokens": 2000}
-    return TipHook(MemorySettings.model_validate(given_), embedder=HashEmbedder(), num_tokens=len, seed=0)
+    return TipHook(MemorySettings.model_validate(given_), embedder=HashEmbedder(), count_tokens=len, seed=0)
 
 
 def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN) -> RolloutReport:
@@ -138,7 +138,7 @@ def memory_text(trace: Trace) -> str:
 @given(words=st.lists(st.text("abc", min_size=1, max_size=9), max_size=12), limit=st.integers(1, 60))
 def test_a_tip_keeps_to_its_tokens_and_loses_its_last_words(words: list[str], limit: int) -> None:
     answer = "\n \n" + " ".join(words) + "\nmore"
-    tip = environment_tip("go", answer, max_tokens=limit, num_tokens=len)
+    tip = environment_tip("go", answer, max_tokens=limit, count_tokens=len)
     assert len(tip) <= limit
     whole = f"go: {' '.join(words) or 'more'}"
     assert whole.startswith(tip) and (tip == whole or len(whole) > limit)
@@ -146,4 +146,4 @@ def test_a_tip_keeps_to_its_tokens_and_loses_its_last_words(words: list[str], li
 
 @pytest.mark.parametrize("answer", ["", " \n "])
 def test_no_answer_is_no_tip(answer: str) -> None:
-    assert environment_tip("go", answer, max_tokens=99, num_tokens=len) == ""
+    assert environment_tip("go", answer, max_tokens=99, count_tokens=len) == ""

@@ -12,9 +12,9 @@ from outrider.algorithms.base import (
     Algorithm,
     GroupAdvantages,
     ObjectiveSettings,
-    assign_advantages,
     group_advantages,
     with_values,
+    write_advantages,
 )
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
@@ -88,14 +88,14 @@ def test_faults_of_a_tool(changed: dict[str, Any], told: str) -> None:
 
 
 def _infinite(self: Grpo, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-    found = Grpo.advantages(self, traces)
+    found = Grpo.assign_step_advantages(self, traces)
     for one in found:
         one.advantages.values[:] = np.inf
     return found
 
 
 def _undeclared(self: Grpo, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-    found = Grpo.advantages(self, traces)
+    found = Grpo.assign_step_advantages(self, traces)
     for one in found:
         one.measurements["mine/secret"] = [1.0]
     return found
@@ -106,8 +106,8 @@ class StatelessHook(Grpo):
 
     num_seen = 0
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        found = super().advantages(traces)
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+        found = super().assign_step_advantages(traces)
         for trace in traces:
             for _, path in trace.rollouts():
                 for node in path:
@@ -125,9 +125,9 @@ class StatelessHook(Grpo):
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (type("Broken", (Grpo,), {"advantages": _infinite}), "an advantage is not finite"),
-        (type("Broken", (Grpo,), {"advantages": _undeclared}), "mine/secret.* is not declared"),
-        (type("Broken", (Grpo,), {"advantages": lambda self, traces: []}), "has 0 entries"),
+        (type("Broken", (Grpo,), {"assign_step_advantages": _infinite}), "an advantage is not finite"),
+        (type("Broken", (Grpo,), {"assign_step_advantages": _undeclared}), "mine/secret.* is not declared"),
+        (type("Broken", (Grpo,), {"assign_step_advantages": lambda self, traces: []}), "has 0 entries"),
         (type("Broken", (Grpo,), {"modes_of": lambda self, step, group: ()}), "modes_of"),
         (StatelessHook, "other credit after state and restore"),
     ],
@@ -143,8 +143,7 @@ class Script(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__(
-            tokenizer=tiny_tokenizer(),
-            script=lambda request, text: "abc"[: 1 + request.seed % 2],
+            tokenizer=tiny_tokenizer(), script=lambda request, text: "abc"[: 1 + request.seed % 2]
         )
 
 
@@ -182,8 +181,8 @@ def test_faults_of_an_engine(changed: dict[str, Any], told: str) -> None:
 class Halved(Grpo):
     """Changes values without the flag."""
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        found = super().advantages(traces)
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+        found = super().assign_step_advantages(traces)
         for credit in found:
             credit.advantages.values[:] = np.where(credit.advantages.assigned, 0.5, 0.0)
         return found
@@ -219,7 +218,7 @@ class Shift(Algorithm):
         advantages = group_advantages(shifted, "group_centered")
         if self.uses_shift:
             advantages = with_values(advantages, advantages.values + self.settings.shift)
-        assign_advantages(trace, advantages)
+        write_advantages(trace, advantages)
         return GroupAdvantages(advantages=advantages, measurements={})
 
 
