@@ -20,25 +20,25 @@ from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.house import House
+from outrider.environments.house import HouseEnvironment
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
 from tests.tiny import tiny_tokenizer
 
 
-def _raises(self: House, action: str) -> StepResult:
+def _raises(self: HouseEnvironment, action: str) -> StepResult:
     if not action:
         raise IndexError("empty")
-    return House.step(self, action)
+    return HouseEnvironment.step(self, action)
 
 
-def _draws(self: House, action: str) -> StepResult:
-    result = House.step(self, action)
+def _draws(self: HouseEnvironment, action: str) -> StepResult:
+    result = HouseEnvironment.step(self, action)
     return StepResult(message=str(random.random()), done=result.done)
 
 
-def _no_record(self: House) -> EpisodeResult:
+def _no_record(self: HouseEnvironment) -> EpisodeResult:
     return EpisodeResult(episode_return=float("nan"), success=False)
 
 
@@ -56,7 +56,7 @@ def _no_record(self: House) -> EpisodeResult:
 )
 def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], told: str) -> None:
     with pytest.raises(AssertionError, match=told):
-        check_environment(type("Broken", (House,), methods))
+        check_environment(type("Broken", (HouseEnvironment,), methods))
 
 
 class Upper:

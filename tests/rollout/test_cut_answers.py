@@ -9,7 +9,8 @@ import pytest
 
 from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
+from outrider.environments.environment import EpisodeFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolsConfig
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling, play_texts
 from outrider.rollout.experts import play_experts
@@ -19,6 +20,7 @@ from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, Outcome, Step, Task
 from tests.tokens.family_templates import FAMILIES, tokenizer_of
+from tests.tool_episodes import tool_factory
 
 TASK = Task(key="t", question="Capital of Norway?", answers=("Oslo",))
 LONG = "The capital of Norway is a city by a fjord, and its name is Oslo."
@@ -37,7 +39,7 @@ class Look:
         """Nothing is held."""
 
 
-def factory_of(form: str | None, *, max_calls: int = 3) -> ToolEnvironmentFactory:
+def factory_of(form: str | None, *, max_calls: int = 3) -> EpisodeFactory:
     config = (
         EpisodeConfig(max_calls=max_calls)
         if form is None
@@ -46,7 +48,7 @@ def factory_of(form: str | None, *, max_calls: int = 3) -> ToolEnvironmentFactor
             reward={"require_think": False, "require_boxed": False},
         )
     )  # fmt: skip
-    return ToolEnvironmentFactory(tools=[Look()], config=config, system_prompt="Rules.")
+    return tool_factory(tools=[Look()], config=config, system_prompt="Rules.")
 
 
 def renderer_of(name: str, form: str | None) -> ChatRenderer:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
+from outrider.environments.environment import EpisodeFactory
+from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.memory.chat_files import import_trajectories
 from outrider.rollout.episode import play_texts
 from outrider.rollout.experts import join_demonstration, play_experts
@@ -19,6 +20,7 @@ from outrider.trace import Trace
 from outrider.types import Json, Origin, Step, Task, ToolCall, ToolSchema
 from tests.conversations import TOOLS
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer
+from tests.tool_episodes import tool_factory
 
 CALL = {"id": "c1", "type": "function", "function": {"arguments": '{"key": "Oslo"}', "name": "lookup"}}
 CHAT = [
@@ -51,11 +53,11 @@ def steps(tmp_path: Path) -> Sequence[Step]:
     return import_trajectories(path).trajectories[0].steps
 
 
-def factory(form: str) -> ToolEnvironmentFactory:
+def factory(form: str) -> EpisodeFactory:
     config = ToolsConfig.model_validate(
         {"tools": ["python"], "protocol": form, "reward": {"require_think": False}, "repeated": "answer"}
     )
-    return ToolEnvironmentFactory(tools=[Lookup()], config=config, system_prompt="")
+    return tool_factory(tools=[Lookup()], config=config, system_prompt="")
 
 
 TASK = Task(key="t", question="Weather in Oslo?", answers=("rain",))

@@ -8,7 +8,8 @@ import pytest
 
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
+from outrider.environments.environment import EpisodeFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolsConfig
 from outrider.rollout.episode import Sampling, play_texts
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.settings import Limits
@@ -17,6 +18,7 @@ from outrider.tools.base import Tool, ToolOutput
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome, Task
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer
+from tests.tool_episodes import tool_factory
 
 TASK = Task(key="t", question="Where is the tower?", answers=("Paris",))
 
@@ -45,7 +47,7 @@ def play(
     native: bool = True,
     tool: Tool | None = None,
     limits: Limits | None = None,
-) -> tuple[Trace, ChatRenderer, ToolEnvironmentFactory]:
+) -> tuple[Trace, ChatRenderer, EpisodeFactory]:
     family = FAMILIES[name]
     renderer = ChatRenderer(
         byte_tokenizer(family),
@@ -54,7 +56,7 @@ def play(
         observations=("tool",) if native else ("inline",),
     )
     config = ToolsConfig(tools=("python",), protocol="hermes") if native else EpisodeConfig()
-    factory = ToolEnvironmentFactory(tools=[tool or Search()], config=config, system_prompt="Rules.")
+    factory = tool_factory(tools=[tool or Search()], config=config, system_prompt="Rules.")
 
     def script(request: Request, text: str) -> str:
         return turns[int(request.request_id.rsplit("/", 1)[1])]

@@ -13,14 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import load_settings
-from outrider.environments.tool_qa.environment import ToolsTaskSet
-from outrider.training import setup as building
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig
 from outrider.training.policy import Policy
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import OptimizerSettings, RunSettings
 from outrider.training.setup import run_training
 from outrider.training.update import measure_kl, rollout_paths
-from outrider.types import Step, Task
+from outrider.types import Step
 from tests.tiny import tiny_model
 from tests.training.test_pack_update import double_precision, eager, padded_logprobs, random_trace  # noqa: F401
 from tests.training.tool_run import write_tool_run
@@ -180,7 +179,8 @@ def test_a_step_without_a_single_group_is_said_and_survived(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def _expert(self: ToolsTaskSet, task: Task, seed: int) -> list[Step]:
+def _expert(self: ToolEnvironment) -> list[Step]:
+    task = self.task
     thing = task.question.removeprefix("Where is the ").removesuffix("?")
     return [
         Step(text=f"<search>{thing}</search>", observation=""),
@@ -191,8 +191,8 @@ def _expert(self: ToolsTaskSet, task: Task, seed: int) -> list[Step]:
 def test_fine_tuning_alone_is_a_run_with_an_evaluation_after_it(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ToolsTaskSet, "expert", _expert)
-    monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
+    monkeypatch.setattr(ToolEnvironment, "expert", _expert)
+    monkeypatch.setattr(ToolsConfig, "has_experts", True)
     options = [
         "train.num_steps=0",
         "cold_start.num_examples=6",
@@ -228,13 +228,13 @@ def test_a_cold_start_goes_on_without_the_experts_that_hang(
 ) -> None:
     release = threading.Event()
 
-    def hangs(self: ToolsTaskSet, task: Task, seed: int) -> list[Step]:
-        if task.key.endswith("-1"):
+    def hangs(self: ToolEnvironment) -> list[Step]:
+        if self.task.key.endswith("-1"):
             release.wait(60)
-        return _expert(self, task, seed)
+        return _expert(self)
 
-    monkeypatch.setattr(ToolsTaskSet, "expert", hangs)
-    monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
+    monkeypatch.setattr(ToolEnvironment, "expert", hangs)
+    monkeypatch.setattr(ToolsConfig, "has_experts", True)
     options = [
         "train.num_steps=0",
         "cold_start.num_examples=6",
