@@ -92,7 +92,7 @@ def test_an_unknown_name_is_an_error_of_one_line(name: str, reason: str) -> None
 
 
 def test_a_class_that_is_no_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is no form of calls: it has to have markers, read, write"):
+    with pytest.raises(ConfigError, match="is no call format: it must have markers, read, write"):
         get_call_format("tests.tokens.test_call_format_plugins:NoFormat")
 
 
