@@ -18,7 +18,7 @@ from outrider.tokens.template_check import (
     LoadCheck,
     append,
     check_template,
-    difference,
+    find_difference,
     matching_formats,
     turn_text,
     written_call,
@@ -32,7 +32,7 @@ REFUSED = {
     ("gemma", "tool"): "tool message .* must alternate",
     ("phi3", "tool"): "tool message .* drops its text",
     ("phi4", "tool"): "tool message .* drops its text",
-    ("gpt-oss", "user"): "user message behind an answer",
+    ("gpt-oss", "user"): "user message after an answer",
     ("llama2", "tool"): "tool message .* must alternate",
     ("mistral v1", "tool"): "tool message .* must alternate",
     ("phi3, sentencepiece", "tool"): "tool message .* drops its text",
@@ -75,7 +75,7 @@ def orders_in(messages: Sequence[Message]) -> set[str]:
             if number + 2 < len(messages) and messages[number + 2].role == "user":
                 orders.add("two user messages in a row")
             continue
-        orders |= {"words beside a call"} if turn.content else set()
+        orders |= {"text and a call, then its result"} if turn.content else set()
         orders |= {"several calls, then their results"} if len(turn.tool_calls) > 1 else set()
         orders |= {"a result, another call, then its result"} if number > first else set()
         if thinks:
@@ -140,8 +140,7 @@ def check_all(name: str, observations: Sequence[Role], *, num: int) -> Counter[s
     generator = Generator(stream(0, f"conversations {name} {observations}"), observations)
     for _ in range(num):
         messages = generator.conversation()
-        appended = append(renderer, messages, tools)
-        where = difference(renderer, appended.token_ids, appended.messages, tools)
+        where = find_difference(renderer, *append(renderer, messages, tools), tools)
         expected = orders_in(messages) & set(history.differs)
         assert not where or expected, (name, messages, where)
         counted["differs, as told" if where else "same"] += 1
@@ -229,7 +228,7 @@ def test_a_wrong_call_format_is_reported_with_the_right_one() -> None:
         byte_tokenizer(FAMILIES["qwen3-coder"]), call_format="pythonic", observations=("tool",)
     )
     [line] = check_template(renderer, ("tool",)).notes()
-    assert "<function=lookup>" in line and line.endswith("environment.protocol = qwen3_coder does")
+    assert "<function=lookup>" in line and line.endswith("set environment.protocol = qwen3_coder")
 
 
 def test_a_template_that_writes_the_date_is_reported() -> None:
@@ -253,5 +252,4 @@ def test_the_packaged_model_renders_conversations_as_appended() -> None:
     generator = Generator(stream(0, "conversations packaged"), ("tool", "user"))
     for _ in range(20):
         messages = generator.conversation()
-        appended = append(renderer, messages, TOOLS)
-        assert difference(renderer, appended.token_ids, appended.messages, TOOLS) == ""
+        assert find_difference(renderer, *append(renderer, messages, TOOLS), TOOLS) == ""

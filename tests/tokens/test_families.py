@@ -255,7 +255,7 @@ def test_a_demonstration_after_opened_thinking_is_an_answer(
     assert (read.reasoning, read.content, read.problems) == (thought, answer, ())
 
 
-# Templates that write nothing behind an answer
+# Templates that write nothing after an answer
 
 
 @pytest.mark.parametrize("name", ["glm4", "glm4.5", "glm4.5, no thinking"])
@@ -401,6 +401,8 @@ def test_differences_of_a_demonstrated_call_with_text_are_reported(name: str) ->
     ids = [*prompt, *renderer.turn_ids(renderer.demonstration(text, prompt), prompt, is_closed=False)]
     written = Message(role="assistant", content="Words.", tool_calls=(call,))
     whole = renderer.template.encode(renderer.whole_text([question, written], TOOLS, opened=False))
-    is_said = bool(checked.demonstrated_call or checked.unread or "words beside a call" in checked.differs)
+    is_said = bool(
+        checked.demonstrated_call or checked.unread or "text and a call, then its result" in checked.differs
+    )
     assert is_said or spelled(name, whole).startswith(spelled(name, ids))
-    assert not checked.demonstrated_call or any("words beside a call" in line for line in checked.notes())
+    assert not checked.demonstrated_call or any("text and a call" in line for line in checked.notes())

@@ -1,7 +1,7 @@
 """Turns of the policy: thinking, text and tool calls; schemas of tools; the contract of call formats.
 
-Parsing never raises for anything that a policy wrote or that stands in the place of a schema. Messages in
-``problems`` and of :class:`Accepted` are read by the policy.
+Parsing never raises, whatever a policy wrote and whatever JSON is used as a schema. The policy reads the
+``problems`` and the descriptions of :class:`Accepted`.
 """
 
 import json
