@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.errors import ModelError
 from outrider.tokens import ChatRenderer
 from outrider.types import Message, Role
-from tests.tiny import TEMPLATE, tiny_tokenizer
+from tests.tiny import TEMPLATE
 
 CHATML = TEMPLATE
 LLAMA3 = (
@@ -97,33 +96,9 @@ def test_appended_ids_are_those_of_the_whole_conversation(
         assert ids == render_whole(name, messages)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_several_messages_answer_one_turn(name: str) -> None:
-    messages = [
-        message("user", "q"),
-        message("assistant", "a"),
-        message("user", "item"),
-        message("user", "two"),
-    ]
-    ids = [*RENDERERS[name].prompt(messages[:1]), *encode(name, "a")]
-    assert [*ids, *RENDERERS[name].bridge(ids, messages[2:])] == render_whole(name, messages)
-
-
 def test_the_end_of_turn_of_a_template() -> None:
     assert TOKENIZERS["chatml"].decode(RENDERERS["chatml"].end_of_turn) == "<|im_end|>\n"
     assert TOKENIZERS["llama3"].decode(RENDERERS["llama3"].end_of_turn) == "<|eot_id|>"
-
-
-@pytest.mark.parametrize("written", [0, 1, 2])
-def test_smollm_template_closed_by_the_policy_with_and_without_the_newline(written: int) -> None:
-    tokenizer = tiny_tokenizer()
-    renderer = ChatRenderer(tokenizer)
-    assert len(renderer.end_of_turn) == 2
-    turn = (*tokenizer.encode("hi", add_special_tokens=False), *renderer.end_of_turn[:written])
-    joined = tokenizer.decode(
-        [*turn, *renderer.bridge(turn, [message("user", "next")])], skip_special_tokens=False
-    )
-    assert joined == "hi<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -177,18 +152,6 @@ def test_inline_and_chat_cannot_answer_one_turn() -> None:
         RENDERERS["chatml"].bridge((), [message("user", "x"), message("inline", "y")])
 
 
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        ("{{ raise_exception('no') }}", "no usable chat template"),
-        ("{{ messages[0]['content'] }}", "drops assistant messages"),
-    ],
-)
-def test_an_unusable_template_is_an_error(template: str, problem: str) -> None:
-    with pytest.raises(ModelError, match=problem):
-        ChatRenderer(byte_tokenizer(template))
-
-
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_text_never_becomes_a_chat_marker(name: str) -> None:
     tokenizer, renderer = TOKENIZERS[name], RENDERERS[name]
@@ -208,9 +171,3 @@ def test_text_never_becomes_a_chat_marker(name: str) -> None:
     assert num_special(ids) == num_special(renderer.bridge((), [message("user", "x")]))
     assert num_special(renderer.bridge((), [message("inline", attack)])) == 0
     assert "say yes" in tokenizer.decode(ids)
-
-
-def test_a_template_that_closes_the_last_turn_differently_is_an_error() -> None:
-    template = CHATML.replace("'<|im_end|>' + '\n'", "('<|im_end|>\n' if not loop.last else '<|eot_id|>')")
-    with pytest.raises(ModelError, match="differently"):
-        ChatRenderer(byte_tokenizer(template))

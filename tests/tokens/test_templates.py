@@ -1,7 +1,6 @@
-"""Chat templates that do not know every conversation: made right where that is the field's habit,
-refused at load where not.
+"""Chat templates that do not support every conversation: messages are adapted, or the template is refused.
 
-The templates are short ones written after what the families' makers document, one rule of theirs each.
+The templates are short; each has one rule of the documentation of a model family.
 """
 
 import pytest
@@ -30,11 +29,11 @@ MISTRAL = (
 )
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}"
-    "{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
-    "{% set messages = messages[1:] %}{% else %}{% set told = '' %}{% endif %}"
+    "{% set rules = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% set messages = messages[1:] %}{% else %}{% set rules = '' %}{% endif %}"
     + ALTERNATE
     + "{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (told if loop.first else '') + "
+    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (rules if loop.first else '') + "
     "m['content'] | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
@@ -170,6 +169,7 @@ def test_joined_texts_form_no_marker() -> None:
          "no usable chat template: it refuses user, assistant: "),
         ("{% if messages | length > 2 %}{{ raise_exception('one turn\nonly') }}{% endif %}" + TURNS,
          "it refuses user, assistant, user: one turn only"),
+        ("{{ messages[0]['content'] }}", "drops assistant messages"),
         (TURNS.replace("m['content']", "(m['content'] if m['role'] == 'assistant' else '')"),
          "drops user messages"),
         (TURNS.replace("m['content']", "(m['content'] if loop.last else '')"),
@@ -191,10 +191,8 @@ def test_a_role_that_the_template_refuses_later_is_a_model_error() -> None:
         RENDERERS["mistral"].bridge(ids("mistral", "hello"), [message("tool", "obs")])
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
 def test_a_rollout_with_a_system_message_and_observations_finishes(name: str) -> None:
-    """The jinja2 traceback of the first rollout, and Phi-3's of the first observation."""
-
     class Ruled(Fake):
         def reset(self, seed: int) -> tuple[Message, ...]:
             return (message("system", "rules"), message("user", self.question))

@@ -1,4 +1,4 @@
-"""Native tool calls: what models write is read, and what is wrong with it is said, never raised."""
+"""Native tool calls: parsing of turns; invalid calls are problems, never exceptions."""
 
 import json
 import re
@@ -64,6 +64,14 @@ BAD: list[tuple[CallFormatName, str, str]] = [
     ("pythonic", f"[lookup(key={'[' * 60}{']' * 60})]", "more than 32 levels"),
     ("hermes", f'<tool_call>{{"name": "lookup", "arguments": {{"key": {"[" * 400}{"]" * 400}}}}}</tool_call>',
      "more than 32 levels"),
+    ("llama3_json", '{"name": "find", "parameters": {"q": "a"}}', "no tool 'find'"),
+    ("llama3_json", '{"name": "find", "parameters": {"q": "a', "not JSON"),
+    ("llama3_json", '{"name": "lookup", "input": {"key": "a"}}', 'under "input"'),
+    ("llama3_json", '{"name": "lookup"}', "needs the argument 'key'"),
+    ("llama3_json", '{"name": "lookup"', "not JSON"),
+    ("llama3_json", '{"type": "function", "function": {"name": "lookup"}}', 'needs a "name"'),
+    ("pythonic", "[find(q='a')]", "no tool 'find'"),
+    ("pythonic", "[lookup()]", "needs the argument 'key'"),
 ]  # fmt: skip
 
 
@@ -105,6 +113,12 @@ VARIANTS: list[tuple[CallFormatName, str, ToolCall]] = [
         look("<|tool_call_end|>"),
     ),
     ("llama3_json", '{"name": "lookup", "parameters": {"key": "<|python_tag|>"}}', look("<|python_tag|>")),
+    ("llama3_json", '{"name": "lookup", "parameters": {"key": "a"}}', look("a")),
+    ("llama3_json", '{"parameters": {"key": "a"}, "name": "lookup"}', look("a")),
+    ("llama3_json", '{"type": "function", "name": "lookup", "parameters": {"key": "a"}}', look("a")),
+    ("llama3_json", '{"id": "1", "name": "lookup", "arguments": {"key": "a"}}', look("a")),
+    ("llama3_json", '{"name": "lookup", "parameters": {"key": "a"}, "note": 1}', look("a")),
+    ("llama3_json", ' [{"name": "lookup", "parameters": {"key": "a"}}]', look("a")),
 ]
 
 
@@ -251,19 +265,14 @@ def test_a_name_that_a_format_cannot_write_is_reported() -> None:
     assert turn.content == "" and "cannot be read" in turn.problems[0]
 
 
-def test_calls_inside_thinking_are_thoughts() -> None:
-    turn = read_turn(f"<think>{GOOD['hermes']}</think>Done.", CALL_FORMATS["hermes"], TOOLS)
-    assert turn.tool_calls == () and turn.content == "Done."
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_inside_thinking_without_an_opening_tag_are_thoughts(name: CallFormatName) -> None:
-    """A template may have opened it, and a server that serves the text does not say so."""
+@pytest.mark.parametrize("opening", ["<think>", ""])  # the template may have written it
+def test_calls_inside_thinking_are_thoughts(name: CallFormatName, opening: str) -> None:
     if name in ("hermes", "qwen3_coder"):
         written = f"Maybe {GOOD[name]} or not.</think>Done."
     else:
         written = f"Maybe {GOOD['hermes']} or {GOOD['pythonic']}?</think>Done."
-    turn = read_turn(written, CALL_FORMATS[name], TOOLS)
+    turn = read_turn(opening + written, CALL_FORMATS[name], TOOLS)
     assert turn.tool_calls == () and turn.content == "Done."
 
 
@@ -342,43 +351,8 @@ def test_an_answer_in_json_or_as_a_list_is_no_call(name: CallFormatName, text: s
     assert (turn.reasoning, turn.content, turn.tool_calls) == ("Hm.", text.strip(), ())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"name": "lookup", "parameters": {"key": "a"}}',
-        '{"parameters": {"key": "a"}, "name": "lookup"}',
-        '{"type": "function", "name": "lookup", "parameters": {"key": "a"}}',
-        '{"id": "1", "name": "lookup", "arguments": {"key": "a"}}',
-        '{"name": "lookup", "parameters": {"key": "a"}, "note": 1}',
-        ' [{"name": "lookup", "parameters": {"key": "a"}}]',
-    ],
-)
-def test_an_object_in_the_form_of_a_call_is_a_call(text: str) -> None:
-    turn = read_turn(text, CALL_FORMATS["llama3_json"], TOOLS)
-    assert (turn.tool_calls, turn.problems, turn.content) == ((look("a"),), (), "")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("llama3_json", '{"name": "find", "parameters": {"q": "a"}}', "no tool 'find'"),
-        ("llama3_json", '{"name": "find", "parameters": {"q": "a', "not JSON"),
-        ("llama3_json", '{"name": "lookup", "input": {"key": "a"}}', 'under "input"'),
-        ("llama3_json", '{"name": "lookup"}', "needs the argument 'key'"),
-        ("llama3_json", '{"name": "lookup"', "not JSON"),
-        ("llama3_json", '{"type": "function", "function": {"name": "lookup"}}', 'needs a "name"'),
-        ("pythonic", "[find(q='a')]", "no tool 'find'"),
-        ("pythonic", "[lookup()]", "needs the argument 'key'"),
-        ("pythonic", "[lookup(key='a'), 1]", "must be a call"),
-    ],
-)
-def test_an_invalid_call_is_no_answer(name: CallFormatName, text: str, reason: str) -> None:
-    turn = read_turn(text, CALL_FORMATS[name], TOOLS)
-    assert turn.tool_calls == () and reason in " ".join(turn.problems), turn
-
-
 def test_a_closing_tag_inside_a_value_ends_it() -> None:
-    """Nothing escapes it in this form, so the first one ends the value and what follows is reported."""
+    """As in the family's own parser, because the format has no way to escape it."""
     form = CALL_FORMATS["qwen3_coder"]
     turn = read_turn(form.write([look("a</parameter>b")]), form, TOOLS)
     assert turn.tool_calls == () and "something else than <parameter=KEY>" in turn.problems[0]

@@ -1,4 +1,4 @@
-"""Python functions as tools: their schema, calls by text and by arguments, faults in words."""
+"""Python functions as tools: schemas, calls by text and by arguments, errors."""
 
 import asyncio
 import datetime
@@ -51,7 +51,7 @@ def shout(text: str) -> str:
 
 
 def today() -> dict[str, Any]:
-    """Tell the day."""
+    """Return the day."""
     return {"day": "Monday"}
 
 
@@ -75,10 +75,10 @@ def plan(
 
 
 async def slow(text: str) -> str:
-    """Say it later.
+    """Return a text later.
 
     Args:
-        text: what to say
+        text: what to return
     """
     await asyncio.sleep(0)
     if text == "fail":
@@ -87,58 +87,31 @@ async def slow(text: str) -> str:
 
 
 def later(text: str) -> Any:
-    """Say it later.
+    """Return a coroutine.
 
     Args:
-        text: what to say
+        text: what to return
     """
     return slow(text)
 
 
-def one_by_one(text: str) -> Any:
-    """Say letters.
-
-    Args:
-        text: what to say
-    """
+def generator(text: str) -> Any:
     yield from text
 
 
-async def in_time(text: str) -> Any:
-    """Say letters.
-
-    Args:
-        text: what to say
-    """
-    for letter in text:
-        yield letter
+async def async_generator(text: str) -> Any:
+    yield text
 
 
 def several(*numbers: int) -> int:
-    """Add numbers.
-
-    Args:
-        numbers: all of them
-    """
     return sum(numbers)
 
 
 def options(**values: int) -> int:
-    """Add numbers.
-
-    Args:
-        values: all of them
-    """
     return sum(values.values())
 
 
 def in_order(a: int, /, b: int) -> int:
-    """Add numbers.
-
-    Args:
-        a: one
-        b: another
-    """
     return a + b
 
 
@@ -172,13 +145,11 @@ def cached(a: int) -> int:
 
 
 class Shop:
-    """Holds prices."""
-
     def __init__(self) -> None:
         self.prices = {"kettle": 3}
 
     def price(self, thing: str) -> int:
-        """Tell a price.
+        """Look up a price.
 
         Args:
             thing: its name
@@ -186,11 +157,6 @@ class Shop:
         return self.prices[thing]
 
     def __call__(self, thing: str) -> int:
-        """Tell a price.
-
-        Args:
-            thing: its name
-        """
         return self.prices[thing]
 
 
@@ -200,11 +166,11 @@ part = functools.partial(add, b=1)
 
 
 class NoTool:
-    """A class, and no tool."""
+    """A class without the attributes of a tool."""
 
 
 def pairs() -> Any:
-    """Tell what JSON does not have."""
+    """Return a value that JSON cannot express."""
     return {(1, 2): 3}
 
 
@@ -236,14 +202,6 @@ DOCSTRINGS = {
 
     Raises:
         ValueError: never
-    """,
-    "Google, some types": """Add two numbers.
-
-    Args:
-        a (int): The first: a number.
-        b: The second number.
-        *more (int): No argument of this one.
-        **rest: Nor this.
     """,
     "Arguments": """Add two numbers.
 
@@ -319,13 +277,19 @@ def test_a_docstring_describes_the_arguments_in_every_style(style: str) -> None:
     assert function_tool.run_text('{"a": 1, "b": 2}') == ToolOutput(text="3")
 
 
-def test_numpy_may_describe_two_arguments_at_once() -> None:
+def test_a_docstring_may_describe_several_or_unknown_arguments() -> None:
     def add(a: int, b: int) -> int:
         return a + b
 
-    add.__doc__ = "Add.\n\nParameters\n----------\na, b : int\n    A number.\n"
-    properties = tool(add).schema["parameters"]["properties"]
-    assert [item["description"] for item in properties.values()] == ["A number."] * 2
+    for doc in (
+        "Add.\n\nParameters\n----------\na, b : int\n    A number.\n",
+        "Add.\n\nArgs:\n    a (int): A number.\n    b: A number.\n    *more (int): None.\n    **rest: None.",
+    ):
+        add.__doc__ = doc
+        properties = tool(add).schema["parameters"]["properties"]
+        assert {name: item["description"] for name, item in properties.items()} == dict.fromkeys(
+            "ab", "A number."
+        )
 
 
 @pytest.mark.parametrize(
@@ -557,7 +521,7 @@ def test_hints_and_docstring_become_the_schema() -> None:
     assert tool(shout).usage == (
         "Write <shout>text</shout> for this: Write a text large. text (string): what to write."
     )
-    assert tool(today).usage == "Write <today>{}</today> for this: Tell the day."
+    assert tool(today).usage == "Write <today>{}</today> for this: Return the day."
     assert tool(plan).usage == (
         'Write <plan>{"unit": "km", "stops": ["..."], "share": 1.5, "notes": "...", "options": {}}</plan> '
         "for this: Plan a way. unit (one of km, mile): of length; stops (array): names in order; "
@@ -607,8 +571,8 @@ def test_a_coroutine_is_awaited_with_and_without_a_running_loop() -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (one_by_one, "one_by_one cannot be a tool: it is a generator: return"),
-        (in_time, "in_time cannot be a tool: it is a generator: return"),
+        (generator, "generator cannot be a tool: it is a generator: return"),
+        (async_generator, "async_generator cannot be a tool: it is a generator: return"),
         (several, r"\*numbers is no argument with a name: take a list"),
         (options, r"\*\*values is no argument with a name"),
         (in_order, "a is positional only, .* leave the / out"),
