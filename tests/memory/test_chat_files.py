@@ -1,4 +1,4 @@
-"""Chats in the forms that files have: steps, counts of what is left out, and refusals with reasons."""
+"""Import of chats in all notations of files: steps, counts of dropped fields, refusals with reasons."""
 
 import csv
 import json
@@ -142,8 +142,8 @@ def test_items_of_the_responses_api(tmp_path: Path) -> None:
     assert steps(imported) == [(f"{THOUGHT}{CALL}\n{second}", "4 C\n20 C"), ("It is 4.", "")]
     assert [item.role for item in imported.trajectories[0].prompt] == ["system", "user"]
     assert imported.dropped == {"thinking that is encrypted": 1}
-    asked = {"input": USER["content"], "output": items[2:], "instructions": "Be short."}
-    assert steps(read(tmp_path, **asked)) == steps(imported)
+    record = {"input": USER["content"], "output": items[2:], "instructions": "Be short."}
+    assert steps(read(tmp_path, **record)) == steps(imported)
 
 
 def test_content_blocks_of_anthropic(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ FORMS: dict[str, dict[str, Any]] = {
         ]
     },
     "TRL": {"prompt": [USER], "completion": [{"role": "assistant", "tool_calls": [call()]}, RESULT, END]},
-    "a prompt and messages behind it": {
+    "a prompt and messages after it": {
         "prompt": USER["content"],
         "messages": [{"role": "assistant", "content": None, "tool_calls": [call()]}, RESULT, END],
     },

@@ -1,4 +1,4 @@
-"""Forms of native tool calls as plug-ins: named in a recipe, recorded, held to their contract."""
+"""Call formats as plug-ins: named in a recipe, recorded, checked by their contract."""
 
 import re
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ MINE = "tests.tokens.test_call_format_plugins:Mistral"
 
 
 class Mistral(Hermes):
-    """Hermes' objects behind words of their own."""
+    """Hermes with other tags."""
 
     markers = ("[CALL]", "[/CALL]")
 

@@ -1,7 +1,6 @@
 """Appended ids against the whole conversation rendered at once, for the templates of many model families.
 
-Where a template cannot render a conversation as it was appended, the check at load has told so: nothing
-differs in silence.
+If a template renders a conversation differently, the check at load has reported it.
 """
 
 from collections import Counter
@@ -43,7 +42,7 @@ REFUSED = {
 OWN_FORMS = ("deepseek-r1", "gpt-oss", "glm4", "glm4.5", "glm4.5, no thinking", "command-r")
 """Families whose calls no form that is built in reads."""
 MOVES_TO_LAST_USER = ("mistral", "mistral v3")
-"""Families that write system text and tools into the last user message, wherever that is."""
+"""Families that write system text and tools into the last user message, at any position."""
 EXACT = ("qwen2.5", "qwen3-coder", "lfm2", "smollm2", "phi4-mini")
 """Families that render every conversation of these tests as it is appended."""
 
@@ -59,16 +58,16 @@ def renderer_of(name: str, observations: Sequence[Role]) -> ChatRenderer:
 
 
 def orders_in(messages: Sequence[Message]) -> set[str]:
-    """The orders of the load check that a conversation holds."""
+    """The orders of the load check that occur in a conversation."""
     orders = {"a call, then its result"} if any(m.role == "tool" for m in messages) else set()
     last_user = max(number for number, m in enumerate(messages) if m.role == "user")
     first = next(number for number, m in enumerate(messages) if m.role == "assistant")
     for number, turn in enumerate(messages):
         if turn.role != "assistant":
             continue
-        behind = messages[number + 1]
+        following = messages[number + 1]
         thinks = bool(turn.reasoning)
-        if behind.role == "user":
+        if following.role == "user":
             orders.add("thinking, then a user message" if thinks else "an answer, then a user message")
             if turn.content != turn.content.strip():
                 orders.add("blanks around an answer")
@@ -112,9 +111,7 @@ def bridged(
 def check_bridges(
     name: str, renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> int:
-    """Whatever becomes of earlier turns: what follows the last one stands at the end of the whole, to the
-    letter. Returns how many bridges were compared.
-    """
+    """Check that the text after the last turn is the end of the whole text; return the number of checks."""
     num = 0
     for text, history in bridged(renderer, messages, tools):
         has_more = bool(tools) or history[0].role == "system"
@@ -123,7 +120,7 @@ def check_bridges(
         try:
             whole = renderer.template.encode(renderer.whole_text(history, tools))
         except ModelError:
-            continue  # refused at once, as the check has told
+            continue  # refused at once, as reported by the check
         whole_text = decode_text(renderer.tokenizer, whole, skip_special_tokens=False)
         assert whole_text.endswith(text), (name, history, text, whole_text[-len(text) - 40 :])
         num += 1
@@ -131,7 +128,7 @@ def check_bridges(
 
 
 def check_all(name: str, observations: Sequence[Role], *, num: int) -> Counter[str]:
-    """How many conversations were the same at once, and how many differed as was told."""
+    """Count conversations that are the same at once, and those that differ as reported."""
     counted: Counter[str] = Counter()
     num_compared = 0
     renderer = renderer_of(name, observations)
@@ -143,7 +140,7 @@ def check_all(name: str, observations: Sequence[Role], *, num: int) -> Counter[s
         where = find_difference(renderer, *append(renderer, messages, tools), tools)
         expected = orders_in(messages) & set(history.differs)
         assert not where or expected, (name, messages, where)
-        counted["differs, as told" if where else "same"] += 1
+        counted["differs, as reported" if where else "same"] += 1
         num_compared += check_bridges(name, renderer, messages, tools)
     assert num_compared > 0
     return counted

@@ -1,5 +1,5 @@
-"""Text and turns in the tokenizers and templates of model families: what a cold start trains on, what is
-sampled, and what a conversation rendered at once has are the same ids, or loading has said where they differ.
+"""Text and turns in the tokenizers and templates of model families: the ids of a cold start, of sampled turns
+and of a conversation rendered at once are the same, or the check at load has reported the difference.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def renderer_of(name: str, observations: Sequence[Role]) -> ChatRenderer:
 
 
 def spelled(name: str, ids: Sequence[int]) -> str:
-    """The text of ids that stand in the middle of some text, character by character."""
+    """The exact text of ids in the middle of a text."""
     return Continuation(TOKENIZERS[name]).decode(ids)
 
 
@@ -113,7 +113,7 @@ def test_a_truncated_text_keeps_its_beginning(name: str) -> None:
 
 
 def differs(name: str, roles: tuple[Role, ...]) -> bool:
-    """Whether loading says that something of this family differs, or refuses it."""
+    """Whether the check at load reports a difference or refuses the family."""
     try:
         result = check_template(renderer_of(name, roles), roles)
     except ModelError:
@@ -122,7 +122,7 @@ def differs(name: str, roles: tuple[Role, ...]) -> bool:
 
 
 def conversations(name: str, num: int) -> list[list[Message]]:
-    """Questions, answers of one piece without thinking, and what is said next."""
+    """Conversations of questions, answers without thinking, and observations."""
     generator = Generator(stream(0, f"families {name}"), ("user",))
     result: list[list[Message]] = []
     while len(result) < num:
@@ -145,7 +145,7 @@ def conversations(name: str, num: int) -> list[list[Message]]:
 def test_a_cold_start_trains_on_the_ids_of_the_rendered_conversation(name: str) -> None:
     """Turn by turn through the engine that plays experts, and at once."""
     if differs(name, ("user",)):
-        pytest.skip("loading says where they differ")
+        pytest.skip("the check at load reports a difference")
     renderer = renderer_of(name, ("user",))
     for messages in conversations(name, 12):
         turns = [m.content for m in messages if m.role == "assistant"][::-1]
@@ -164,13 +164,13 @@ def test_a_cold_start_trains_on_the_ids_of_the_rendered_conversation(name: str) 
                 assert turn.finish_reason is FinishReason.EOS
                 assert renderer.turn_text(turn.token_ids, context=ids) == message.content
                 ids += turn.token_ids
-                behind: list[Message] = []
+                answers: list[Message] = []
                 for other in messages[number + 1 :]:
                     if other.role == "assistant":
                         break
-                    behind.append(other)
-                ids += renderer.bridge(ids, behind)
-                whole = renderer.template.encode(renderer.whole_text(messages[: number + 1 + len(behind)]))
+                    answers.append(other)
+                ids += renderer.bridge(ids, answers)
+                whole = renderer.template.encode(renderer.whole_text(messages[: number + 1 + len(answers)]))
                 assert spelled(name, ids) == spelled(name, whole)
                 if FAMILIES[name].vocabulary == "bytes":
                     assert ids == whole
@@ -271,8 +271,8 @@ def test_the_marker_of_the_next_role_occurs_once(name: str, written: bool, role:
     answer = Message(
         role=role, content="Night?", tool_call_id="call00000" * (role == "tool"), tool_name="lookup"
     )
-    behind = tokenizer.decode([*ids, *renderer.bridge(ids, [answer])]).split("Blue.")[1]
-    assert behind.startswith(f"{marker}\n") and behind.count(marker) == 1
+    text = tokenizer.decode([*ids, *renderer.bridge(ids, [answer])]).split("Blue.")[1]
+    assert text.startswith(f"{marker}\n") and text.count(marker) == 1
     assert marker_id in renderer.closing.token_ids
     assert renderer.turn_text([*tokenizer.encode("Blue."), marker_id], context=ids) == "Blue."
 
@@ -372,7 +372,7 @@ def test_a_demonstration_has_the_white_space_that_the_template_writes(name: str,
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("answer", ["The end.", "  b", "\u2603 It"])
 def test_the_bytes_of_a_sampled_turn_are_those_of_its_visible_text(name: str, answer: str) -> None:
-    """Whatever white space the template has in front of an answer, and SentencePiece in front of a word."""
+    """With white space of the template before an answer, and of SentencePiece before a word."""
     renderer = renderer_of(name, ())
     prompt = renderer.prompt([Message(role="user", content="Who?")])
     ids = renderer.turn_ids(answer, prompt, is_closed=True)

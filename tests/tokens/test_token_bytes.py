@@ -1,4 +1,4 @@
-"""The bytes of single tokens: what a program with log-probs puts characters together of."""
+"""The bytes of single tokens, from which a program with log-probs assembles characters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def finish(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def byte_level(*, use_regex: bool = True) -> PreTrainedTokenizerFast:
-    """GPT-2, Llama 3, Qwen: BPE over letters that stand for bytes."""
+    """GPT-2, Llama 3, Qwen: BPE over letters that encode bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.decoder = decoders.ByteLevel()
@@ -102,7 +102,7 @@ class OfBytes:
 
 
 class Opaque(OfBytes):
-    """One that tells nothing of its vocabulary."""
+    """A tokenizer that does not expose its vocabulary."""
 
     convert_ids_to_tokens = None  # type: ignore[assignment]
 

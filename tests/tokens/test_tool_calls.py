@@ -276,9 +276,9 @@ def test_calls_inside_thinking_are_thoughts(name: CallFormatName, opening: str) 
     assert turn.tool_calls == () and turn.content == "Done."
 
 
-@pytest.mark.parametrize(("before", "behind"), [("Use", " to do it."), ("```json", "\n```")])
-def test_text_after_a_call_after_text_is_no_problem(before: str, behind: str) -> None:
-    written = f'{before}\n{{"name": "add", "parameters": {{"a": 1, "b": 2}}}}{behind}'
+@pytest.mark.parametrize(("before", "after"), [("Use", " to do it."), ("```json", "\n```")])
+def test_text_after_a_call_after_text_is_no_problem(before: str, after: str) -> None:
+    written = f'{before}\n{{"name": "add", "parameters": {{"a": 1, "b": 2}}}}{after}'
     turn = read_turn(written, CALL_FORMATS["llama3_json"], TOOLS)
     assert (turn.tool_calls, turn.problems, turn.content) == ((ADD,), (), before)
 

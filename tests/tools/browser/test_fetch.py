@@ -1,4 +1,4 @@
-"""Live pages against servers and addresses that mean no good. Nothing outside of this machine is asked."""
+"""Live pages with hostile servers and addresses. No request leaves this machine."""
 
 import socket
 import threading
@@ -38,7 +38,7 @@ def html(text: str, **headers: str) -> httpx2.Response:
 
 
 def never(request: httpx2.Request) -> httpx2.Response:
-    raise AssertionError(f"asked {request.url}")
+    raise AssertionError(f"request to {request.url}")
 
 
 def test_the_request_goes_to_the_resolved_address_with_the_name_of_the_host() -> None:
@@ -242,8 +242,8 @@ def test_a_page_over_a_real_connection(tmp_path: Path) -> None:
         "/bare": ("née".encode(), "text/html"),
     }
 
-    def script(request_log: Asked) -> Answer:
-        body, kind = pages[request_log.path]
+    def script(request: Asked) -> Answer:
+        body, kind = pages[request.path]
         return Answer(body, headers={"Content-Type": kind})
 
     with chat_server(script) as server:

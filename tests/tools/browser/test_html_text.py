@@ -1,4 +1,4 @@
-"""HTML of strangers: what is text of it, and that no page takes longer than its length is worth."""
+"""Title and text of untrusted HTML, in time proportional to its length."""
 
 import time
 
@@ -47,6 +47,6 @@ def test_any_page_is_read_without_blank_lines(page: str) -> None:
 )  # fmt: skip
 def test_time_is_proportional_to_the_length_of_the_page(piece: str) -> None:
     """The parser of the standard library took minutes for some of these."""
-    begun = time.process_time()
-    title_and_text(piece * (1_000_000 // len(piece)))
-    assert time.process_time() - begun < 5
+    start = time.process_time()
+    title_and_text(piece * (400_000 // len(piece)))
+    assert time.process_time() - start < 3

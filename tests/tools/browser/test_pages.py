@@ -1,4 +1,4 @@
-"""Pages of a file: which one a name means, and what a call leads to."""
+"""Pages of a file: names of pages, calls, episodes."""
 
 import json
 from pathlib import Path

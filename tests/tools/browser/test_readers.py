@@ -1,4 +1,4 @@
-"""What of a page is shown: passages within the limit, or what a chat server says."""
+"""Readers of a page: passages within the limit, or the answer of a chat server."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_best_passages_are_in_the_order_of_the_page() -> None:
 
 @given(st.integers(40, 120))
 def test_a_hit_is_returned_at_any_limit(most: int) -> None:
-    """Its marks once took the room that it needed, and the page's beginning was shown as without a hit."""
+    """The marks of omitted text must leave room for it."""
     text = "Nothing is here. " * 20 + "The whale is blue and as long as the text lets it be. " + "No. " * 50
     shown = Bm25Reader(most, most).read(page(text), "whale")
     assert "whale" in shown and NO_MATCH not in shown and len(shown) <= most

@@ -1,4 +1,4 @@
-"""A run with the tool in a table of its recipe: it trains, is recorded and goes on."""
+"""A run with the tool ``browser`` in its recipe: training, record, resume."""
 
 import json
 import tomllib

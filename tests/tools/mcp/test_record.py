@@ -1,5 +1,6 @@
 """The record of an MCP server in a run, and that a run with another server is refused with the difference."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -121,5 +122,5 @@ def test_the_shipped_questions_are_those_of_the_server(tmp_path: Path) -> None:
     for path in sorted(tmp_path.iterdir()):
         assert path.read_text() == (ROOT / "recipes" / "mcp-shop" / path.name).read_text(), path.name
     splits = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("train", "valid", "test")]
-    asked = [{json.loads(line)["question"] for line in lines} for lines in splits]
-    assert not (asked[0] & asked[1] or asked[0] & asked[2] or asked[1] & asked[2])
+    questions = [{json.loads(line)["question"] for line in lines} for lines in splits]
+    assert not any(a & b for a, b in itertools.combinations(questions, 2))
