@@ -13,9 +13,7 @@ from outrider.tokens.template import (
     PLACEHOLDER_TOOL,
     REFUSAL,
     USER_MESSAGE,
-    Abilities,
     Chat,
-    ChatWriter,
     Template,
     Tokenizer,
     TurnClosing,
@@ -85,12 +83,8 @@ class ChatRenderer:
         )
         self.opening: tuple[int, ...] = tuple(self.template.continuation.encode(opening_text))
         self._opened = opened_thinking(opening_text)
-        self.abilities = Abilities(self.template)
-        self.supports_system = self.abilities.supports_system
+        self.supports_system = self.template.supports_system
         self.closing = self._find_closing(opening_text)
-        self._writer = ChatWriter(
-            self.template, self.abilities, self.call_format, keeps_thinking=history_thinking == "keep"
-        )
 
     def with_tools(self, has_tools: bool) -> "ChatRenderer":
         """The renderer of conversations with or without tools, which may have two templates."""
@@ -171,7 +165,7 @@ class ChatRenderer:
     ) -> str:
         """Render a whole conversation without its inline messages, as a server does."""
         renderer = self.with_tools(bool(tools) or any(message.role == "tool" for message in messages))
-        chat, template_tools = renderer._writer.chat(messages, tools)
+        chat, template_tools = renderer._to_chat(messages, tools)
         return renderer.template.render(chat, opened=opened, tools=template_tools)
 
     def count_tokens(self, text: str) -> int:
@@ -188,7 +182,7 @@ class ChatRenderer:
         if any(m.role == "tool" for m in messages) and (renderer := self.with_tools(True)) is not self:
             return renderer.bridge(previous_ids, messages)
         inline = "".join(self.template.escape(m.content) for m in messages if m.role == "inline")
-        chat, _ = self._writer.chat(messages)
+        chat, _ = self._to_chat(messages)
         if not chat:
             return tuple(self.template.continuation.encode(inline, previous_ids))
         if inline:
@@ -228,7 +222,7 @@ class ChatRenderer:
 
     def _after_calls(self, chat: Chat) -> tuple[WrittenClosing, str]:
         """The closing of a turn that calls tools, and the text of their results."""
-        placeholder, mark = self.abilities.calling_turn(
+        placeholder, mark = self.template.calling_turn(
             [message for message in chat if message["role"] == "tool"]
         )
         closed = self.template.text_after_mark("tool calls", [USER_MESSAGE, placeholder], mark=mark)
@@ -397,3 +391,66 @@ class ChatRenderer:
         markers = {*_THINKING, *(self.call_format.markers if self.call_format else ())}
         added = self.tokenizer.added_tokens_decoder
         return frozenset(i for i, token in added.items() if token.special and str(token) in markers)
+
+    # Messages as the chat of the template: missing roles, earlier thinking and calls, tools.
+
+    def _to_chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[Chat, Sequence[ToolSchema]]:
+        """Convert all messages except inline ones; return also the tools that the template renders itself."""
+        if tools and not self.template.shows_tools:
+            messages, tools = self._with_tool_descriptions(messages, tools), ()
+        chat: Chat = []
+        must_join = False
+        for message in messages:
+            if message.role == "inline":
+                continue
+            is_system = message.role == "system" and not self.template.supports_system
+            entry = self._to_dict(message, "user" if is_system else message.role)
+            is_repeat = bool(chat) and chat[-1]["role"] == entry["role"] != "tool"
+            if is_repeat and (must_join or not self.template.supports_repeats):
+                chat[-1]["content"] += f"\n\n{entry['content']}"
+            else:
+                chat.append(entry)
+            must_join = is_system
+        return chat, [self.template.escape(tool) for tool in tools]
+
+    def _to_dict(self, message: Message, role: str) -> dict[str, Any]:
+        entry: dict[str, Any] = {"role": role, "content": self.template.escape(message.content)}
+        if role == "tool":
+            ids = {"tool_call_id": message.tool_call_id, "name": message.tool_name}
+            return entry | {key: value for key, value in ids.items() if value}
+        if role != "assistant":
+            return entry
+        calls = [
+            replace(call, arguments=self.template.escape(call.arguments), raw=self.template.escape(call.raw))
+            for call in message.tool_calls
+        ]
+        shape = self.template.call_shape if calls else None
+        if shape is not None:
+            entry = shape.message(calls, entry["content"])
+        elif calls:
+            if self.call_format is None:
+                raise ModelError("the chat template does not render tool calls: name their call format")
+            written = self.call_format.write(calls)
+            entry["content"] = f"{entry['content']}\n{written}" if entry["content"] else written
+        if message.reasoning:
+            thinking = self.template.escape(message.reasoning)
+            key = self.template.reasoning_key
+            if key is not None:
+                entry[key] = thinking
+            elif self.history_thinking == "keep":
+                entry["content"] = f"<think>\n{thinking}\n</think>\n\n{entry['content'] or ''}"
+        return entry
+
+    def _with_tool_descriptions(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> Sequence[Message]:
+        """Append the description of the call format to the system message."""
+        if self.call_format is None:
+            raise ModelError("the chat template does not render tools: name the call format")
+        description = self.call_format.describe(tools)
+        if messages and messages[0].role == "system":
+            first = replace(messages[0], content=f"{messages[0].content}\n\n{description}")
+            return [first, *messages[1:]]
+        return [Message(role="system", content=description), *messages]

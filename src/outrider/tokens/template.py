@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Protocol, TypeAlias
 
 from outrider.errors import ModelError
-from outrider.tokens.tool_calls import CallFormat
-from outrider.types import Message, ToolCall, ToolSchema
+from outrider.types import ToolCall, ToolSchema
 
 
 class Tokenizer(Protocol):
@@ -228,6 +227,35 @@ ASSISTANT_MESSAGE: Final = {"role": "assistant", "content": MARK}
 REFUSAL: Final = "the tokenizer has no usable chat template: "
 
 
+CALL_MARK: Final = "markedargument"  # letters only: no template escapes it
+PLACEHOLDER_TOOL: Final[ToolSchema] = {
+    "name": "lookup",
+    "description": "d",
+    "parameters": {
+        "type": "object",
+        "properties": {"key": {"type": "string", "description": "d"}},
+        "required": ["key"],
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """How a template or server expects the arguments of a call: as an object, or as JSON text."""
+
+    arguments_are_text: bool
+
+    def message(self, calls: Sequence[ToolCall], content: str) -> dict[str, Any]:
+        """Build an assistant message with calls."""
+        tool_calls = []
+        for call in calls:
+            # For arguments that are no object, a template that expects objects may refuse the text.
+            arguments = call.arguments_text if self.arguments_are_text or call.raw else dict(call.arguments)
+            function = {"name": call.name, "arguments": arguments}
+            tool_calls.append({"type": "function", "id": call.call_id, "function": function})
+        return {"role": "assistant", "content": content, "tool_calls": tool_calls}
+
+
 class Template:
     """A chat template of a tokenizer with its variables, for example ``enable_thinking``.
 
@@ -304,9 +332,13 @@ class Template:
         except ModelError:
             return False
 
-    def escape(self, text: str) -> str:
-        """Insert a space into everything that reads as a marker."""
-        return self.markers.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+    def escape(self, value: Any) -> Any:
+        """Insert a space into everything that reads as a marker in a text or in the texts of a JSON value."""
+        if isinstance(value, str):
+            return self.markers.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {self.escape(key): self.escape(item) for key, item in value.items()}
+        return [self.escape(item) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str) -> list[int]:
         """Encode a whole text that may contain the template's markers."""
@@ -345,6 +377,65 @@ class Template:
         num_blank = len(ids) - len(without_blanks) if has_blanks else 0
         marker_index = next((n for n, i in enumerate(ids) if i in self._added.values()), -1)
         return WrittenClosing(text=text, ids=ids, num_blank=num_blank, after_marker=ids[marker_index + 1 :])
+
+    # What the template supports, found by rendering: nothing depends on the name of a model family.
+
+    @cached_property
+    def supports_system(self) -> bool:
+        """Whether system messages are rendered."""
+        return self.renders_mark([{"role": "system", "content": MARK}, USER_MESSAGE])
+
+    @cached_property
+    def supports_repeats(self) -> bool:
+        """Whether two user messages in a row are rendered."""
+        return self.renders_mark([USER_MESSAGE, {"role": "user", "content": MARK}])
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether tools are rendered."""
+        system: Chat = [{"role": "system", "content": "s"}] if self.supports_system else []
+        tool = {**PLACEHOLDER_TOOL, "name": CALL_MARK}
+        return self.renders_mark([*system, USER_MESSAGE], tools=[tool], mark=CALL_MARK)
+
+    @cached_property
+    def reasoning_key(self) -> str | None:
+        """The key of the thinking of a message, or None if the template has none."""
+        for key in ("reasoning_content", "reasoning", "thinking"):
+            message = {"role": "assistant", "content": "b", key: MARK}
+            if self.renders_mark([USER_MESSAGE, message], opened=False):
+                return key
+        return None
+
+    @cached_property
+    def call_shape(self) -> CallShape | None:
+        """The form of the calls of an assistant message, or None if they are not rendered."""
+        call = ToolCall(name="lookup", arguments={"key": CALL_MARK}, call_id="call00000")
+        for shape in (CallShape(arguments_are_text=False), CallShape(arguments_are_text=True)):
+            chat = [USER_MESSAGE, shape.message([call], "")]
+            if self.renders_mark(chat, opened=False, mark=CALL_MARK):
+                return shape
+        return None
+
+    def calling_turn(self, results: Chat) -> tuple[dict[str, Any], str]:
+        """Build a turn whose calls have these results; return it and the mark at the end of its text.
+
+        It has one call for all results if the template refuses several calls in a turn.
+        """
+        shape = self.call_shape
+        if shape is None:
+            return dict(ASSISTANT_MESSAGE), MARK
+        calls = [
+            ToolCall(
+                name=result.get("name") or "lookup",
+                arguments={"key": CALL_MARK if result is results[-1] else "b"},
+                call_id=result.get("tool_call_id") or f"call{number:05d}",
+            )
+            for number, result in enumerate(results)
+        ]
+        whole = shape.message(calls, "")
+        if len(calls) > 1 and not self.renders_mark([USER_MESSAGE, whole], opened=False, mark=CALL_MARK):
+            return shape.message(calls[-1:], ""), CALL_MARK
+        return whole, CALL_MARK
 
 
 def load_templates(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> tuple[Template, Template]:
@@ -386,190 +477,3 @@ def named_templates(tokenizer: Tokenizer) -> dict[str, str]:
     if isinstance(templates, list | tuple):  # the form of tokenizer_config.json
         templates = {str(entry["name"]): entry["template"] for entry in templates}
     return dict(templates) if isinstance(templates, Mapping) else {}
-
-
-# --- What a chat template supports, found by rendering: nothing depends on the name of a model family ---
-
-CALL_MARK: Final = "markedargument"  # letters only: no template escapes it
-PLACEHOLDER_TOOL: Final[ToolSchema] = {
-    "name": "lookup",
-    "description": "d",
-    "parameters": {
-        "type": "object",
-        "properties": {"key": {"type": "string", "description": "d"}},
-        "required": ["key"],
-    },
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallShape:
-    """How a template or server expects the arguments of a call: as an object, or as JSON text."""
-
-    arguments_are_text: bool
-
-    def message(self, calls: Sequence[ToolCall], content: str) -> dict[str, Any]:
-        """Build an assistant message with calls."""
-        tool_calls = []
-        for call in calls:
-            # For arguments that are no object, a template that expects objects may refuse the text.
-            arguments = call.arguments_text if self.arguments_are_text or call.raw else dict(call.arguments)
-            function = {"name": call.name, "arguments": arguments}
-            tool_calls.append({"type": "function", "id": call.call_id, "function": function})
-        return {"role": "assistant", "content": content, "tool_calls": tool_calls}
-
-
-class Abilities:
-    """What one template supports. Each property is determined at its first use."""
-
-    def __init__(self, template: Template) -> None:
-        self._template = template
-
-    @cached_property
-    def supports_system(self) -> bool:
-        """Whether system messages are rendered."""
-        return self._template.renders_mark([{"role": "system", "content": MARK}, USER_MESSAGE])
-
-    @cached_property
-    def supports_repeats(self) -> bool:
-        """Whether two user messages in a row are rendered."""
-        return self._template.renders_mark([USER_MESSAGE, {"role": "user", "content": MARK}])
-
-    @cached_property
-    def shows_tools(self) -> bool:
-        """Whether tools are rendered."""
-        system: Chat = [{"role": "system", "content": "s"}] if self.supports_system else []
-        tool = {**PLACEHOLDER_TOOL, "name": CALL_MARK}
-        return self._template.renders_mark([*system, USER_MESSAGE], tools=[tool], mark=CALL_MARK)
-
-    @cached_property
-    def reasoning_key(self) -> str | None:
-        """The key of the thinking of a message, or None if the template has none."""
-        for key in ("reasoning_content", "reasoning", "thinking"):
-            message = {"role": "assistant", "content": "b", key: MARK}
-            if self._template.renders_mark([USER_MESSAGE, message], opened=False):
-                return key
-        return None
-
-    @cached_property
-    def call_shape(self) -> CallShape | None:
-        """The form of the calls of an assistant message, or None if they are not rendered."""
-        call = ToolCall(name="lookup", arguments={"key": CALL_MARK}, call_id="call00000")
-        for shape in (CallShape(arguments_are_text=False), CallShape(arguments_are_text=True)):
-            chat = [USER_MESSAGE, shape.message([call], "")]
-            if self._template.renders_mark(chat, opened=False, mark=CALL_MARK):
-                return shape
-        return None
-
-    def calling_turn(self, results: Chat) -> tuple[dict[str, Any], str]:
-        """Build a turn whose calls have these results; return it and the mark at the end of its text.
-
-        It has one call for all results if the template refuses several calls in a turn.
-        """
-        shape = self.call_shape
-        if shape is None:
-            return dict(ASSISTANT_MESSAGE), MARK
-        calls = [
-            ToolCall(
-                name=result.get("name") or "lookup",
-                arguments={"key": CALL_MARK if result is results[-1] else "b"},
-                call_id=result.get("tool_call_id") or f"call{number:05d}",
-            )
-            for number, result in enumerate(results)
-        ]
-        whole = shape.message(calls, "")
-        if len(calls) > 1 and not self._template.renders_mark(
-            [USER_MESSAGE, whole], opened=False, mark=CALL_MARK
-        ):
-            return shape.message(calls[-1:], ""), CALL_MARK
-        return whole, CALL_MARK
-
-
-class ChatWriter:
-    """Converts messages to the chat of a template: missing roles, earlier thinking and calls, tools.
-
-    ``keeps_thinking``: if the template has no key for thinking, it is written into the text; otherwise it is
-    left out.
-    """
-
-    def __init__(
-        self,
-        template: Template,
-        abilities: Abilities,
-        call_format: CallFormat | None,
-        *,
-        keeps_thinking: bool,
-    ) -> None:
-        self._template = template
-        self._abilities = abilities
-        self._call_format = call_format
-        self._keeps_thinking = keeps_thinking
-
-    def chat(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
-    ) -> tuple[Chat, Sequence[ToolSchema]]:
-        """Convert all messages except inline ones; return also the tools that the template renders itself."""
-        if tools and not self._abilities.shows_tools:
-            messages, tools = self._with_tool_descriptions(messages, tools), ()
-        chat: Chat = []
-        must_join = False
-        for message in messages:
-            if message.role == "inline":
-                continue
-            is_system = message.role == "system" and not self._abilities.supports_system
-            entry = self._to_dict(message, "user" if is_system else message.role)
-            is_repeat = bool(chat) and chat[-1]["role"] == entry["role"] != "tool"
-            if is_repeat and (must_join or not self._abilities.supports_repeats):
-                chat[-1]["content"] += f"\n\n{entry['content']}"
-            else:
-                chat.append(entry)
-            must_join = is_system
-        return chat, [self._escape(tool) for tool in tools]
-
-    def _to_dict(self, message: Message, role: str) -> dict[str, Any]:
-        entry: dict[str, Any] = {"role": role, "content": self._template.escape(message.content)}
-        if role == "tool":
-            ids = {"tool_call_id": message.tool_call_id, "name": message.tool_name}
-            return entry | {key: value for key, value in ids.items() if value}
-        if role != "assistant":
-            return entry
-        calls = [
-            replace(call, arguments=self._escape(call.arguments), raw=self._template.escape(call.raw))
-            for call in message.tool_calls
-        ]
-        shape = self._abilities.call_shape if calls else None
-        if shape is not None:
-            entry = shape.message(calls, entry["content"])
-        elif calls:
-            if self._call_format is None:
-                raise ModelError("the chat template does not render tool calls: name their call format")
-            written = self._call_format.write(calls)
-            entry["content"] = f"{entry['content']}\n{written}" if entry["content"] else written
-        if message.reasoning:
-            thinking = self._template.escape(message.reasoning)
-            key = self._abilities.reasoning_key
-            if key is not None:
-                entry[key] = thinking
-            elif self._keeps_thinking:
-                entry["content"] = f"<think>\n{thinking}\n</think>\n\n{entry['content'] or ''}"
-        return entry
-
-    def _with_tool_descriptions(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> Sequence[Message]:
-        """Append the description of the call format to the system message."""
-        if self._call_format is None:
-            raise ModelError("the chat template does not render tools: name the call format")
-        description = self._call_format.describe(tools)
-        if messages and messages[0].role == "system":
-            first = replace(messages[0], content=f"{messages[0].content}\n\n{description}")
-            return [first, *messages[1:]]
-        return [Message(role="system", content=description), *messages]
-
-    def _escape(self, value: Any) -> Any:
-        """Escape all texts in a JSON value."""
-        if isinstance(value, str):
-            return self._template.escape(value)
-        if isinstance(value, Mapping):
-            return {self._escape(key): self._escape(item) for key, item in value.items()}
-        return [self._escape(item) for item in value] if isinstance(value, list | tuple) else value

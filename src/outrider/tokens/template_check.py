@@ -170,7 +170,7 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
         unread=unread,
         readers=tuple(matching_formats(renderer)) if unread else (),
         writes_date="strftime_now" in source and "date_string" not in renderer.template.variables,
-        hides_tools=uses_tools and not renderer.abilities.shows_tools,
+        hides_tools=uses_tools and not renderer.template.shows_tools,
         demonstrated=_demonstration_difference(renderer, _ANSWER, tools),
         demonstrated_call=_demonstration_difference(renderer, _CALL_WITH_TEXT, tools) if is_read else "",
         templates=names if len(names) > 1 and not renderer.template.is_chosen else (),
@@ -222,7 +222,7 @@ def _append_order(
 
 def written_call(renderer: ChatRenderer) -> str:
     """A call as the template itself writes it, or "" if it does not render calls."""
-    shape = renderer.abilities.call_shape
+    shape = renderer.template.call_shape
     if shape is None:
         return ""
     question = {"role": "user", "content": "q"}
