@@ -1,4 +1,4 @@
-"""Forms of native tool calls as plug-ins: named in a recipe, recorded, held to their contract."""
+"""Call formats as plug-ins: named in a recipe, recorded, checked by their contract."""
 
 import re
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from tests.conversations import TOOLS
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tool-reasoning.toml"
-MINE = "tests.tokens.test_call_forms:Mistral"
+MINE = "tests.tokens.test_call_format_plugins:Mistral"
 
 
 class Mistral(Hermes):
-    """Hermes' objects behind words of their own."""
+    """Hermes with other tags."""
 
     markers = ("[CALL]", "[/CALL]")
 
@@ -42,26 +42,26 @@ class Raises(Hermes):
 
 class Forgets(Hermes):
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        found = super().read(text, tools)
-        return ParsedCalls(content=found.content, calls=found.calls[:1], problems=found.problems)
+        parsed = super().read(text, tools)
+        return ParsedCalls(content=parsed.content, calls=parsed.calls[:1], problems=parsed.problems)
 
 
-class NoForm:
+class NoFormat:
     markers = ()
 
 
 @pytest.mark.parametrize("name", [*CALL_FORMATS, MINE])
-def test_the_contract(name: str) -> None:
+def test_the_contract_of_a_plug_in(name: str) -> None:
     check_call_format(get_call_format(name))
 
 
-@pytest.mark.parametrize(("form", "told"), [(Raises(), "read raises"), (Forgets(), "is read as")])
-def test_the_contract_sees_what_a_run_would_stumble_over(form: Hermes, told: str) -> None:
-    with pytest.raises(AssertionError, match=told):
+@pytest.mark.parametrize(("form", "reason"), [(Raises(), "read raises"), (Forgets(), "is read as")])
+def test_the_contract_check_finds_a_broken_format(form: Hermes, reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
         check_call_format(form)
 
 
-def test_a_recipe_names_one_and_the_run_records_its_code() -> None:
+def test_a_recipe_names_a_format_and_the_run_records_its_code() -> None:
     settings = load_settings(RunSettings, file=RECIPE, overrides=[f"environment.protocol={MINE}"])
     assert settings.environment.call_format == MINE
     assert "plug-in environment.protocol" in plugin_digests(settings)
@@ -69,38 +69,41 @@ def test_a_recipe_names_one_and_the_run_records_its_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reason"),
     [
         (
             "hermess",
             "environment.protocol: there is no 'hermess', did you mean hermes? (one of tags, hermes,",
         ),
         (
-            "tests.tokens.test_call_forms:Mistrall",
-            "tests.tokens.test_call_forms .* has no 'Mistrall', did you mean Mistral?",
+            "tests.tokens.test_call_format_plugins:Mistrall",
+            "tests.tokens.test_call_format_plugins .* has no 'Mistrall', did you mean Mistral?",
         ),
-        ("tests.tokens.test_call_forms:TOOLS", "tests.tokens.test_call_forms:TOOLS is no class"),
+        (
+            "tests.tokens.test_call_format_plugins:TOOLS",
+            "tests.tokens.test_call_format_plugins:TOOLS is no class",
+        ),
     ],
 )
-def test_a_name_that_nobody_has_is_one_line(name: str, told: str) -> None:
+def test_an_unknown_name_is_an_error_of_one_line(name: str, reason: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_settings(RunSettings, file=RECIPE, overrides=[f"environment.protocol={name}"])
-    assert re.search(told.replace("(", r"\(").replace("?", r"\?"), str(error.value)), error.value
+    assert re.search(reason.replace("(", r"\(").replace("?", r"\?"), str(error.value)), error.value
 
 
-def test_a_class_that_is_no_form_is_told() -> None:
-    with pytest.raises(ConfigError, match="is no form of calls: it has to have markers, read, write"):
-        get_call_format("tests.tokens.test_call_forms:NoForm")
+def test_a_class_that_is_no_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no call format: it must have markers, read, write"):
+        get_call_format("tests.tokens.test_call_format_plugins:NoFormat")
 
 
-def test_tags_of_thinking_inside_a_call_are_its_text() -> None:
+def test_thinking_tags_inside_a_call_of_a_plug_in_are_its_text() -> None:
     form = get_call_format(MINE)
     call = ToolCall(name="lookup", arguments={"key": "a</think>b"}, call_id="call00000")
     turn = read_turn(form.write([call]), form, TOOLS)
     assert (turn.tool_calls, turn.reasoning, turn.problems) == ((call,), "", ())
 
 
-def test_a_renderer_reads_and_tells_by_it() -> None:
+def test_a_renderer_parses_and_describes_tools_by_the_format() -> None:
     family = FAMILIES["smollm2"]
     renderer = ChatRenderer(byte_tokenizer(family), call_format=MINE, observations=("tool",))
     ids = renderer.tokenizer.encode('[CALL]{"name": "lookup", "arguments": {"key": "a"}}[/CALL]')

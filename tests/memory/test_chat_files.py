@@ -1,4 +1,4 @@
-"""Chats in the forms that files have: steps, counts of what is left out, and refusals with reasons."""
+"""Import of chats in all notations of files: steps, counts of dropped fields, refusals with reasons."""
 
 import csv
 import json
@@ -54,18 +54,20 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_call_is_an_object_whatever_the_file_has(tmp_path: Path, case: str) -> None:
-    said = {"role": "assistant", "content": None, **CALLS[case]}
-    found = read(tmp_path, messages=[USER, said, RESULT, END])
-    assert steps(found) == [(CALL, "4 C"), ("It is \\boxed{4}.", "")]
-    assert found.dropped == {} and found.questions == {found.trajectories[0].task_key: USER["content"]}
+def test_calls_in_every_notation_become_the_same_text(tmp_path: Path, case: str) -> None:
+    answer = {"role": "assistant", "content": None, **CALLS[case]}
+    imported = read(tmp_path, messages=[USER, answer, RESULT, END])
+    assert steps(imported) == [(CALL, "4 C"), ("It is \\boxed{4}.", "")]
+    assert imported.dropped == {} and imported.questions == {
+        imported.trajectories[0].task_key: USER["content"]
+    }
     assert CALL_FORMATS["hermes"].read(CALL, ()).calls[0].arguments == {"city": "Oslo"}
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}, " "])
 def test_a_call_may_have_no_arguments(tmp_path: Path, arguments: Any) -> None:
-    said = {"role": "assistant", "content": "", "tool_calls": [call(arguments, "now")]}
-    assert steps(read(tmp_path, messages=[USER, said, RESULT, END]))[0][0] == (
+    answer = {"role": "assistant", "content": "", "tool_calls": [call(arguments, "now")]}
+    assert steps(read(tmp_path, messages=[USER, answer, RESULT, END]))[0][0] == (
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     )
 
@@ -90,13 +92,13 @@ THINKING: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 @pytest.mark.parametrize("case", THINKING)
 def test_thinking_is_part_of_the_step(tmp_path: Path, case: str) -> None:
     fields, dropped = THINKING[case]
-    said = {"role": "assistant", "content": None, "tool_calls": [call()], **fields}
-    found = read(tmp_path, messages=[USER, said, RESULT, END])
-    assert steps(found)[0] == (THOUGHT + CALL, "4 C") and found.dropped == dropped
+    answer = {"role": "assistant", "content": None, "tool_calls": [call()], **fields}
+    imported = read(tmp_path, messages=[USER, answer, RESULT, END])
+    assert steps(imported)[0] == (THOUGHT + CALL, "4 C") and imported.dropped == dropped
 
 
-def test_text_calls_and_thinking_stand_in_the_order_of_a_turn(tmp_path: Path) -> None:
-    said = {
+def test_text_calls_and_thinking_are_in_the_order_of_a_turn(tmp_path: Path) -> None:
+    answer = {
         "role": "assistant",
         "content": [{"type": "text", "text": "The forecast "}, {"type": "text", "text": "knows."}],
         "reasoning": "Better ask.",
@@ -104,22 +106,22 @@ def test_text_calls_and_thinking_stand_in_the_order_of_a_turn(tmp_path: Path) ->
     }
     second = CALL.replace("Oslo", "Rome")
     results = [RESULT, {"role": "tool", "content": [{"type": "text", "text": "20 C"}], "tool_call_id": "b"}]
-    found = read(tmp_path, messages=[USER, said, *results, END])
-    assert steps(found)[0] == (f"{THOUGHT}The forecast knows.\n{CALL}\n{second}", "4 C\n20 C")
+    imported = read(tmp_path, messages=[USER, answer, *results, END])
+    assert steps(imported)[0] == (f"{THOUGHT}The forecast knows.\n{CALL}\n{second}", "4 C\n20 C")
 
 
-def test_parts_of_a_user_are_a_line_apart_and_those_of_an_answer_as_they_are(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": one} for one in ("Context.", "More.", " And", "\nthis?")]
-    said = {
+def test_parts_of_a_user_are_joined_by_lines_and_parts_of_an_answer_directly(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": item} for item in ("Context.", "More.", " And", "\nthis?")]
+    answer = {
         "role": "assistant",
-        "content": [{"type": "output_text", "text": one} for one in ("It is ", "4.")],
+        "content": [{"type": "output_text", "text": item} for item in ("It is ", "4.")],
     }
-    found = read(tmp_path, messages=[{"role": "user", "content": parts}, said])
-    assert found.trajectories[0].prompt[0].content == "Context.\nMore. And\nthis?"
-    assert steps(found) == [("It is 4.", "")]
+    imported = read(tmp_path, messages=[{"role": "user", "content": parts}, answer])
+    assert imported.trajectories[0].prompt[0].content == "Context.\nMore. And\nthis?"
+    assert steps(imported) == [("It is 4.", "")]
 
 
-def test_responses_come_item_by_item(tmp_path: Path) -> None:
+def test_items_of_the_responses_api(tmp_path: Path) -> None:
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": USER["content"]}]},
@@ -135,16 +137,16 @@ def test_responses_come_item_by_item(tmp_path: Path) -> None:
             "content": [{"type": "output_text", "text": "It is "}, {"type": "output_text", "text": "4."}],
         },
     ]
-    found = read(tmp_path, messages=items)
+    imported = read(tmp_path, messages=items)
     second = CALL.replace("Oslo", "Rome")
-    assert steps(found) == [(f"{THOUGHT}{CALL}\n{second}", "4 C\n20 C"), ("It is 4.", "")]
-    assert [one.role for one in found.trajectories[0].prompt] == ["system", "user"]
-    assert found.dropped == {"thinking that is encrypted": 1}
-    asked = {"input": USER["content"], "output": items[2:], "instructions": "Be short."}
-    assert steps(read(tmp_path, **asked)) == steps(found)
+    assert steps(imported) == [(f"{THOUGHT}{CALL}\n{second}", "4 C\n20 C"), ("It is 4.", "")]
+    assert [item.role for item in imported.trajectories[0].prompt] == ["system", "user"]
+    assert imported.dropped == {"thinking that is encrypted": 1}
+    record = {"input": USER["content"], "output": items[2:], "instructions": "Be short."}
+    assert steps(read(tmp_path, **record)) == steps(imported)
 
 
-def test_anthropics_blocks_hold_calls_and_results(tmp_path: Path) -> None:
+def test_content_blocks_of_anthropic(tmp_path: Path) -> None:
     chat = [
         USER,
         {
@@ -165,10 +167,10 @@ def test_anthropics_blocks_hold_calls_and_results(tmp_path: Path) -> None:
         },
         END,
     ]
-    found = read(tmp_path, system="Be short.", messages=chat)
-    assert steps(found) == [(f"{THOUGHT}I ask.\n{CALL}", "4 C\nAnd now?"), (END["content"], "")]
-    assert found.trajectories[0].prompt[0].content == "Be short."
-    assert found.dropped == {"thinking that is encrypted": 1}
+    imported = read(tmp_path, system="Be short.", messages=chat)
+    assert steps(imported) == [(f"{THOUGHT}I ask.\n{CALL}", "4 C\nAnd now?"), (END["content"], "")]
+    assert imported.trajectories[0].prompt[0].content == "Be short."
+    assert imported.dropped == {"thinking that is encrypted": 1}
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -201,7 +203,7 @@ FORMS: dict[str, dict[str, Any]] = {
         ]
     },
     "TRL": {"prompt": [USER], "completion": [{"role": "assistant", "tool_calls": [call()]}, RESULT, END]},
-    "a prompt and messages behind it": {
+    "a prompt and messages after it": {
         "prompt": USER["content"],
         "messages": [{"role": "assistant", "content": None, "tool_calls": [call()]}, RESULT, END],
     },
@@ -212,16 +214,16 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_usual_columns_hold_a_chat(tmp_path: Path, form: str) -> None:
-    found = read(tmp_path, **FORMS[form])
-    assert steps(found) == [(CALL, "4 C"), (END["content"], "")]
-    assert list(found.questions.values()) == [USER["content"]] and found.dropped == {}
-    assert [one.content for one in found.trajectories[0].prompt] == [USER["content"]]
+def test_chats_in_the_usual_columns(tmp_path: Path, form: str) -> None:
+    imported = read(tmp_path, **FORMS[form])
+    assert steps(imported) == [(CALL, "4 C"), (END["content"], "")]
+    assert list(imported.questions.values()) == [USER["content"]] and imported.dropped == {}
+    assert [item.content for item in imported.trajectories[0].prompt] == [USER["content"]]
 
 
 def test_a_prompt_and_a_completion_may_be_text(tmp_path: Path) -> None:
-    found = read(tmp_path, prompt="2+2?", completion="4")
-    assert steps(found) == [("4", "")] and list(found.questions.values()) == ["2+2?"]
+    imported = read(tmp_path, prompt="2+2?", completion="4")
+    assert steps(imported) == [("4", "")] and list(imported.questions.values()) == ["2+2?"]
 
 
 @pytest.mark.parametrize(
@@ -242,15 +244,15 @@ def test_a_reward_may_be_a_truth_value_or_text(tmp_path: Path, given: Any, rewar
     assert read(tmp_path, reward=given, messages=[USER, END]).trajectories[0].reward == reward
 
 
-def test_what_a_chat_has_no_place_for_is_counted(tmp_path: Path) -> None:
+def test_dropped_fields_are_counted(tmp_path: Path) -> None:
     chat = [
         {**USER, "name": "Ada"},
         {"role": "assistant", "content": "I ask.", "tool_calls": [call()], "weight": 0, "refusal": None},
         {**RESULT, "name": "weather"},
         {**END, "weight": 1, "train": True, "annotations": [], "audio": None, "logprobs": {"content": [1]}},
     ]
-    found = read(tmp_path, messages=chat, tools=[{"type": "function"}], parallel_tool_calls=True, id=3)
-    assert found.dropped == {
+    imported = read(tmp_path, messages=chat, tools=[{"type": "function"}], parallel_tool_calls=True, id=3)
+    assert imported.dropped == {
         "'logprobs' of messages of the role assistant": 1,
         "'name' of messages of the role user": 1,
         "'train' of messages of the role assistant": 1,
@@ -261,24 +263,24 @@ def test_what_a_chat_has_no_place_for_is_counted(tmp_path: Path) -> None:
     }
 
 
-def test_a_refusal_is_what_the_assistant_says(tmp_path: Path) -> None:
-    said = {"role": "assistant", "content": None, "refusal": "I cannot help."}
+def test_a_refusal_is_the_text_of_the_assistant(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": None, "refusal": "I cannot help."}
     parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot help."}]}
-    for one in (said, parts):
-        assert steps(read(tmp_path, messages=[USER, one])) == [("I cannot help.", "")]
+    for item in (answer, parts):
+        assert steps(read(tmp_path, messages=[USER, item])) == [("I cannot help.", "")]
 
 
 @pytest.mark.parametrize(
     "content", [None, "", {"degrees": 4}, [{"degrees": 4}], [], {"type": "text", "text": "a"}]
 )
 def test_a_tool_may_return_json_or_nothing(tmp_path: Path, content: Any) -> None:
-    said = {"role": "assistant", "tool_calls": [call()]}
-    found = steps(read(tmp_path, messages=[USER, said, {"role": "tool", "content": content}, END]))[0][1]
+    answer = {"role": "assistant", "tool_calls": [call()]}
+    imported = steps(read(tmp_path, messages=[USER, answer, {"role": "tool", "content": content}, END]))[0][1]
     text = "a" if isinstance(content, dict) and "type" in content else json.dumps(content) if content else ""
-    assert found == text
+    assert imported == text
 
 
-def said(**fields: Any) -> dict[str, Any]:
+def answer(**fields: Any) -> dict[str, Any]:
     return {"messages": [USER, {"role": "assistant", **fields}, END]}
 
 
@@ -289,28 +291,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, END], "reward": "nan"}, "'reward' must be a finite number, not 'nan'"),
     ({"messages": [USER, END], "reward": ""}, "'reward' must be a finite number"),
     ({"prompt": " ", "messages": [END]}, "'prompt' is empty"),
-    (said(content=""), "message 1 of the assistant is empty"),
-    (said(content=" \n", tool_calls=[]), "message 1 of the assistant is empty"),
-    (said(content=[]), "message 1 of the assistant is empty"),
-    (said(content=3), "message 1: 'content' must be text, not int"),
+    (answer(content=""), "message 1 of the assistant is empty"),
+    (answer(content=" \n", tool_calls=[]), "message 1 of the assistant is empty"),
+    (answer(content=[]), "message 1 of the assistant is empty"),
+    (answer(content=3), "message 1: 'content' must be text, not int"),
     (
-        said(content="a", tool_calls=[call("{city: Oslo}")]),
+        answer(content="a", tool_calls=[call("{city: Oslo}")]),
         "message 1: the arguments of weather are not JSON",
     ),
-    (said(content="a", tool_calls=[call([1])]), "the arguments of weather must be an object, not list"),
-    (said(content="a", tool_calls=[{"id": "a"}]), "'tool_calls' must be a list of function calls"),
-    (said(content="a", tool_calls=[call(name="")]), "each with a name"),
-    (said(content="a", reasoning=3), "thinking must be text, not int"),
+    (answer(content="a", tool_calls=[call([1])]), "the arguments of weather must be an object, not list"),
+    (answer(content="a", tool_calls=[{"id": "a"}]), "'tool_calls' must be a list of function calls"),
+    (answer(content="a", tool_calls=[call(name="")]), "each with a name"),
+    (answer(content="a", reasoning=3), "thinking must be text, not int"),
     (
-        said(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
+        answer(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
         "type 'image_url': Outrider trains on text",
     ),
-    (said(content=[{"type": "input_audio"}]), "type 'input_audio': Outrider trains on text"),
-    (said(content="a", images=["x"]), "holds 'images': Outrider trains on text"),
+    (answer(content=[{"type": "input_audio"}]), "type 'input_audio': Outrider trains on text"),
+    (answer(content="a", images=["x"]), "holds 'images': Outrider trains on text"),
     ({"messages": [USER, END], "images": ["x"]}, "column 'images' holds what is no text"),
-    (said(content=[{"type": "hologram"}]), "a part of the unknown type 'hologram'"),
-    (said(content=[3]), "a part of 'content' must be an object, not int"),
-    (said(content=[{"type": "text"}]), "a part of the type 'text' has no text"),
+    (answer(content=[{"type": "hologram"}]), "a part of the unknown type 'hologram'"),
+    (answer(content=[3]), "a part of 'content' must be an object, not int"),
+    (answer(content=[{"type": "text"}]), "a part of the type 'text' has no text"),
     (
         {"messages": [USER, {"type": "web_search_call", "id": "a"}, END]},
         "an item of the type 'web_search_call'",
@@ -328,15 +330,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("record", "reason"), REFUSED, ids=[reason[:40] for _, reason in REFUSED])
-def test_what_cannot_be_read_is_refused_with_its_reason(
+def test_records_that_cannot_be_read_are_refused_with_the_reason(
     tmp_path: Path, record: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(DataError, match=f"a.jsonl:1: .*{reason}"):
         read(tmp_path, **record)
     path = tmp_path / "a.jsonl"
     path.write_text(path.read_text() + json.dumps({"messages": [USER, END], "reward": 1}) + "\n")
-    found = import_trajectories(path, on_malformed="skip")
-    assert len(found.trajectories) == len(found.problems) == 1
+    imported = import_trajectories(path, on_malformed="skip")
+    assert len(imported.trajectories) == len(imported.problems) == 1
 
 
 def test_a_missing_reward_is_named_with_the_columns(tmp_path: Path) -> None:
@@ -392,7 +394,7 @@ def _csv(path: Path) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["messages", "reward", "task_key"])
         writer.writeheader()
-        writer.writerows({**one, "messages": json.dumps(one["messages"])} for one in RECORDS)
+        writer.writerows({**item, "messages": json.dumps(item["messages"])} for item in RECORDS)
     return path
 
 
@@ -409,15 +411,15 @@ KINDS = [_jsonl, _array, _array_of_lines, _lines_called_json, _parquet, _csv, _s
 def test_every_kind_of_file_gives_the_same_trajectories(
     tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:
-    found = import_trajectories(write(tmp_path / "a"))
-    assert [[step.text for step in one.steps] for one in found.trajectories] == [
+    imported = import_trajectories(write(tmp_path / "a"))
+    assert [[step.text for step in item.steps] for item in imported.trajectories] == [
         [THOUGHT + CALL, END["content"]],
         [END["content"]],
     ]
-    assert found.dropped == {} and [one.reward for one in found.trajectories] == [1.0, 0.0]
+    assert imported.dropped == {} and [item.reward for item in imported.trajectories] == [1.0, 0.0]
 
 
-def test_what_is_wrong_with_other_kinds_of_files_is_told(tmp_path: Path) -> None:
+def test_errors_of_other_kinds_of_files(tmp_path: Path) -> None:
     cases: dict[str, tuple[bytes, str]] = {
         "a.json": (b"[{]", "a.json:1: not JSON"),
         "b.json": (b"[" * 100_000, "b.json:1: "),
@@ -427,9 +429,9 @@ def test_what_is_wrong_with_other_kinds_of_files_is_told(tmp_path: Path) -> None
         "f.csv": (b'messages,reward\n"a', "f.csv: cannot be read"),
         "g.json": (b"", "g.json: no usable trajectory"),
     }
-    for name, (data, told) in cases.items():
+    for name, (data, reason) in cases.items():
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=reason):
             import_trajectories(tmp_path / name)
     with pytest.raises(DataError, match="is a folder that datasets has not saved: name a file"):
         import_trajectories(tmp_path)
@@ -468,22 +470,22 @@ MESSAGES = st.fixed_dictionaries(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=st.lists(MESSAGES | JSON, max_size=4), key=st.sampled_from(["messages", "conversations"]))
-def test_any_chat_is_read_or_refused(tmp_path: Path, messages: list[Any], key: str) -> None:
+def test_any_chat_is_imported_or_refused(tmp_path: Path, messages: list[Any], key: str) -> None:
     try:
-        found = read(tmp_path, **{key: [USER, *messages, END]})
+        imported = read(tmp_path, **{key: [USER, *messages, END]})
     except DataError as error:
         assert str(error).startswith(f"{tmp_path / 'a.jsonl'}:1: ")
     else:
-        assert all(step.text.strip() for step in found.trajectories[0].steps)
+        assert all(step.text.strip() for step in imported.trajectories[0].steps)
 
 
-def test_nulls_that_a_table_gives_every_record_are_no_arguments(tmp_path: Path) -> None:
+def test_nulls_of_a_table_are_no_arguments(tmp_path: Path) -> None:
     def record(arguments: Mapping[str, Any]) -> dict[str, Any]:
         chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}, RESULT, END]
         return {"messages": chat, "reward": 1.0}
 
     table = pa.Table.from_pylist([record({"city": "Oslo"}), record({"country": "Norway"})])
     pq.write_table(table, tmp_path / "a.parquet")
-    found = import_trajectories(tmp_path / "a.parquet")
-    assert '"arguments": {"city": "Oslo"}}' in found.trajectories[0].steps[0].text
-    assert '"arguments": {"country": "Norway"}}' in found.trajectories[1].steps[0].text
+    imported = import_trajectories(tmp_path / "a.parquet")
+    assert '"arguments": {"city": "Oslo"}}' in imported.trajectories[0].steps[0].text
+    assert '"arguments": {"country": "Norway"}}' in imported.trajectories[1].steps[0].text
