@@ -29,9 +29,9 @@ from outrider.evaluation.packs import (
     make_pack,
     portable,
     read_manifest,
+    verify,
 )
 from outrider.evaluation.results import SampleResult, write_results
-from outrider.evaluation.verify import verify
 from outrider.rollout.evaluate import interval
 from outrider.types import Outcome
 from tests.evaluation.pack_runs import write_exact, write_questions, write_run

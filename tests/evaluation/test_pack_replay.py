@@ -14,8 +14,7 @@ from benchmarks import learning
 from outrider.cli import main
 from outrider.errors import ConfigError, PackError
 from outrider.evaluation.pack_replay import replay_row
-from outrider.evaluation.packs import make_pack
-from outrider.evaluation.verify import Verified, verify
+from outrider.evaluation.packs import Verified, make_pack, verify
 from outrider.training.policy import set_threads
 from tests.evaluation.test_pack import changed_line, resealed
 from tests.training.tool_run import write_tool_run

@@ -15,18 +15,16 @@ from outrider.config import validate
 from outrider.errors import ConfigError, OutriderError, PackError
 from outrider.evaluation.packs import (
     DECIMALS,
-    EXACT,
     START,
     WEIGHTS,
     ExactResult,
-    Manifest,
+    Verified,
     local,
     packed_start,
     parse_exact_result,
     read_exact,
     read_recipe,
 )
-from outrider.evaluation.verify import Verified
 from outrider.printing import score
 from outrider.training.adaptation import adapt
 from outrider.training.run_dir import RunDirectory
@@ -84,25 +82,24 @@ class Replay:
 
     def play(self, row: str) -> Replayed:
         """Reproduce the row. Raises PackError if it does not exist or cannot be reproduced here."""
-        exact = _exact_rows(self.pack, self.verified.manifest)
+        exact = read_exact(self.pack)
         if row in exact:
             return self._toy(exact[row])
         if row not in self.verified.manifest.runs:
             names = [*self.verified.manifest.runs, *exact]
             listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
             raise PackError(f"no row {row!r}: there are {listed or 'none'}")
-        name = row
-        recorded = self._last_evaluation(self.pack / "runs" / name, name)
-        replayed = self._last_evaluation(self.run(name, depth=0), name)
+        recorded = self._last_evaluation(self.pack / "runs" / row, row)
+        replayed = self._last_evaluation(self.run(row, depth=0), row)
         if (replayed["label"], replayed["panel_hash"]) != (recorded["label"], recorded["panel_hash"]):
             raise PackError(
-                f"{name}: the last evaluation is another one here: {replayed['label']!r} "
+                f"{row}: the last evaluation is another one here: {replayed['label']!r} "
                 f"on {replayed['panel_hash'][:12]}"
             )
         scores, replayed_scores = recorded.get("task_scores") or {}, replayed["task_scores"]
         packed = recorded["metric"]["score"]
         return Replayed(
-            row=name,
+            row=row,
             recorded=packed["value"],
             low=packed["ci_low"],
             high=packed["ci_high"],
@@ -229,9 +226,7 @@ def replay_row(
 
 def cheapest_first(pack: Path, verified: Verified) -> list[str]:
     """Rows sorted by cost: toys by their policy tokens, then trainings by their seconds."""
-    exact = sorted(
-        _exact_rows(pack, verified.manifest).values(), key=lambda item: (item.num_policy_tokens, item.name)
-    )
+    exact = sorted(read_exact(pack).values(), key=lambda item: (item.num_policy_tokens, item.name))
     seconds = {item["run"]: item.get("seconds", 0.0) for item in verified.tables["costs"]}
     starts = {name: packed_start(read_recipe(pack, name)) for name in seconds}
     scored = {item["run"] for item in verified.tables["evaluations"]}
@@ -241,7 +236,3 @@ def cheapest_first(pack: Path, verified: Verified) -> list[str]:
         return seconds[name] + (seconds.get(start[0], 0.0) if start else 0.0), name
 
     return [*(item.name for item in exact), *sorted((name for name in seconds if name in scored), key=cost)]
-
-
-def _exact_rows(pack: Path, manifest: Manifest) -> dict[str, ExactResult]:
-    return read_exact(pack / EXACT) if EXACT in manifest.files else {}
