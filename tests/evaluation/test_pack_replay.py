@@ -91,7 +91,7 @@ def test_what_cannot_be_played_says_why(
     for arguments, says in (
         (["--replay", "third"], "no row 'third': there are first, second"),
         (["--replay", "first"], "it needs model, SHA-256"),
-        ([], "no row can be played here: it needs model, SHA-256"),
+        ([], "no row can be replayed here: it needs model, SHA-256"),
         ([f"model.name={root / 'given'}", "--replay", "first"], "is not the model of the run"),
     ):
         assert main(["verify", str(root / "pack"), "--progress", "none", *arguments]) == 1

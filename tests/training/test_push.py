@@ -85,7 +85,7 @@ def test_a_broken_upload_is_one_line_and_the_second_call_goes_on(
     server, (first, second, *_) = pushed
     assert first["status"] == 1 and len(first["stderr"].strip().splitlines()) == 1
     assert f"{REPO} was not pushed" in first["stderr"] and "the disk is full" in first["stderr"]
-    assert "the same command goes on" in first["stderr"] and TOKEN not in first["stderr"]
+    assert "the same command continues" in first["stderr"] and TOKEN not in first["stderr"]
     assert second["status"] == 0 and f"pushed to {server.url}/{REPO}" in second["stdout"]
     assert sum(one.startswith("PUT /lfs/") for one in server.asked) == 1
     assert server.repositories[f"models/{REPO}"].private

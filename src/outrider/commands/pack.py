@@ -29,14 +29,17 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``verify``."""
     parser.add_argument("pack", type=Path)
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=PATH", help="files that its recipes name and it does not hold"
+        "overrides",
+        nargs="*",
+        metavar="key=PATH",
+        help="files that the recipes name and the pack lacks",
     )
     replay_group = parser.add_mutually_exclusive_group()
-    replay_group.add_argument("--replay", metavar="ROW", help="the row to play again (default: the cheapest)")
+    replay_group.add_argument("--replay", metavar="ROW", help="the row to replay (default: the cheapest)")
     replay_group.add_argument(
-        "--no-replay", action="store_true", help="play nothing again; needs neither torch nor a model"
+        "--no-replay", action="store_true", help="replay nothing; needs neither torch nor a model"
     )
-    parser.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder that keeps what is played")
+    parser.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder for the replayed run")
     parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
     parser.set_defaults(command=_verify)
 

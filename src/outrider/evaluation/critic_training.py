@@ -56,5 +56,5 @@ def train_critic(
     finally:
         torch.set_num_threads(num_threads)
     Critic(networks, embedder, settings).save(out)
-    print_lines(f"{out}: play with it by engine.type=retrospex engine.critic={out}")
+    print_lines(f"{out}: use it with engine.type=retrospex engine.critic={out}")
     return 0

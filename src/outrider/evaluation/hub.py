@@ -116,14 +116,14 @@ def _hub_errors(repo: str) -> Iterator[None]:
         if token := get_token():
             words = words.replace(token, "(token)")
         raise HubError(
-            f"{repo} was not pushed: {words[:_LONGEST]}; the same command goes on where this one ended"
+            f"{repo} was not pushed: {words[:_LONGEST]}; the same command continues the upload"
         ) from error
 
 
 def _format_error(error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError) and error.server_message:
         return one_line(f"{error.server_message} (status {error.response.status_code})")
-    if type(error) is RuntimeError and error.__cause__ is not None:  # of a file, which the cause says more of
+    if type(error) is RuntimeError and error.__cause__ is not None:  # the cause has the details
         return f"{one_line(str(error))} {_format_error(error.__cause__)}"
     return one_line(str(error)) or type(error).__name__
 
@@ -139,7 +139,7 @@ _SECRET: Final = re.compile(
     r"(^|_)(api_?keys?|keys?|token|secret|password|passwd|auth|authorization|credentials?|variable)(_|$)",
     re.IGNORECASE,
 )
-_PROGRAM_KEYS: Final = frozenset({"args", "command", "env", "headers"})  # where a key may stand in any form
+_PROGRAM_KEYS: Final = frozenset({"args", "command", "env", "headers"})  # may contain a key in any form
 _LONGEST_MIXED: Final = 24  # of letters and digits without a break: longer ones may be keys
 
 
@@ -526,7 +526,7 @@ def _traces(path: Path, folder: Path) -> Prepared:
     source = StepFiles(path)
     names = [*map(step_file, source.steps()), *map(evaluation_file, source.evaluations())]
     if not names:
-        raise ConfigError(f"{path} holds no traces: name the folder traces of a run")
+        raise ConfigError(f"{path} has no traces: name the folder traces of a run")
     counts = Counter({"files of steps and evaluations": len(names), "nodes": 0, "rollouts": 0})
     copies = StepFiles(folder / "traces")
     for name in names:
@@ -549,7 +549,7 @@ def _require_no_secret(path: Path, texts: Iterable[str]) -> None:
     for text in texts:
         for name, value in secrets.items():
             if value in text or json.dumps(value)[1:-1] in text:
-                raise ConfigError(f"{path} holds {name}; nothing was sent: take it out first")
+                raise ConfigError(f"{path} contains {name}; nothing was sent: remove it first")
 
 
 # ``outrider push``: a run's weights with a model card as a repository of the Hugging Face hub.

@@ -67,7 +67,7 @@ class Replayed:
         kind = "" if self.is_share else "expected return (no share) "
         tasks = "" if self.num_different is None else f", {self.num_different} tasks with another score"
         verdict = "agrees" if self.agrees else "does NOT agree"
-        return f"{self.row}: {kind}{packed} in the pack, {measured} played again{tasks}: it {verdict}"
+        return f"{self.row}: {kind}{packed} in the pack, {measured} replayed{tasks}: it {verdict}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class Replay:
     def _last_evaluation(self, folder: Path, name: str) -> dict[str, Any]:
         if self.verified.manifest.runs[name].kind == "panel":
             raise PackError(
-                f"{name} was played by `outrider eval --tasks`, which a pack cannot "
+                f"{name} is an evaluation by `outrider eval --tasks`, which a pack cannot "
                 "repeat: its model is not in a recipe"
             )
         evaluations = RunDirectory(folder).finished_evaluations()
@@ -158,16 +158,14 @@ class Replay:
     def _toy(self, row: ExactResult) -> Replayed:
         """Play a toy by the source tree's own command: it is no part of the installed package."""
         if not Path("benchmarks/learning.py").is_file():
-            raise PackError(
-                f"{row.name}: toys are played in a clone of Outrider's repository: run this there"
-            )
+            raise PackError(f"{row.name}: toys need a clone of Outrider's repository: run the command there")
         toy_args = ["--toys", row.toy, "--methods", row.method, "--first-seed", str(row.seed), "--seeds", "1"]
         tokens = ["--policy-tokens", str(row.max_policy_tokens)] if row.max_policy_tokens else []
         command = [sys.executable, "-m", "benchmarks.learning", "toys", "--out", str(self.folder)]
         process = subprocess.run([*command, *toy_args, *tokens], capture_output=True, text=True, check=False)
         if process.returncode:
             last_line = (process.stderr.strip().splitlines() or ["no reason"])[-1]
-            raise PackError(f"{row.name} could not be played: {last_line}"[:300])
+            raise PackError(f"{row.name} could not be replayed: {last_line}"[:300])
         path = self.folder / "toys" / row.toy / f"{row.method}-{row.seed}.json"
         result = parse_exact_result(path.read_bytes(), row.name)
         if result.settings != row.settings:
@@ -219,7 +217,7 @@ def replay_row(
             raise PackError(result.sentence)
         return result.sentence
     raise PackError(
-        "no row can be played here: "
+        "no row can be replayed here: "
         f"{unplayable[0] if unplayable else 'the pack has none'} (--no-replay leaves it out)"
     )
 

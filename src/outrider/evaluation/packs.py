@@ -116,7 +116,7 @@ def read_manifest(pack: Path) -> Manifest:
             raise PackError(f"{pack} is no pack: it has no {name}")
     content = read_bytes(pack / MANIFEST)
     if read_bytes(pack / CHECKSUM) != checksum_line(content):
-        raise PackError(f"{MANIFEST} is not what {CHECKSUM} says")
+        raise PackError(f"{MANIFEST} does not match {CHECKSUM}")
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
@@ -532,7 +532,7 @@ def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun
     for file in sorted(target.iterdir()):
         text = file.read_text(encoding="utf-8")
         if leaks := [folder for folder in sorted(private) if len(folder) > 4 and f"{folder}/" in text]:
-            raise PackError(f"{source / file.name} holds a path of this machine: {leaks[0]}")
+            raise PackError(f"{source / file.name} contains a path of this machine: {leaks[0]}")
     command = f"train runs/{target.name}/config.toml"
     if trials := recipe["evaluation"].get("num_trials", 0):
         memory = recipe["evaluation"].get("memory", "tips")

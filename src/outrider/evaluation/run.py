@@ -250,7 +250,7 @@ def evaluate_tasks(
     if folder.exists() and (
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / RESULTS).exists())
     ):
-        raise ConfigError(f"{folder} is not empty and holds no evaluation of tasks")
+        raise ConfigError(f"{folder} is not empty and has no evaluation of tasks")
     start_time = time.monotonic()
     rollout_status = RolloutStatus()
     display = WatchedProgress(
@@ -318,7 +318,7 @@ def run_evaluation(
                 results=store.results,
             )
         except EngineFault as fault:
-            raise EngineFault(f"{fault}. What was played is kept, and the same command continues") from fault
+            raise EngineFault(f"{fault}. The results are stored, and the same command continues") from fault
         finally:
             store.close()
     finally:
