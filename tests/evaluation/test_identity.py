@@ -42,7 +42,7 @@ def test_task_sets_have_the_names_of_papers(written: str, name: str, tmp_path: P
 @pytest.mark.parametrize("written", ["Factbook", "ScienceWorld", "WebShop", "TextWorld", "ALFWorld"])
 def test_names_of_environments_ignore_case(written: str) -> None:
     found = settings(tasks=written)
-    assert found.is_played and found.tasks == written.lower()
+    assert found.runs_episodes and found.tasks == written.lower()
     assert found.environment is not None and found.environment.type == found.tasks
 
 

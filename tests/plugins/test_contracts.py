@@ -19,7 +19,7 @@ from outrider.testing import check_algorithm, check_engine, check_environment, c
 from outrider.tools.base import ToolContext, ToolGroup
 from tests.environments.verifiers_fake.make import write_fake
 from tests.tiny import tiny_model
-from tests.tools.mcp.servers import numbers
+from tests.tools.mcp.servers import fake
 
 # What the defaults leave out; every other plug-in is made of its defaults.
 SECTIONS: dict[str, dict[str, Any]] = {"empo2": {"memory": {"embedder": "hash"}}, "rapo": {"num_hybrid": 0}}
@@ -74,7 +74,7 @@ def test_tools(name: str, tmp_path: Path) -> None:
     settings = None
     if name == "mcp":
         pytest.importorskip("mcp", reason="needs the extra mcp")
-        settings = numbers(only=["add"])
+        settings = fake(only=["add"])
     built = build_by_name("tools", name, settings, ToolContext(environment=environment))
     for tool in built.tools if isinstance(built, ToolGroup) else (built,):
         check_tool(tool, texts=("here", "print(6 * 7)", '{"a": 1, "b": 2}'))
