@@ -454,6 +454,7 @@ def eval_tasks_rows(folder: Path, name: str) -> list[dict[str, Any]]:
         summary = json.loads(read_bytes(folder / SUMMARY))
         written: dict[str, Any] = summary["scores"]
         panel_hash, num_samples = str(summary["panel_hash"]), int(summary["num_samples"])
+        identity: Mapping[str, Any]
         identity, results = read_results(folder / RESULTS)
         scores = task_set_scores(
             identity["metric"],
