@@ -99,7 +99,7 @@ def test_what_is_to_be_private_is_not_sent_to_a_public_repository(
         api = HfApi(endpoint=server.url, token=TOKEN)
         monkeypatch.setattr("outrider.evaluation.hub.hub", lambda: api)
         monkeypatch.setattr("outrider.evaluation.hub.get_token", lambda: TOKEN)
-        with pytest.raises(ConfigError, match="can be read by everybody; nothing was sent"):
+        with pytest.raises(ConfigError, match="exists and is public; nothing was sent"):
             push_run(run, REPO, private=True)
         assert not server.repositories[f"models/{REPO}"].files
         assert not any("commit" in one or "preupload" in one for one in server.asked)

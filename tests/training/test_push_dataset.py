@@ -180,7 +180,7 @@ def test_a_broken_push_goes_on_and_a_public_one_is_refused(hub: Hub, tmp_path: P
     push_dataset(path, REPO)
     assert sum(one.startswith("PUT /lfs/") for one in hub.asked) == 1 and "buffer.sqlite" in files_of(hub)
     hub.repositories["datasets/acme/public"] = Repository(files={})
-    with pytest.raises(ConfigError, match="can be read by everybody"):
+    with pytest.raises(ConfigError, match="exists and is public"):
         push_dataset(path, "acme/public", private=True)
     assert not hub.repositories["datasets/acme/public"].files
 
