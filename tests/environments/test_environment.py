@@ -17,7 +17,6 @@ from outrider.environments.base import (
 )
 from outrider.environments.environment import Environment
 from outrider.errors import ConfigError, DataError, InvalidResult, NonFiniteResult
-from outrider.plugins.listing import require_kinds
 from outrider.rollout.faults import locate_invalid_result
 from outrider.testing import check_environment
 from outrider.types import Message, Step, Task
@@ -302,9 +301,8 @@ def test_a_class_without_a_method_is_an_error_before_the_run() -> None:
         "environment": {"type": f"{__name__}:Unfinished"},
         "algorithm": {"type": "grpo"},
     }
-    settings = load_settings(RunSettings, file=None, overrides=[], sections=sections)
     with pytest.raises(ConfigError, match=r"Unfinished .* is not an environment: it has no method step"):
-        require_kinds(settings)
+        load_settings(RunSettings, file=None, overrides=[], sections=sections)
 
 
 class Unfinished(Environment):

@@ -431,7 +431,7 @@ def test_an_object_of_another_kind_is_one_line(kind: str, told: str, recipe: Pat
         ),
         ("buffer.embedder='tests.training.test_first_week:NoEnvironment'", "is not an embedder"),
         ("environment.protocol='tests.training.test_first_week:NoEnvironment'", "is not a call format"),
-        ("environment.tools=['tests.training.test_first_week:NoEnvironment']", "is no tool"),
+        ("environment.tools=['tests.training.test_first_week:NoEnvironment']", "is not a tool"),
         ("environment.tools=['tests.training.test_first_week:DATA']", "is no class and no function"),
     ],
 )
