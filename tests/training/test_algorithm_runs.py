@@ -161,8 +161,20 @@ def test_branching_is_refused_where_a_fork_would_not_be_exact(rapo: Path) -> Non
 def test_luffy_trains_on_demonstrations_that_are_in_no_other_measure(recipe: Path) -> None:
     """The policy's own rollouts are those of a group without the demonstration."""
     more = ("optimizer.learning_rate=3e-3", "evaluation.num_tasks=1")
-    luffy = ("algorithm.type=luffy", f"algorithm.demonstrations={recipe.parent / 'shown.jsonl'}")
-    run = train(recipe, "luffy", *luffy, "algorithm.preset=luffy-paper", *more, "train.num_steps=3")
+    luffy = (
+        "algorithm.type=luffy",
+        "algorithm.group_size=4",
+        f"algorithm.demonstrations={recipe.parent / 'shown.jsonl'}",
+    )
+    run = train(
+        recipe,
+        "luffy",
+        *luffy,
+        "algorithm.preset=luffy-paper",
+        *more,
+        "train.num_steps=3",
+        "train.keep_checkpoints=9",
+    )
     steps = records(run)
     for record in steps:
         assert record["rollout/num"] == 6
@@ -179,7 +191,7 @@ def test_luffy_trains_on_demonstrations_that_are_in_no_other_measure(recipe: Pat
     assert steps[0]["tokens/policy"] == sum(len(row.tokens) for row in rows if row.origin is Origin.POLICY)
     assert "demonstration" in (run / "report.html").read_text()
     assert replay_step(run, 1) == 0
-    plain = train(recipe, "alone", GRPO, "algorithm.group_size=3", *more, "train.num_steps=1")
+    plain = train(recipe, "without", GRPO, "algorithm.group_size=3", *more, "train.num_steps=1")
     texts = [
         [
             (row.task_key, row.rollout, row.text)
@@ -230,8 +242,9 @@ def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path) -> None:
 
 
 TIPS = (
-    "algorithm.type=empo2", "algorithm.memory.embedder=hash", "algorithm.memory.min_similarity=0.1",
-    "algorithm.memory.max_shown_tokens=120", "algorithm.memory.max_tip_tokens=24",
+    "algorithm.type=empo2", "algorithm.group_size=4", "algorithm.memory.embedder=hash",
+    "algorithm.memory.min_similarity=0.1", "algorithm.memory.max_shown_tokens=120",
+    "algorithm.memory.max_tip_tokens=24",
 )  # fmt: skip
 
 

@@ -226,7 +226,7 @@ def test_nothing_is_too_old_lost_or_out_of_order(
     for step, played in enumerate(run.trained):
         tasks, cursor = order.draw(per_step, cursor=cursor)
         sampled = played.sampled
-        assert [trace.task for trace in sampled.traces] == tasks and sampled.trained == sampled.traces
+        assert [trace.task for trace in sampled.traces] == tasks and sampled.selected == sampled.traces
         assert sampled.cursor == cursor and (sampled.num_extra_batches, sampled.is_filtered) == (0, False)
         for number, trace in enumerate(sampled.traces):
             assert sorted(trace.leaves) == list(range(SIZE))

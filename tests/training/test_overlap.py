@@ -44,7 +44,7 @@ def sampled(*traces: Trace, trained: tuple[Trace, ...] | None = None) -> Sampled
     return SampledStep(
         is_filtered=trained is not None,
         traces=list(traces),
-        trained=list(traces if trained is None else trained),
+        selected=list(traces if trained is None else trained),
         faults=Counter(retries=2, tool_fault=1),
         fault_reasons=("it broke",),
         num_extra_batches=1,
@@ -145,7 +145,7 @@ def test_a_checkpoint_keeps_groups_to_the_last_bit(tmp_path: Path, seed: int) ->
     found = read_queue(tmp_path)
     assert found is not None
     assert [told(one) for one in found.sampled.traces] == [told(one) for one in traces]
-    assert [id(one) for one in found.sampled.trained] == [id(found.sampled.traces[2])]
+    assert [id(one) for one in found.sampled.selected] == [id(found.sampled.traces[2])]
     assert (found.sampled.faults, found.sampled.fault_reasons) == (
         Counter(retries=2, tool_fault=1),
         ("it broke",),

@@ -41,7 +41,7 @@ class SampledStep:
 
     is_filtered: bool
     traces: list[Trace]
-    trained: list[Trace]
+    selected: list[Trace]
     faults: Counter[str]
     fault_reasons: tuple[str, ...]
     num_extra_batches: int
@@ -51,8 +51,8 @@ class SampledStep:
     def metrics(self, num_groups: int) -> dict[str, float]:
         """Metrics of dynamic sampling; ``num_groups`` groups make a step."""
         return {
-            "group/num_dropped": float(len(self.traces) - len(self.trained)),
-            "group/num_missing": float(num_groups - len(self.trained)),
+            "group/num_dropped": float(len(self.traces) - len(self.selected)),
+            "group/num_missing": float(num_groups - len(self.selected)),
             "group/num_extra_batches": float(self.num_extra_batches),
         }
 
@@ -147,7 +147,7 @@ def sample_step(
         return SampledStep(
             is_filtered=False,
             traces=report.traces,
-            trained=report.traces,
+            selected=report.traces,
             faults=report.faults,
             fault_reasons=report.fault_reasons,
             num_extra_batches=0,
@@ -155,16 +155,16 @@ def sample_step(
             loop_lag_s=report.loop_lag_s,
         )
     traces: list[Trace] = []
-    trained: list[Trace] = []
+    selected: list[Trace] = []
     faults: Counter[str] = Counter()
     reasons: list[str] = []
     lags: list[float | None] = []
     num_batches = 0
     filtered, num_groups = choice.groups, choice.num_groups
-    while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
+    while len(selected) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
         tasks, cursor = order.draw(
             # Only what is missing, and no task twice: groups of one key would share their random streams.
-            num_groups - len(trained),
+            num_groups - len(selected),
             cursor=cursor,
             seen={trace.task.key for trace in traces},
         )
@@ -176,7 +176,7 @@ def sample_step(
             tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0
         )
         traces += report.traces
-        trained += report.traces if filtered is None else filtered.select(report.traces)
+        selected += report.traces if filtered is None else filtered.select(report.traces)
         faults += report.faults
         reasons += report.fault_reasons
         lags.append(report.loop_lag_s)
@@ -184,7 +184,7 @@ def sample_step(
     return SampledStep(
         is_filtered=filtered is not None,
         traces=traces,
-        trained=trained,
+        selected=selected,
         faults=faults,
         fault_reasons=tuple(reasons),
         num_extra_batches=max(0, num_batches - 1),

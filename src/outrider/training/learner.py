@@ -24,7 +24,7 @@ class Learner(Protocol):
     """The weights in training, their optimiser, and the frozen reference where a run needs one.
 
     ``language_model`` is what an engine in this process generates with: its weights are the newest ones after
-    every method that moves them. ``trained`` are the names of the parameters that move.
+    every method that moves them. ``trained_parameters`` are the names of the parameters that move.
     """
 
     @property
@@ -33,7 +33,7 @@ class Learner(Protocol):
         ...
 
     @property
-    def trained(self) -> frozenset[str]:
+    def trained_parameters(self) -> frozenset[str]:
         """Names of the parameters that move."""
         ...
 
@@ -112,7 +112,7 @@ class LocalLearner:
         return self.policy.language_model
 
     @property
-    def trained(self) -> frozenset[str]:
+    def trained_parameters(self) -> frozenset[str]:
         return frozenset(self.policy.masters)
 
     @property

@@ -148,7 +148,7 @@ def _frozen_weights(learner: "Learner") -> str | None:
     """CRC-32 of the weights that no checkpoint holds, because they do not train; None where all train."""
     value = None
     for name, parameter in learner.language_model.model.named_parameters():
-        if name not in learner.trained:
+        if name not in learner.trained_parameters:
             content = parameter.detach().contiguous().cpu().view(torch.uint8).numpy()
             # The name too: weights that changed places are others.
             value = zlib.crc32(content.reshape(-1).data, zlib.crc32(name.encode(), value or 0))
