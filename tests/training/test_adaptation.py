@@ -79,8 +79,10 @@ def test_a_trial_shows_its_tokens_and_without_any_result_it_is_an_error(
     run = recipe.parent / "shown"
     options = [*MEMORY, "--adapt", "2", "--progress", "plain"]
     assert main(["eval", str(recipe), *options, "--run", str(run)]) == 0
-    told = capsys.readouterr().out
-    assert "tips, trial 1: start, 3 to do" in told and "generated" in told and "tips, trial 2 3/3" in told
+    output = capsys.readouterr().out
+    assert (
+        "tips, trial 1: start, 3 to do" in output and "generated" in output and "tips, trial 2 3/3" in output
+    )
 
     def refuse(environment: ToolEnvironment, seed: int) -> None:
         raise EnvironmentFault("no simulator today")

@@ -273,7 +273,7 @@ def test_empo2_trains_in_all_modes(recipe: Path, preset: str, capsys: pytest.Cap
     assert (run / "report.html").exists() and "NO TIPS" not in capsys.readouterr().out
 
 
-def test_a_run_that_can_show_no_tip_says_so_at_its_start(
+def test_a_run_that_can_show_no_tip_warns_at_its_start(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Six tasks, two a step: after three steps none has been played twice."""
@@ -397,7 +397,7 @@ def test_a_cold_start_continues_without_the_experts_that_hang(
     monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
     run = train(recipe, "hanging", *SFT, "train.max_retries=0", "train.expert_timeout_s=1", progress="plain")
     release.set()
-    told = "".join(capsys.readouterr())
-    assert "cold start: 1 of 6 expert rollouts were lost to faults: the expert of " in told
-    assert "no answer within 1 s" in told
-    assert "5 of 6 expert rollouts solved their task" in told and records(run, "sft")
+    output = "".join(capsys.readouterr())
+    assert "cold start: 1 of 6 expert rollouts were lost to faults: the expert of " in output
+    assert "no answer within 1 s" in output
+    assert "5 of 6 expert rollouts solved their task" in output and records(run, "sft")

@@ -13,7 +13,7 @@ from outrider.training.restarts import Allowance, run_with_restarts
 def played(
     ends: list[Exception | None], *, limit: int = 2, times: list[float] | None = None, stop: bool = False
 ) -> tuple[list[int], list[str], list[str]]:
-    """Attempts that end like this, one after the other; their numbers, what was closed, and what was told."""
+    """Attempts that end like this, one after the other; their numbers, the calls in order, and the notes."""
     begun: list[int] = []
     happened: list[str] = []
     notes: list[str] = []

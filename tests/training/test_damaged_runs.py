@@ -129,8 +129,8 @@ def test_only_damaged_checkpoints_are_one_line_and_nothing_starts_over(
         truncate_weights(checkpoint)
     before = content(killed)
     assert main(["train", "--resume", str(killed), "--progress", "none"]) == 1
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "is damaged" in told
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and "is damaged" in output
     assert {name: content(killed)[name] for name in before} == before
 
 

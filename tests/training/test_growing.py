@@ -82,7 +82,7 @@ def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
 
 
 @pytest.mark.long
-def test_a_longer_run_that_is_killed_goes_on_with_its_new_length(
+def test_an_extended_run_that_is_killed_continues_with_its_new_length(
     ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def killed(self: trainer.Trainer) -> None:
@@ -128,8 +128,8 @@ def test_all_else_is_refused_with_its_reason_and_changes_nothing(
 ) -> None:
     before = content(ended)
     assert train(ended, *overrides) == 2
-    told = capsys.readouterr().err
-    assert says in told and told.count("\n") == 1 and content(ended) == before
+    output = capsys.readouterr().err
+    assert says in output and output.count("\n") == 1 and content(ended) == before
 
 
 def test_a_schedule_that_ends_with_the_run_and_a_run_without_training_do_not_grow(

@@ -117,15 +117,15 @@ def test_changes_that_are_allowed_are_reported(
     monkeypatch.setattr("outrider.training.resume.read_processor", lambda: other)
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX2")
     resume(killed, progress="plain")
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     same = "OTHER SETTINGS: evaluation.every is 2, was 0; the run goes on, to the same bits as far as it went"
-    assert same in told and "checkpoint_every" not in told  # no number depends on it
+    assert same in output and "checkpoint_every" not in output  # no number depends on it
     assert (
         "num_threads is 2, was 1, train.max_concurrent is 3, was 8; the run goes on, "
         "but not to the same bits for sure"
-    ) in told
-    assert "OTHER VERSIONS: the checkpoint was written with torch 0.4.1 (now " in told
-    [line] = [line for line in told.splitlines() if line.startswith("OTHER PROCESSOR")]
+    ) in output
+    assert "OTHER VERSIONS: the checkpoint was written with torch 0.4.1 (now " in output
+    [line] = [line for line in output.splitlines() if line.startswith("OTHER PROCESSOR")]
     assert "the checkpoint was written with processor " in line and "(now another)" in line
     assert "(now avx1024)" in line and "NPY_DISABLE_CPU_FEATURES=AVX2)" in line
 

@@ -65,14 +65,14 @@ def test_so_is_one_of_a_run_with_plug_ins(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "lock"]
 
 
-def test_plug_ins_without_a_lock_are_somebodys_file(tmp_path: Path) -> None:
+def test_a_list_of_plug_ins_without_a_lock_is_a_users_file(tmp_path: Path) -> None:
     (tmp_path / "plugins.json").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty"):
         RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
     assert (tmp_path / "plugins.json").read_text() == "mine"
 
 
-def test_what_a_kill_has_left_in_a_checkpoint_goes_and_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_in_a_checkpoint_are_removed_and_a_link_is_not_followed(tmp_path: Path) -> None:
     """The records of a checkpoint are written anew at a run's end."""
     run = RunDirectory.create(tmp_path / "run", load_settings(RunSettings, file=RECIPE))
     run.release()
@@ -110,7 +110,7 @@ def test_a_failed_set_up_takes_back_what_it_wrote_and_nothing_else(tmp_path: Pat
     assert [one.name for one in run.path.iterdir()] == ["notes"] and (elsewhere / "kept").exists()
 
 
-def test_a_lock_with_something_in_it_is_somebodys_file(tmp_path: Path) -> None:
+def test_a_lock_with_content_is_a_users_file(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty"):
         RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))

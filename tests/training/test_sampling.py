@@ -89,9 +89,9 @@ class FakeScheduler:
             )
             for task in tasks
         ]
-        told = (f"call {len(self.calls)}",)
+        reasons = (f"call {len(self.calls)}",)
         return RolloutReport(
-            traces=traces, num_batches=1, num_retries=1, faults=Counter({"retries": 1}), fault_reasons=told
+            traces=traces, num_batches=1, num_retries=1, faults=Counter({"retries": 1}), fault_reasons=reasons
         )
 
 

@@ -143,7 +143,7 @@ def test_a_run_that_was_killed_at_a_border_or_was_shorter_ends_in_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "reason"),
     [
         ('[{tasks=["a"],num_steps=1},{tasks=["b"],num_steps=1}]', "lasts until train.num_steps are done"),
         ('[{tasks=["a"]},{tasks=["b"]}]', "every one of train.stages but the last needs num_steps"),
@@ -151,8 +151,8 @@ def test_a_run_that_was_killed_at_a_border_or_was_shorter_ends_in_the_same_bits(
         ("[{tasks=[]}]", "tasks"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(recipe: Path, stages: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_stages_that_cannot_be_are_refused(recipe: Path, stages: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         load_settings(RunSettings, file=recipe, overrides=[GRPO, f"train.stages={stages}"])
 
 
@@ -178,7 +178,7 @@ def test_groups_are_counted_by_the_tasks_that_they_come_from() -> None:
     assert [len(one) for one in said] == [0, 1] and "8 groups play none of the 9 tasks twice" in said[1][0]
 
 
-def test_a_pattern_that_fits_nothing_is_told_and_so_is_a_small_stage(recipe: Path) -> None:
+def test_a_pattern_without_tasks_is_an_error_and_a_small_stage_is_reported(recipe: Path) -> None:
     tasks = [Task(key=f"tasks-{n}", question="") for n in range(6)]
     wanted = load_settings(RunSettings, file=recipe, overrides=[GRPO, STAGES]).train
     require_tasks(wanted, tasks)

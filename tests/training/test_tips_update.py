@@ -195,7 +195,7 @@ def test_tips_on_is_trained_in_the_context_that_it_acted_in(repeats: dict[str, i
         assert report.metrics[name] == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_step_makes_as_many_optimiser_steps_as_are_asked_for_and_drops_no_rollout() -> None:
+def test_a_step_makes_one_optimizer_step_per_mini_batch_and_drops_no_rollout() -> None:
     """The released trainer makes one for every 128 rows and drops the rows that do not fill 16: up to 2 of
     the vector's 130.
     """
