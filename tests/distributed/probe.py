@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.distributed.fsdp import fill
 from outrider.distributed.learner import Rank, RankGroup, RankSettings, _whole
 from outrider.distributed.ray_session import Session
 from outrider.engines.local.model import Precision, load_model
@@ -69,11 +68,17 @@ def whole(tensors: dict[str, Any], *, keep: bool) -> dict[str, torch.Tensor]:
 
 
 class ProbedRank(Rank):
-    """Begins anew whenever it is asked."""
+    """A rank that tests can reset to its first weights."""
 
+    def build(self, host: str, port: int) -> tuple[int, int]:
+        built = super().build(host, port)
+        self._first = {name: one.detach().clone() for name, one in self.policy.masters.items()}
+        return built
+
+    @torch.no_grad()
     def anew(self) -> None:
-        assert self._settings.lora is None
-        fill(Path(self._settings.folder), self.policy.masters)
+        for name, one in self.policy.masters.items():
+            one.copy_(self._first[name])
         self.policy.fresh_optimizer()
         self.policy.scoring.reshard()  # type: ignore[operator]
 

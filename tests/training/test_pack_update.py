@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.algorithms.advantages import RolloutAdvantages
-from outrider.algorithms.base import ObjectiveSettings, assign_advantages
+from outrider.algorithms.base import ObjectiveSettings, write_advantages
 from outrider.algorithms.loss_settings import RejectionMask
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
@@ -385,7 +385,7 @@ def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
     advantages = RolloutAdvantages(
         values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None
     )
-    assign_advantages(trace, advantages, scales, attribution=attribution)
+    write_advantages(trace, advantages, scales, attribution=attribution)
     paths = unshared(trace, attribution)
     if not any(value for value in values):
         return
@@ -418,10 +418,10 @@ def test_a_shared_node_needs_an_attribution_and_hard_needs_equal_scales() -> Non
         values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None
     )
     with pytest.raises(ValueError, match="already"):
-        assign_advantages(trace, advantages)
+        write_advantages(trace, advantages)
     trace, values, _ = forked_trace(1)
     with pytest.raises(ValueError, match="differently"):
-        assign_advantages(trace, advantages, [1.0, 1.1, 1.2, 1.3, 1.4], attribution="hard")
+        write_advantages(trace, advantages, [1.0, 1.1, 1.2, 1.3, 1.4], attribution="hard")
 
 
 def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:

@@ -19,7 +19,7 @@ from outrider.training.policy import Policy, Scorer, SingleRank, TokenScores
 from outrider.training.settings import OptimizerSettings, UpdateSettings
 from outrider.training.update import UpdateReport, update
 from outrider.types import Message, Origin
-from tests.algorithms.grouped import Played, trace_of
+from tests.algorithms.builders import Rollout, build_trace
 
 TIP = 99
 APART = UpdateSettings(max_tokens=1, max_logprob_gap=1e9)  # a micro-batch for each rollout
@@ -69,7 +69,7 @@ class TablePolicy:
 
 def two_rollouts(*, engine: Table, credit: Sequence[float], scale: Sequence[float] = (1.0, 1.0)) -> Trace:
     """One of a single token, one of three."""
-    trace = trace_of([Played(value=1.0, mask=(1,)), Played(value=0.0, mask=(1, 1, 1), first_token=20)])
+    trace = build_trace([Rollout(value=1.0, mask=(1,)), Rollout(value=0.0, mask=(1, 1, 1), first_token=20)])
     for number, (_, path) in enumerate(trace.rollouts()):
         node = path[-1]
         node.logprobs = tuple(engine[number])
