@@ -52,7 +52,7 @@ def test_parts_are_closed_before_others_are_made() -> None:
     assert begun == [0, 1]
     assert happened == ["trained 0", "closed 0", "trained 1", "closed 1"]
     assert notes == [
-        "trainer rank 1 died in update; all processes begin anew from the newest checkpoint, "
+        "trainer rank 1 died in update; all processes restart from the newest checkpoint, "
         "repair 1 of 2 within an hour"
     ]
 

@@ -95,7 +95,10 @@ def test_an_extended_run_that_is_killed_continues_with_its_new_length(
     capsys.readouterr()
     resume(ended, progress="plain")
     said = capsys.readouterr().out
-    assert "DAMAGED" not in said and "train.num_steps is 3, was 2; the run goes on, to the same bits" in said
+    assert (
+        "DAMAGED" not in said
+        and "train.num_steps is 3, was 2; the run continues and reproduces the same bits" in said
+    )
     assert labels(ended) == [("before training", 0), ("step 2", 2), ("after RAPO", 3)]
     assert "num_steps = 3" in (ended / "config.toml").read_text()
     assert train(ended, "train.num_steps=3") == 0  # what it has already: the same command does no harm
@@ -107,12 +110,12 @@ def test_an_extended_run_that_is_killed_continues_with_its_new_length(
     [
         (
             ("optimizer.learning_rate=1",),
-            "optimizer.learning_rate cannot change in a run that goes on: it decides the results",
+            "optimizer.learning_rate cannot change in a resumed run: it decides the results",
         ),
         (("train.num_steps=3", "seed=4"), "seed cannot change"),
         (
             ("num_threads=2",),
-            "num_threads cannot change in a run that goes on: it changes how numbers are rounded",
+            "num_threads cannot change in a resumed run: it changes how numbers are rounded",
         ),
         (("train.max_retries=5",), "it may be changed in config.toml. These may: train.num_steps"),
         (("train.num_steps=1",), "train.num_steps may only grow: it is 2, 1 would end the run earlier"),

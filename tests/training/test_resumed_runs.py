@@ -118,11 +118,14 @@ def test_changes_that_are_allowed_are_reported(
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX2")
     resume(killed, progress="plain")
     output = capsys.readouterr().out
-    same = "OTHER SETTINGS: evaluation.every is 2, was 0; the run goes on, to the same bits as far as it went"
+    same = (
+        "OTHER SETTINGS: evaluation.every is 2, was 0; the run continues and reproduces the same bits as far as "
+        "it went"
+    )
     assert same in output and "checkpoint_every" not in output  # no number depends on it
     assert (
-        "num_threads is 2, was 1, train.max_concurrent is 3, was 8; the run goes on, "
-        "but not to the same bits for sure"
+        "num_threads is 2, was 1, train.max_concurrent is 3, was 8; the run continues, "
+        "but may not reproduce the same bits"
     ) in output
     assert "OTHER VERSIONS: the checkpoint was written with torch 0.4.1 (now " in output
     [line] = [line for line in output.splitlines() if line.startswith("OTHER PROCESSOR")]

@@ -494,6 +494,6 @@ def start_queue(parts: Components, state: "RunState", *, note: Callable[[str], N
         snapshot=state.queue_snapshot,
     )
     if queue.num_restarted_groups:
-        note(f"{queue.num_restarted_groups} groups that had not ended at the checkpoint begin anew")
+        note(f"{queue.num_restarted_groups} groups that had not ended at the checkpoint start again")
     state.queue_snapshot, state.snapshot_queue = None, queue.snapshot
     return queue

@@ -274,7 +274,7 @@ def find_stage(step: int, *, settings: TrainSettings, tasks: Sequence[Task]) -> 
 
 
 def stage_tasks(stage: StageSettings, tasks: Sequence[Task]) -> list[Task]:
-    """Those whose keys fit, in their order."""
+    """Return the tasks whose keys match the stage, in order."""
     return [task for task in tasks if any(fnmatchcase(task.key, pattern) for pattern in stage.tasks)]
 
 

@@ -66,6 +66,6 @@ def run_with_restarts(
                 number += 1
                 message = str(fault).partition("; ")[0]
                 note(
-                    f"{message}; all processes begin anew from the newest checkpoint, "
+                    f"{message}; all processes restart from the newest checkpoint, "
                     f"repair {num_repairs} of {allowance.limit} within an hour"
                 )

@@ -123,7 +123,7 @@ def check_inputs(
         )
     lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in version_changes]
     return lines + [
-        f"OTHER CODE of the {name}; the run goes on, but not to the same bits for sure"
+        f"OTHER CODE of the {name}; the run continues, but may not reproduce the same bits"
         for name in plugin_changes
     ]
 
@@ -210,7 +210,7 @@ def differences(recorded: Mapping[str, str]) -> list[str]:
                 descriptions.append(f"{name} {was} (now {suffix})")
             lines.append(
                 f"OTHER {kind}: the checkpoint was written with {', '.join(descriptions)}; "
-                "the run goes on, but not to the same bits for sure"
+                "the run continues, but may not reproduce the same bits"
             )
     return lines
 

@@ -116,11 +116,11 @@ def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[s
         )
     lines = []
     for kind, meaning in (
-        (_LENGTH, "to the same bits as far as it went"),
-        (ROUNDING, "but not to the same bits for sure"),
+        (_LENGTH, " and reproduces the same bits as far as it went"),
+        (ROUNDING, ", but may not reproduce the same bits"),
     ):
         if reported := {key: values for key, values in changed.items() if key in kind}:
-            lines.append(f"OTHER SETTINGS: {_describe_changes(reported)}; the run goes on, {meaning}")
+            lines.append(f"OTHER SETTINGS: {_describe_changes(reported)}; the run continues{meaning}")
     return lines
 
 
@@ -160,7 +160,7 @@ def _describe_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 MAY_CHANGE: Final[Mapping[str, str]] = {
     "train.num_steps": "may grow: no step looks at how many follow",
-    "train.max_policy_tokens": "may grow, or go (none): it is asked between steps and only ends the run",
+    "train.max_policy_tokens": "may grow, or be removed (none): it is only checked between steps",
     "evaluation.every": "an evaluation draws from random streams of its own and changes no weight",
     "train.checkpoint_every": "a checkpoint only writes down what is",
     "train.keep_checkpoints": "older checkpoints are never read while the newest one is whole",
@@ -193,7 +193,7 @@ def extend_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
                 "weights"
             )
         raise ConfigError(
-            f"{refused[0]} cannot change in a run that goes on: {reason}. These may: {', '.join(MAY_CHANGE)}"
+            f"{refused[0]} cannot change in a resumed run: {reason}. These may: {', '.join(MAY_CHANGE)}"
         )
     for key in {"train.num_steps", "train.max_policy_tokens"} & set(changed):
         # None is a budget without an end.
