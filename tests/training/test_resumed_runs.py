@@ -119,8 +119,8 @@ def test_changes_that_are_allowed_are_reported(
     resume(killed, progress="plain")
     output = capsys.readouterr().out
     same = (
-        "OTHER SETTINGS: evaluation.every is 2, was 0; the run continues and reproduces the same bits as far as "
-        "it went"
+        "OTHER SETTINGS: evaluation.every is 2, was 0; the run continues and reproduces the same bits "
+        "as far as it went"
     )
     assert same in output and "checkpoint_every" not in output  # no number depends on it
     assert (
