@@ -180,7 +180,7 @@ def walks() -> list[Trajectory]:
     return found
 
 
-SHORT = CriticSettings(embedder="hash", hidden=32, learning_rate=1e-3, num_updates=600, target_rate=0.05)
+SHORT = CriticSettings(embedder="hash", hidden=32, learning_rate=1e-3, batch_size=64, num_updates=300, target_rate=0.05)
 
 
 def test_turns_are_what_was_seen_done_and_paid() -> None:
