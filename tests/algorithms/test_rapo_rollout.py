@@ -17,7 +17,6 @@ from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.retrieval import (
     RetrievalHook,
     RetrievalSettings,
-    retrieval_reward,
 )
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
@@ -505,25 +504,3 @@ def test_the_streams_of_a_retrieval_have_names_of_their_own(
         "retrieval noise",
         "retrieval length",
     }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"quality": False}, {"timing": "none"}, {"timing": "inverse_entropy"}, {"sign": "increase"}],
-)
-def test_the_ablations_of_the_reward_reach_it(options: dict[str, Any]) -> None:
-    """One retrieval between steps of entropy 0.5 and 0.2, by hand."""
-    trace = Trace(task=Task(key="t", question=""))
-    tip = trace.append(
-        parent=None, origin=Origin.PROMPT, token_ids=(1,), message=Message(role="user", content="")
-    )
-    for origin, entropy in ((Origin.POLICY, 0.5), (Origin.BUFFER, None), (Origin.POLICY, 0.2)):
-        values = () if entropy is None else (entropy,)
-        tip = trace.append(
-            parent=tip.node_id, origin=origin, token_ids=(2,), message=Message(role="assistant", content=""),
-            logprobs=values, entropies=values,
-        )  # fmt: skip
-    found = retrieval_reward(trace.path(tip.node_id), RapoSettings(**options))
-    gain = math.tanh(2 * (0.5 - 0.2) / 0.5) * (-1 if options.get("sign") else 1)
-    factor = {"none": 1.0, "inverse_entropy": 2.0}.get(options.get("timing", ""), 0.5)
-    assert found.value == pytest.approx((gain if options.get("quality", True) else 1.0) * factor)

@@ -21,9 +21,9 @@ from outrider.training.settings import OptimizerSettings, RunSettings, UpdateSet
 from outrider.training.setup import run_training
 from outrider.training.update import update
 from outrider.types import Message, Origin, Outcome, Task
-from tests.algorithms.tip_groups import vector
 from tests.tiny import tiny_model
 from tests.training.tool_run import write_tool_run
+from tests.vectors import load_vector
 
 TIPS = (
     "algorithm.memory.embedder=hash", "algorithm.memory.min_similarity=0.1",
@@ -325,7 +325,7 @@ def test_a_step_makes_as_many_optimiser_steps_as_are_asked_for_and_drops_no_roll
     """The released trainer makes one for every 128 rows and drops the rows that do not fill 16: up to 2 of
     the vector's 130.
     """
-    given, expected = vector("optimizer_steps_per_iteration")
+    given, expected = load_vector("empo2", "optimizer_steps_per_iteration")
     kept = [one[0] for one in expected["kept_steps_lastpartial"]]
     assert [rows - left for rows, left in zip(given["rows"], kept, strict=True)] == [0, 8, 2]
     for num_mini_batches in (1, 2, 3):
