@@ -1,4 +1,4 @@
-"""ARPO and AEPO: the papers' and the released code's numbers, advantages on trees, and the hook's decisions."""
+"""ARPO and AEPO: numbers of the papers and the released code, advantages on trees, decisions of the hook."""
 
 import math
 from dataclasses import replace
