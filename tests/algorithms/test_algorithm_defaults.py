@@ -89,7 +89,6 @@ def test_the_update_takes_the_loss_of_the_algorithm() -> None:
             token_loss=token_loss,
             settings=ONE_BATCH,
             reference=None,
-            first=False,
         )
         norms.append(report.metrics["grad/norm"])
         assert ("ratio/num_rejected" in report.metrics) == (token_loss is not None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.tips import PLAIN, TIPS_ON, TipHook, environment_tip
-from outrider.environments.house import HouseConfig, HouseTaskSet, make_house
+from outrider.environments.house import House, HouseConfig, make_house
 from outrider.environments.text_games import render_action
 from outrider.rollout.scheduler import RolloutReport
 from outrider.rollout.settings import Limits
@@ -16,7 +16,8 @@ from outrider.types import Origin, Task
 from tests.algorithms.builders import add_node, build_episodes, tip_hook
 from tests.rollout.fakes import scheduler, scripted
 
-FAMILY = HouseTaskSet(HouseConfig(num_train=2, max_moves=6))
+SETTINGS = HouseConfig(num_train=2, max_moves=6)
+FAMILY = House.build(SETTINGS)
 TASKS = FAMILY.tasks("train")
 LIMITS = Limits(max_turns=6, max_response_tokens=2000, max_observation_tokens=400)
 
@@ -39,7 +40,7 @@ def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN
 
 def test_findings_and_failures_are_tips_without_a_request_to_the_policy() -> None:
     task = TASKS[0]
-    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    plan = make_house(SETTINGS.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
     room = plan.find_room(goal)
     place = plan.furniture[room]
@@ -93,7 +94,7 @@ def test_tasks_of_one_house_share_their_tips() -> None:
 def test_the_question_as_the_key_finds_the_tip_about_its_thing_among_tips_about_rooms() -> None:
     """An observation names every room, so by it the tips about rooms come first."""
     task = TASKS[0]
-    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    plan = make_house(SETTINGS.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
     room = plan.find_room(goal)
     fact = f"open {plan.furniture[room]}: In the {plan.furniture[room]} in the {room} is the {goal}."

@@ -119,9 +119,7 @@ def test_a_shared_tokens_gradient_is_the_sum_over_its_leaves(
     model = tiny_model(dtype=torch.float64)
     plain, policy = eager(model), Recorder(model, shift)
     settings = UpdateSettings(num_epochs=2, max_tokens=max_tokens)
-    report = update(
-        policy, [trace], objective=chosen.objective, settings=settings, reference=None, first=False
-    )
+    report = update(policy, [trace], objective=chosen.objective, settings=settings, reference=None)
     with torch.no_grad():
         olds = padded_logprobs(plain, paths)
     for found in policy.gradients:

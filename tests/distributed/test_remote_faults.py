@@ -20,7 +20,7 @@ import pytest
 from outrider.config import validate
 from outrider.distributed.actors import Repairs
 from outrider.engines.local.engine import LocalEngine
-from outrider.errors import ClusterFault, ConfigError, ProcessLost
+from outrider.errors import ClusterFault, ProcessLost
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.testing import check_engine
@@ -314,27 +314,3 @@ def test_processors_that_are_not_there_are_named(session: "Session", folder: Pat
             RemoteProcesses(settings, learner, folder=folder, session=session)
     finally:
         session._settings = before
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
-        ({"train": {"tasks_per_step": 1}}, "num_rollout_workers 2 exceeds train.tasks_per_step 1"),
-        ({"train": {"max_concurrent": 1}}, "num_rollout_workers 2 exceeds the 1 episodes at a time"),
-        (
-            {"environment": {"type": "agent", "command": ["true"], "max_programs": 1}},
-            "num_rollout_workers 2 exceeds the 1 episodes at a time",
-        ),
-        ({"cluster": {"weights": "nccl"}}, "weights = nccl needs engine.type = vllm and model.device = cuda"),
-    ],
-)
-def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], message: str) -> None:
-    recipe = {
-        "environment": {"type": "factbook"},
-        "algorithm": {"type": "grpo"},
-        "cluster": {"num_rollout_workers": 2},
-    }
-    validate(RunSettings, recipe)
-    with pytest.raises(ConfigError, match=message):
-        validate(RunSettings, {**recipe, **{key: recipe.get(key, {}) | one for key, one in changed.items()}})

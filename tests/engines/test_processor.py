@@ -42,7 +42,7 @@ REAL = onednn.pack
 
 @pytest.mark.parametrize("pack", [refused, missing, wrong])
 def test_an_operator_that_does_not_work_is_not_taken(pack: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A1. The question itself, past its memory of the answer: that would outlive this test."""
+    """The question itself, past its memory of the answer: that would outlive this test."""
     monkeypatch.setattr(onednn, "pack", pack)
     assert not onednn.can_pack.__wrapped__(torch.float32)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -9,10 +10,12 @@ import outrider
 from outrider.algorithms.base import Algorithm, GroupAdvantages, GroupFilter, TaskChoice, write_advantages
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.deprecated import MODULES, NAMES
-from outrider.environments.house import HouseConfig, HouseTaskSet
+from outrider.environments.base import EnvironmentFactory
+from outrider.environments.house import House, HouseConfig
 from outrider.plugins.registry import read_settings
 from outrider.testing import check_environment
 from outrider.trace import Trace
+from outrider.types import Task
 
 
 def test_an_algorithm_with_the_old_method_is_one() -> None:
@@ -81,8 +84,26 @@ def test_names_that_never_were_are_unknown() -> None:
     assert not set(NAMES) & set(NAMES.values()) and all(name.startswith("outrider.") for name in MODULES)
 
 
-class OldWorld(HouseTaskSet):
+class OldWorld:
     """An environment as 0.3.0 had it: a task set with a factory."""
+
+    Settings = HouseConfig
+    name, stop, protocol, stateful = "old", ("</action>",), "chat", True
+
+    def __init__(self, config: HouseConfig) -> None:
+        self.config = config
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return House.tasks(self.config, split)
+
+    def make(self) -> EnvironmentFactory:
+        return House.build(self.config).make()
+
+    def expert(self, task: Task, seed: int) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 def test_an_environment_in_the_old_form_works_and_names_the_new_one() -> None:

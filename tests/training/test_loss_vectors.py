@@ -34,7 +34,7 @@ class VectorPolicy:
     ones.
     """
 
-    num_steps = 0
+    num_steps = 1  # no longer compared with the engine
     ranks = SingleRank()
     settings = OptimizerSettings()
 
@@ -99,7 +99,7 @@ def run(
     policy = VectorPolicy(old_rows, new_rows, places)
     report = update(
         cast(Policy, policy), [trace], objective=validate(ObjectiveSettings, nested(options)),
-        reference=None, first=False,
+        reference=None,
         settings=UpdateSettings(num_epochs=2, max_tokens=1),
     )  # fmt: skip
     assert torch.equal(policy.gradients[0], policy.gradients[1]) and len(policy.gradients) == 2

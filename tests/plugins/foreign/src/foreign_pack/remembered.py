@@ -54,8 +54,7 @@ class Remembered(o.Algorithm):
         advantages.values[:] = np.where(advantages.assigned, advantages.values - known, 0.0)
         o.write_advantages(trace, advantages)
         return o.GroupAdvantages(
-            advantages=advantages,
-            measurements={"remembered/mean": list(self._known.values())},
+            advantages=advantages, measurements={"remembered/mean": list(self._known.values())}
         )
 
     def token_loss(self, inputs: "o.TokenLossInputs") -> "o.TokenLoss":

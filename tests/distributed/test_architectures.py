@@ -25,7 +25,7 @@ from outrider.training.settings import LoraSettings, OptimizerSettings
 from tests.distributed.forked_ranks import ForkedRanks
 from tests.distributed.groups import groups
 from tests.distributed.probe import SETTINGS, alone, distance, near_the_truth, run
-from tests.distributed.test_same_update import objective_of
+from tests.distributed.test_rank_updates import objective_of
 from tests.tiny import CHARACTERS
 
 PACKED = [one for one in ARCHITECTURES if one.forward == "auto" and one.is_known]

@@ -4,13 +4,12 @@ old and no older, the same bits come again, after a kill and after a stop too, a
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.traces import Traces
+from tests.distributed.command_runs import CommandRuns
 from tests.training.whole_runs import command, differences, metrics, write_data
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(root: Path) -> Path:
-    Traces().played(*given(root, root / "whole"))
+    CommandRuns().run(*given(root, root / "whole"))
     return root / "whole"
 
 
@@ -64,16 +63,10 @@ def test_the_last_checkpoint_has_nothing_ahead(whole: Path) -> None:
 
 def test_a_run_that_is_killed_beside_an_update_ends_in_the_same_bits(root: Path, whole: Path) -> None:
     run = root / "killed"
-    traces = Traces()
-    process = traces.start(*given(root, run))
-    until = time.monotonic() + 240
-    while not (run / "checkpoints" / "step-000002" / "state.json").exists():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    traces.wait_until_actors_ended()
-    traces.played("train", "--resume", run, "--progress", "plain")
+    runs = CommandRuns()
+    process = runs.start_until(run / "checkpoints" / "step-000002" / "state.json", *given(root, run))
+    runs.kill(process)
+    runs.run("train", "--resume", run, "--progress", "plain")
     assert differences(whole, run, num_steps=STEPS) == []
     assert metrics(whole) == metrics(run)
 
@@ -81,15 +74,11 @@ def test_a_run_that_is_killed_beside_an_update_ends_in_the_same_bits(root: Path,
 @pytest.mark.slow
 def test_a_stop_waits_for_the_rollouts_that_are_ahead(root: Path, whole: Path) -> None:
     run = root / "stopped"
-    traces = Traces()
-    process = traces.start(*given(root, run))
-    until = time.monotonic() + 240
-    while not (run / "checkpoints" / "step-000001" / "state.json").exists():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.05)
+    runs = CommandRuns()
+    process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *given(root, run))
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=240)
     assert "stopped on request" in stdout, stdout + stderr
-    assert traces.settled() == set()
-    traces.played("train", "--resume", run, "--progress", "plain")
+    assert runs.left_behind() == set()
+    runs.run("train", "--resume", run, "--progress", "plain")
     assert differences(whole, run, num_steps=STEPS) == []

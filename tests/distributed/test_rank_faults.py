@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import validate
 from outrider.distributed import require_packages
 from outrider.distributed.ray_session import Session
 from outrider.errors import ClusterFault, ConfigError, EngineFault
-from outrider.training.settings import ClusterSettings, RunSettings, UpdateSettings
+from outrider.training.settings import ClusterSettings, UpdateSettings
 from tests.distributed.forked_ranks import ForkedRanks
 from tests.distributed.groups import groups
 from tests.distributed.probe import SETTINGS, alone, rank_group, run
-from tests.distributed.test_same_update import differs, objective_of
+from tests.distributed.processes import lives, wait_until_ended
+from tests.distributed.test_rank_updates import differs, objective_of
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(300)]
 RanksOf = Callable[[int], ForkedRanks]
@@ -30,11 +30,11 @@ def test_one_broken_micro_batch_skips_the_step_of_all_once(ranks_of: RanksOf, fo
     policy, _ = alone(folder)
     before = {name: one.clone() for name, one in policy.masters.items()}
     ranks = ranks_of(3)
-    found = ranks.call("found", traces, objective, SETTINGS, False)[0]
+    found = ranks.call("found", traces, objective, SETTINGS, 1)[0]
     assert found.norms == [] and found.metrics["grad/num_skipped"] == 1.0
     assert all(found.weights[name].equal(one) for name, one in before.items())
     with pytest.raises(EngineFault, match="disagree by nan"):  # where the engine is checked
-        ranks.call("found", traces, objective, SETTINGS)
+        ranks.call("found", traces, objective, SETTINGS, 0)
     # and the next step is as if nothing had been
     ranks.call("anew")
     wanted = run(policy, None, groups(5, seed=4), objective, SETTINGS)
@@ -72,16 +72,8 @@ def test_a_rank_that_dies_or_hangs_is_told_within_the_limit(
     with pytest.raises(ClusterFault, match=told):
         ranks.call("found", groups(4), objective_of("grpo"), SETTINGS)
     assert time.monotonic() - began < 40
-    os.kill(pids[1], signal.SIGCONT) if kind is signal.SIGSTOP and _lives(pids[1]) else None
-    _wait_for(lambda: not any(map(_lives, pids)), "the ranks to end")
-
-
-def test_processors_that_are_not_there_are_named_in_time(session: Session, folder: Path) -> None:
-    hasty = ClusterSettings(num_trainers=2, placement_timeout_s=1.0)
-    asked = Session.__new__(Session)
-    asked.ray, asked._settings, asked._folder, asked.is_local = session.ray, hasty, None, True
-    with pytest.raises(ClusterFault, match=r"needs 500 processors, and .* within 1 s"):
-        asked.reserve([{"CPU": 1}] * 500, subject="cluster.num_trainers = 500 needs")
+    os.kill(pids[1], signal.SIGCONT) if kind is signal.SIGSTOP and lives(pids[1]) else None
+    wait_until_ended(pids)
 
 
 def test_a_ray_that_is_not_there_is_named_in_time() -> None:
@@ -97,41 +89,3 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[cluster\]'"):
         require_packages()
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"cluster": {"placement": "colocate", "max_staleness": 1}}, "engines sleep"),
-        ({"cluster": {"max_staleness": 2}}, "needs in_flight"),
-        ({"cluster": {"tensor_parallel": 2}}, "tensor_parallel needs engines in processes of their own"),
-        ({"cluster": {"tensor_parallel": 2, "weights": "store"}}, "needs engine.type = vllm"),
-        ({"cluster": {"in_flight": True}}, "in_flight needs max_staleness of at least 1"),
-        ({"cluster": {"num_trainers": 2}, "model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
-        ({"cluster": {"num_trainers": 8}, "model": {"device": "cuda"}}, "needs engines of their own"),
-        (
-            {"cluster": {"num_trainers": 2}, "model": {"device": "cuda"}, "engine": {"type": "vllm"}},
-            "cluster.placement=colocate cluster.num_engines=2",
-        ),
-        ({"cluster": {"num_trainers": 0}}, "greater than or equal to 1"),
-    ],
-)
-def test_what_cannot_be_is_refused_when_it_is_read(changed: dict, told: str) -> None:
-    recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}}
-    validate(RunSettings, recipe)
-    with pytest.raises(ConfigError, match=told):
-        validate(RunSettings, {**recipe, **changed})
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
-    except OSError:
-        return False
-
-
-def _wait_for(done: Callable[[], bool], what: str, *, limit_s: float = 30.0) -> None:
-    until = time.monotonic() + limit_s
-    while not done():
-        assert time.monotonic() < until, f"waited {limit_s} s for {what}"
-        time.sleep(0.1)

@@ -12,7 +12,7 @@ from outrider.training.settings import LoraSettings
 from tests.distributed.forked_ranks import ForkedRanks
 from tests.distributed.groups import groups
 from tests.distributed.probe import SETTINGS, alone, distance, near_the_truth, run
-from tests.distributed.test_same_update import differs, objective_of
+from tests.distributed.test_rank_updates import differs, objective_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 PARTS: dict[str, dict[str, Any]] = {

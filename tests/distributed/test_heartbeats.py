@@ -1,8 +1,7 @@
 """A worker that does not answer: one that works is not silent, and where it was is known."""
 
 import os
-import subprocess
-import sys
+import re
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from outrider.distributed import rollouts
 from outrider.distributed.ray_session import SharedRolloutStatus, cpu_seconds, read_location
 from outrider.distributed.rollouts import HeartbeatMonitor
 from outrider.rollout.hooks import RolloutStatus
+from tests.distributed.forked_ranks import CONTEXT
 
 
 class Unanswered:
@@ -66,29 +66,31 @@ def test_a_worker_that_does_nothing_is_silent_at_the_limit(monkeypatch: pytest.M
     assert notes == []
 
 
-HOLDS = """
-import re, sys
-from outrider.distributed.ray_session import SharedRolloutStatus
-places = SharedRolloutStatus()
-places.set("task/3", "the wait for a batch")
-places.set("task/3", "an environment's step")
-print("ready", flush=True)
-re.match(r"(a+)+$", "a" * 60 + "b")
-"""
+def _hold_the_lock(pipe: Any) -> None:
+    places = SharedRolloutStatus()
+    places.set("task/3", "the wait for a batch")
+    places.set("task/3", "an environment's step")
+    pipe.send("ready")
+    re.match(r"(a+)+$", "a" * 60 + "b")
 
 
 def test_the_place_and_the_work_of_a_process_that_holds_its_lock_can_be_read() -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            before, until = cpu_seconds(process.pid), time.monotonic() + 60
-            assert before is not None
-            while (cpu_seconds(process.pid) or 0.0) < before + 0.2:
-                assert time.monotonic() < until
-            assert read_location(process.pid) == "task/3: an environment's step"
-        finally:
-            process.kill()
-    assert cpu_seconds(process.pid) is None and read_location(process.pid) is None
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_hold_the_lock, args=(there,), daemon=True)
+    process.start()
+    pid = process.pid
+    assert pid is not None
+    try:
+        assert here.poll(60) and here.recv() == "ready"
+        before, until = cpu_seconds(pid), time.monotonic() + 60
+        assert before is not None
+        while (cpu_seconds(pid) or 0.0) < before + 0.2:
+            assert time.monotonic() < until
+        assert read_location(pid) == "task/3: an environment's step"
+    finally:
+        process.kill()
+        process.join(60)
+    assert cpu_seconds(pid) is None and read_location(pid) is None
 
 
 def test_a_long_place_is_cut_and_one_that_is_none_is_none() -> None:

@@ -3,7 +3,6 @@ behind one: the same bits again, after a kill too, and nothing is left behind.
 """
 
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.command_runs import CommandRuns
 from tests.distributed.processes import blocked_by, children_of, command_of, descendants, wait_until_ended
 from tests.distributed.test_remote_run import plain_state, without_transfer
-from tests.distributed.traces import Traces
 from tests.training.forked import forked_outrider
 from tests.training.whole_runs import command, differences, metrics, write_data
 
@@ -99,7 +98,7 @@ def given(root: Path, run: Path, case: tuple[str, ...], *overrides: str) -> list
 
 
 def played(root: Path, name: str, case: tuple[str, ...], *overrides: str) -> Path:
-    Traces().played(*given(root, root / name, case, *overrides))
+    CommandRuns().run(*given(root, root / name, case, *overrides))
     return root / name
 
 
@@ -133,8 +132,8 @@ def test_the_same_bits_after_a_kill(
     if not case:
         assert sum(one["branch/num_forks"] for one in steps_of(whole)) > 0
     run = root / f"{name}-killed"
-    traces = Traces()
-    process = traces.start(*given(root, run, case, *how))
+    runs = CommandRuns()
+    process = runs.start(*given(root, run, case, *how))
     is_on_record, servers = (run / "checkpoints" / "step-000001" / "state.json").exists, list[list[int]]()
     until = time.monotonic() + 240
     while not (is_on_record() and [len(found) for found in servers] == [1, 1]):
@@ -144,11 +143,9 @@ def test_the_same_bits_after_a_kill(
         servers = [[pid for pid in children_of(worker) if server in command_of(pid)] for worker in workers]
     started = [pid for worker in workers for pid in descendants(worker)]
     assert [blocked_by(pid) for (pid,) in servers] == [0, 0]  # workers of Ray block Ctrl-C
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    traces.wait_until_actors_ended()
+    runs.kill(process)
     wait_until_ended(started)
-    traces.played("train", "--resume", run, "--progress", "plain")
+    runs.run("train", "--resume", run, "--progress", "plain")
     assert differences(whole, run, num_steps=STEPS) == []
     assert metrics(whole) == metrics(run)
 

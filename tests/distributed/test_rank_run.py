@@ -5,7 +5,6 @@ nothing left behind.
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.training.policy import read_tensors
-from tests.distributed.traces import Traces
+from tests.distributed.command_runs import CommandRuns
 from tests.training.forked import forked_outrider
 from tests.training.tool_run import outrider, write_tool_run
 from tests.training.whole_runs import metrics
@@ -49,23 +48,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(root: Path) -> Path:
-    Traces().played(*command(root, root / "whole"), timeout=300)
+    CommandRuns().run(*command(root, root / "whole"), timeout=300)
     return root / "whole"
 
 
 @pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
     run = root / "killed"
-    traces = Traces()
-    process = traces.start(*command(root, run))
-    until = time.monotonic() + 240
-    while not (run / "checkpoints" / "step-000001" / "state.json").exists():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.05)
-    assert any("ray::" in one for one in traces.processes()) and traces.folders()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    traces.wait_until_actors_ended()
+    runs = CommandRuns()
+    process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *command(root, run))
+    assert any("ray::" in one for one in runs.processes()) and runs.folders()
+    runs.kill(process)
     ended = outrider("train", "--resume", run, "--progress", "plain", timeout=300)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     last = Path("checkpoints") / f"step-{STEPS:06d}"
@@ -86,19 +79,17 @@ def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
     root: Path, whole: Path, how: signal.Signals
 ) -> None:
     run = root / f"broken-{how.name}"
-    traces = Traces()
-    process = traces.start(*command(root, run), "cluster.update_timeout_s=20")
-    until = time.monotonic() + 240
-    while not (run / "checkpoints" / "step-000001" / "state.json").exists():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.05)
-    ranks = [one for one in traces.processes() if "ray::Rank" in one]
+    runs = CommandRuns()
+    process = runs.start_until(
+        run / "checkpoints" / "step-000001" / "state.json", *command(root, run), "cluster.update_timeout_s=20"
+    )
+    ranks = [one for one in runs.processes() if "ray::Rank" in one]
     assert len(ranks) == 2
     os.kill(int(ranks[0].split()[0]), how)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr + stdout
     assert "begin anew from the newest checkpoint, repair 1 of 3 within an hour" in stdout
-    assert traces.settled() == set()
+    assert runs.left_behind() == set()
     last = Path("checkpoints") / f"step-{STEPS:06d}"
     one, other = (shards(folder / last) for folder in (whole, run))
     assert all(torch.equal(other[name], tensor) for name, tensor in one.items())

@@ -1,12 +1,9 @@
 """How a batch is shared over rollout workers and put together again. Without Ray: workers answer at once."""
 
-import pickle
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.config import load_settings
 from outrider.distributed.ray_session import Recipe
 from outrider.distributed.rollouts import WorkerRollouts
-from outrider.distributed.worker import Heartbeat, Job, JobResult
+from outrider.distributed.worker import Heartbeat, Job
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.hooks import Hook, RolloutStatus, StatelessHook
 from outrider.rollout.scheduler import RolloutReport
@@ -24,30 +21,8 @@ from outrider.tools.base import CallBudget
 from outrider.trace import Trace
 from outrider.training.settings import RunSettings
 from outrider.types import Outcome, Task
-
-
-class Answers:
-    """A method of an actor, called where it is."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.remote = call
-
-
-class NearRay:
-    """Every call has its result at once."""
-
-    exceptions = SimpleNamespace(RayTaskError=(), OutOfMemoryError=(), RayError=())
-
-    def put(self, one: Any) -> Any:
-        return one
-
-    def wait(self, calls: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        return calls[:1], calls[1:]
-
-    def get(self, one: Any) -> Any:
-        if isinstance(one, Exception):
-            raise one
-        return one
+from tests.distributed.forked_ranks import CONTEXT
+from tests.distributed.stand_ins import ActorMethod, HashableFault, HashableResult, InstantRay
 
 
 class Worker:
@@ -58,8 +33,8 @@ class Worker:
         self.number = number
         self.breaks: list[Exception] = []  # one a try
         self.num_spent = 0
-        self.run = Answers(self._run)
-        self.beat = Answers(lambda: Heartbeat(num_finished=0, changed=0.0, location=None))
+        self.run = ActorMethod(self._run)
+        self.beat = ActorMethod(lambda: Heartbeat(num_finished=0, changed=0.0, location=None))
 
     def __hash__(self) -> int:
         return id(self)
@@ -74,14 +49,7 @@ class Worker:
             fault_reasons=(f"of {self.number}",),
         )  # fmt: skip
         gathered = [self.number for _ in job.snapshots]
-        return Handed(report=report, gathered=gathered, num_spent=self.num_spent)
-
-
-class Handed(JobResult):
-    """Can be a key, as a reference of Ray's."""
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+        return HashableResult(report=report, gathered=gathered, num_spent=self.num_spent)
 
 
 class Notes(StatelessHook):
@@ -113,7 +81,7 @@ class Together:
 
 def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> WorkerRollouts:
     return WorkerRollouts(
-        NearRay(), Together(workers), hooks=hooks, is_training=True, version=lambda: 5,
+        InstantRay(), Together(workers), hooks=hooks, is_training=True, version=lambda: 5,
         max_concurrent=at_once, heartbeat_s=1.0, rollout_status=RolloutStatus(),
         on_finished=lambda done, owed: None,
     )  # fmt: skip
@@ -151,13 +119,6 @@ def test_groups_go_round_and_come_back_in_order(size: int, num: int, cap: int, a
         assert abs(share - cap * len(job.tasks) / num) < 1  # type: ignore[operator]
 
 
-class Gone(ProcessLost):
-    """Can be a key, as a reference of Ray's."""
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-
 @given(
     st.lists(st.lists(st.sampled_from(["rollout worker", "engine 0", "engine 1"]), max_size=3), max_size=4)
 )
@@ -167,7 +128,7 @@ def test_what_broke_is_played_again_and_nothing_else(breaks: list[list[str]]) ->
     workers, hook = [Worker(number) for number in range(num)], Notes()
     for worker, each in zip(workers, breaks, strict=False):
         names = [f"{one} {worker.number}" if one == "rollout worker" else one for one in each]
-        worker.breaks = [Gone(f"{one} died", one) for one in names]
+        worker.breaks = [HashableFault(f"{one} died", one) for one in names]
     played = rollouts_of(workers, [hook])
     tasks = [Task(key=f"t{number}", question="") for number in range(2 * num)]
     report = played.run(tasks, modes=("plain",), training_step=0)
@@ -194,7 +155,7 @@ def test_a_further_round_has_what_is_left_of_the_batch_s_calls(breaks: bool) -> 
     tasks = [Task(key=f"t{number}", question="") for number in range(7)]
     played.run(tasks[:5], modes=("plain",), training_step=0)
     if breaks:
-        workers[1].breaks = [Gone("rollout worker 1 died", "rollout worker 1")]
+        workers[1].breaks = [HashableFault("rollout worker 1 died", "rollout worker 1")]
     played.run(tasks[5:], modes=("plain",), training_step=0, continued=True)
     assert [(job.calls, job.num_spent) for job in workers[0].jobs] == [((0, 3, 5), 0), ((0, 3, 5), 3)]
     again = [((3, 5, 5), 4)] * (2 if breaks else 1)
@@ -251,15 +212,17 @@ def test_a_plug_in_beside_the_recipe_is_found_in_another_process(tmp_path: Path)
         '[engine]\ntype = "beside_recipe:Mine"\nsize = 8\n'
     )
     settings = load_settings(RunSettings, file=tmp_path / "recipe.toml", overrides=[])
-    (tmp_path / "sent").write_bytes(pickle.dumps(Recipe.from_settings(settings)))
-    code = (
-        "import pickle, sys, pathlib; sent = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
-        "engine = sent.settings().engine; print(engine.size, type(engine).__module__, engine.type)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "sent"], text=True, capture_output=True, timeout=120
-    )
-    assert ended.stdout.split() == ["8", "beside_recipe", "beside_recipe:Mine"], ended.stderr
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_send_engine, args=(there, Recipe.from_settings(settings)), daemon=True)
+    process.start()
+    assert here.poll(120) and here.recv() == (8, "beside_recipe", "beside_recipe:Mine")
+    process.join(60)
+
+
+def _send_engine(pipe: Any, recipe: Recipe) -> None:
+    assert "beside_recipe" not in sys.modules
+    engine: Any = recipe.settings().engine
+    pipe.send((engine.size, type(engine).__module__, engine.type))
 
 
 class Refunded(Together):
@@ -289,7 +252,7 @@ class Breaking(Worker):
             what = "did not end a heartbeat" if self.is_silent else "died"
             name = f"rollout worker {self.number}"
             told = f"{name} {what}, last seen at {broken[0]}/0: a step; go on"
-            self.breaks = [Gone(told, name, self.is_silent)]
+            self.breaks = [HashableFault(told, name, self.is_silent)]
         return super()._run(job)
 
 

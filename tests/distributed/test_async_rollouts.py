@@ -28,8 +28,9 @@ from outrider.training.async_rollouts import (
 )
 from outrider.training.data import TaskOrder
 from outrider.types import Outcome, Task
+from tests.distributed.command_runs import CommandRuns
+from tests.distributed.stand_ins import ActorMethod, HashableFault, HashableResult, InstantRay
 from tests.distributed.test_remote_faults import Crew, crew_of
-from tests.distributed.traces import Traces
 from tests.training.whole_runs import command, write_data
 
 if TYPE_CHECKING:
@@ -135,22 +136,16 @@ def test_groups_that_had_ended_are_kept_and_others_begin_anew(crew: Crew, tmp_pa
 def test_a_run_that_is_killed_goes_on_with_the_groups_that_had_ended(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
     write_data(tmp_path)
-    run, traces = tmp_path / "run", Traces()
+    run, runs = tmp_path / "run", CommandRuns()
     given = [*command(tmp_path, run, "empo2"), f"train.num_steps={STEPS}", "evaluation.num_tasks=2",
              "train.keep_checkpoints=9", "cluster.weights=store", "cluster.num_rollout_workers=2",
              *(f"cluster.{key}={str(one).lower()}" for key, one in ALOFT.items())]  # fmt: skip
-    process = traces.start(*given)
-    until = time.monotonic() + 240
-    while not (run / "checkpoints" / "step-000002" / "state.json").exists():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    traces.wait_until_actors_ended()
+    process = runs.start_until(run / "checkpoints" / "step-000002" / "state.json", *given)
+    runs.kill(process)
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     head, *groups = [json.loads(line) for line in (newest / "queue.jsonl").read_text().splitlines()]
     num_open = sum(len(step["tasks"]) for step in head["steps"])
-    told = traces.played("train", "--resume", run, "--progress", "plain")
+    told = runs.run("train", "--resume", run, "--progress", "plain")
     if num_anew := num_open - len(groups):
         assert f"{num_anew} groups that had not ended at the checkpoint begin anew" in told
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -163,15 +158,6 @@ def test_a_run_that_is_killed_goes_on_with_the_groups_that_had_ended(tmp_path: P
     assert not (run / "checkpoints" / f"step-{STEPS:06d}" / "queue.jsonl").exists()
 
 
-class Answers:
-    def __init__(self, call: Any) -> None:
-        self.remote = call
-
-    def options(self, **given: Any) -> "Answers":
-        assert given == {"concurrency_group": "play"}
-        return self
-
-
 class Worker:
     """Each call is the next of ``ends``, or else comes to its end."""
 
@@ -179,7 +165,11 @@ class Worker:
         self.ends: list[Exception] = []
         self.jobs: list[Job] = []
         self.has_left, self.num_beats = False, 0
-        self.play, self.beat, self.leave = Answers(self._play), Answers(self._beat), Answers(self._leave)
+        self.play, self.beat, self.leave = (
+            ActorMethod(self._play),
+            ActorMethod(self._beat),
+            ActorMethod(self._leave),
+        )
 
     def _play(self, job: Job, snapshots: Any) -> Any:
         self.jobs.append(job)
@@ -189,7 +179,7 @@ class Worker:
         report = RolloutReport(
             traces=[Trace(task=job.tasks[0], modes=job.modes[0])], num_batches=1, num_retries=0
         )
-        return Handed(report=report, gathered=["seen"], seconds=2.0)
+        return HashableResult(report=report, gathered=["seen"], seconds=2.0)
 
     def _beat(self) -> Heartbeat:
         self.num_beats += 1
@@ -197,36 +187,6 @@ class Worker:
 
     def _leave(self) -> None:
         self.has_left = True
-
-
-class Handed(JobResult):
-    """Can be a key, as a reference of Ray's."""
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-
-class Gone(ProcessLost):
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-
-class NearRay:
-    """Calls come to an end one a look, the first ones first."""
-
-    def put(self, one: Any) -> Any:
-        return one
-
-    def wait(self, calls: list[Any], *, num_returns: int = 1, **options: Any) -> tuple[list[Any], list[Any]]:
-        return (calls[:1], calls[1:]) if isinstance(calls[0], Handed | Gone) else ([], calls)
-
-    def get(self, one: Any) -> Any:
-        if isinstance(one, Exception):
-            raise one
-        return one
-
-
-NearRay.exceptions = type("E", (), {"RayTaskError": (), "OutOfMemoryError": (), "RayError": ()})  # type: ignore[attr-defined]
 
 
 class Together:
@@ -247,7 +207,8 @@ class Known(StatelessHook):
 
 def flight_of(crew: Together) -> RemoteGroupPlayer:
     return RemoteGroupPlayer(
-        NearRay(), crew, hooks=[Known()], version=lambda: 7, heartbeat_s=60.0, rollout_status=RolloutStatus()  # type: ignore[list-item]
+        InstantRay(), crew, hooks=[Known()], version=lambda: 7, heartbeat_s=60.0,  # type: ignore[list-item]
+        rollout_status=RolloutStatus(),
     )  # fmt: skip
 
 
@@ -292,13 +253,13 @@ def test_an_engine_that_broke_several_groups_is_replaced_once() -> None:
     """The others have died of the same: those of after the replacement are another death."""
     crew = Together(2)
     for worker in crew.workers:
-        worker.ends = [Gone("engine 1 died", "engine 1"), Gone("engine 1 died", "engine 1")]
+        worker.ends = [HashableFault("engine 1 died", "engine 1"), HashableFault("engine 1 died", "engine 1")]
     flight = flight_of(crew)
     flight.begin(step_of(0), range(4), is_again=False)
     all_of(flight, 4)
     assert [gone for gone, _ in crew.told if gone] == [["engine 1"]]
     assert sum(num for _, num in crew.told) == 4
-    crew.workers[0].ends = [Gone("engine 1 died", "engine 1")]
+    crew.workers[0].ends = [HashableFault("engine 1 died", "engine 1")]
     flight.begin(step_of(1), range(4), is_again=True)
     all_of(flight, 4)
     assert crew.num_replaced == {"engine 1": 2} and sum(num for _, num in crew.told) == 4 + 4 + 1
@@ -374,7 +335,9 @@ class Poisoned(Worker):
     def _play(self, job: Job, snapshots: Any) -> Any:
         if job.tasks[0].key == self.key:
             name = f"rollout worker {self.number}"
-            self.ends = [Gone(f"{name} did not answer, last seen at {self.key}/0: a step; go on", name, True)]
+            self.ends = [
+                HashableFault(f"{name} did not answer, last seen at {self.key}/0: a step; go on", name, True)
+            ]
         return super()._play(job, snapshots)
 
 
