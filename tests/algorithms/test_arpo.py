@@ -203,7 +203,7 @@ def test_combinations_without_meaning_are_errors() -> None:
         validate(ArpoSettings, {"attribution": "hard", "aggregation": "sequence_mean_token_mean"})
     with pytest.raises(ConfigError, match="positive_nll"):
         validate(ArpoSettings, {"attribution": "hard", "positive_nll": 0.1})
-    with pytest.raises(ConfigError, match="no place for forks"):
+    with pytest.raises(ConfigError, match="no room for forks"):
         validate(RapoSettings, {"branch": {}})
     with pytest.raises(ConfigError, match="exceeds group_size"):
         validate(ArpoSettings, {"group_size": 4})

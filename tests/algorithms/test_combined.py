@@ -183,13 +183,13 @@ def test_the_recipes_run_in_tiny_form(inputs: Path, tmp_path: Path, name: str) -
     ("table", "message"),
     [
         ({"branch": {"attribution": "hard"}, "retrieval": {}}, "hard needs ratio_weight = 0"),
-        ({"retrieval": {}, "loss": {"type": "gppo"}}, "does not know RAPO's ratio"),
+        ({"retrieval": {}, "loss": {"type": "gppo"}}, "does not support RAPO's ratio"),
         ({"retrieval": {"num_hybrid": 9}}, "num_hybrid 9 exceeds group_size 8"),
         ({"branch": {"first_wave": 9}}, "first_wave 9 exceeds group_size 8"),
         ({"branch": {}, "loss": {"type": "gspo"}}, "use ratios of tokens"),
         ({"tips": {}, "loss": {"type": "reinforce"}}, "has no ratio"),
         ({"tips": {}, "loss": {"type": "gspo"}}, "student_mask cannot leave tokens out of"),
-        ({"retrieval": {"quality": False, "timing": "none"}}, "leaves no retrieval reward"),
+        ({"retrieval": {"quality": False, "timing": "none"}}, "is no retrieval reward"),
         ({"retrieval": {"mode": "execute"}}, "needs a stateful environment"),
     ],
 )

@@ -269,7 +269,7 @@ def test_rollback_replays_exactly(tmp_path: Path) -> None:
         assert (everything(buffer), buffer.revision) == (at_checkpoint, checkpoint)
         buffer.add_trajectories(second, keep_best=2, batch_steps=1)
         assert everything(buffer) == straight
-        with pytest.raises(CheckpointError, match="revision 99 is not in the buffer, which holds 0 to"):
+        with pytest.raises(CheckpointError, match="revision 99 is not in the buffer, which contains 0 to"):
             buffer.rollback(99)
     with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as buffer:
         assert everything(buffer) == straight
