@@ -397,6 +397,7 @@ def luffy_per_token(
     """
     if shaping is not None and shaping <= 0.0:
         raise ValueError(f"shaping must be positive or None, got {shaping}")
+    require_tokens(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     demonstrated = is_demonstration.bool()
     own = clipped_surrogate_per_token(
         logprobs=logprobs,
