@@ -156,9 +156,9 @@ def test_the_size_of_a_group_follows_and_presets_fill_in() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"group_size": 7}, "follows from the trees"), ({"num_kept": 4}, "exceeds the 3 leaves"),
+        ({"group_size": 7}, "derived from the trees"), ({"num_kept": 4}, "exceeds the 3 leaves"),
         ({"advantage": "group_centered"}, "combination"), ({"loss": "gspo"}, "shares tokens"),
-        ({"combination": "inner", "num_kept": 1}, "two leaves a tree"),
+        ({"combination": "inner", "num_kept": 1}, "two leaves per tree"),
         ({"sampler_rejection": {"scope": "sum"}}, "shares tokens"),
         ({"num_trees": 1, "num_rounds": 0}, "greater than or equal to 2"),
         ({"num_expansions": "two"}, "integer"),

@@ -1,23 +1,21 @@
-"""GPPO, CISPO, GSPO, REINFORCE, LUFFY and replay: upstream vectors, scalar references, and rules that hold
-for all inputs.
-"""
+"""Token losses: upstream vectors, references by hand, and rules for all inputs."""
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 from outrider.algorithms.losses import (
+    SequenceForm,
     TokenLoss,
     cispo_per_token,
     clipped_surrogate_per_token,
     gppo_per_token,
     gspo_per_token,
+    kl_per_token,
     luffy_per_token,
     reinforce_per_token,
     replay_centred_per_token,
@@ -25,15 +23,145 @@ from outrider.algorithms.losses import (
     weighted_loss,
 )
 from outrider.algorithms.sampler_correction import log_ratio
+from tests.vectors import load_vectors
 
-CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "objectives.json").read_text())
-}
+CASES = load_vectors("objectives")
+SURROGATE_CASES = load_vectors("surrogate_losses")
 
 
 def flat(rows: Any) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64).reshape(-1)
+
+
+KINDS = {
+    "token-mean": "token_mean",
+    "token-sum": "token_sum",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum-norm": "constant_length",
+    "dapo": "token_mean",
+    "grpo": "sequence_mean_token_mean",
+    "dr_grpo": "constant_length",
+}
+
+
+def padded_weights(
+    mask: Any, agg: str, *, num_rollouts: int | None = None, max_length: int | None = None
+) -> torch.Tensor:
+    """Token weights for padded rows. Upstream does not count empty rows as sequences unless
+    ``num_rollouts`` includes them.
+    """
+    rows = torch.tensor(mask).bool()
+    kept = [index for index in range(len(rows)) if rows[index].any() or num_rollouts is not None]
+    number = torch.zeros(len(rows), dtype=torch.int64)
+    number[kept] = torch.arange(len(kept))
+    kind: Any = KINDS[agg]
+    return token_weights(
+        kind=kind,
+        rollout_index=number[:, None].expand(rows.shape).reshape(-1),
+        num_rollouts=num_rollouts or len(kept),
+        max_length=(max_length or rows.shape[1]) if kind == "constant_length" else None,
+        mask=rows.reshape(-1),
+        dtype=torch.float64,
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, case in SURROGATE_CASES.items() if "inputs" in case])
+def test_upstream_loss_and_gradient(name: str) -> None:
+    inputs, expected = (SURROGATE_CASES[name][key] for key in ("inputs", "expected"))
+    trl = "loss_type" in inputs
+    logprobs = flat(inputs["log_prob"]).requires_grad_()
+    advantages = torch.tensor(inputs["advantages"], dtype=torch.float64)
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand(len(inputs["log_prob"]), len(inputs["log_prob"][0]))
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=flat(inputs["old_log_prob"]),
+        advantages=advantages.reshape(-1),
+        clip_low=inputs["epsilon_low"] if trl else inputs["clip_low"],
+        clip_high=inputs["epsilon_high"] if trl else inputs["clip_high"],
+        dual_clip=inputs.get("delta") if trl else inputs["clip_c"],
+    )
+    mask = inputs["response_mask"]
+    weights = padded_weights(
+        mask,
+        inputs["loss_type"] if trl else inputs["agg"],
+        num_rollouts=len(mask) if trl else inputs.get("global_batch_size"),
+        max_length=inputs.get("max_completion_length") if trl else inputs.get("loss_scale_factor"),
+    )
+    if "batch_num_tokens" in inputs:  # the upstream call sees one of two ranks, and a mean over ranks follows
+        weights = weights * float(np.sum(mask)) / inputs["batch_num_tokens"] * inputs["dp_size"]
+    losses = surrogate.losses
+    if "beta" in inputs:
+        kl = kl_per_token(
+            estimator="k3_ratio",
+            logprobs=logprobs,
+            reference_logprobs=flat(inputs["ref_log_prob"]),
+            old_logprobs=flat(inputs["old_log_prob"]),
+        )
+        losses = losses + inputs["beta"] * kl
+    if "rollout_is_weights" in inputs:
+        weights = weights * flat(inputs["rollout_is_weights"])
+    loss = weighted_loss(losses=losses, weights=weights)
+    assert loss.item() == pytest.approx(
+        expected["loss"], abs=1e-7 if "klear" in name or "tree" in name else 1e-9
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    np.testing.assert_allclose(gradient, flat(expected["grad_log_prob"]), atol=1e-8)
+    if "metrics" in expected:
+        trained = flat(mask) > 0
+        clipped = (surrogate.clipped_high | surrogate.clipped_low)[trained].double().mean()
+        assert float(clipped) == pytest.approx(expected["metrics"]["actor/pg_clipfrac"], abs=1e-8)
+        dual = surrogate.dual_clipped[trained].double().mean()
+        assert float(dual) == pytest.approx(expected["metrics"]["actor/pg_clipfrac_lower"], abs=1e-8)
+
+
+@pytest.mark.parametrize("name", [name for name, case in SURROGATE_CASES.items() if "inputs" not in case])
+def test_arpo_loss_and_gradient(name: str) -> None:
+    case = SURROGATE_CASES[name]
+    logprobs = flat(case["ratio"]).log().requires_grad_()
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros_like(logprobs),
+        advantages=flat(case["advantage"]),
+        clip_low=case["clip_low"],
+        clip_high=case["clip_high"],
+        dual_clip=case["clip_c"],
+    )
+    loss = weighted_loss(losses=surrogate.losses, weights=padded_weights(case["mask"], case["agg"]))
+    assert loss.item() == pytest.approx(case["loss"], abs=1e-8)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    np.testing.assert_allclose(gradient, flat(case["grad_wrt_logprob"]), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [(1.28, 1.0, -1.28, -1.28), (0.8, -1.0, 0.8, 0.8), (3.0, -1.0, 3.0, 3.0), (1.0, 2.0, -2.0, -2.0)],
+)
+def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient(
+    ratio: float, advantage: float, loss: float, slope: float
+) -> None:
+    """minimum() would split it between the ratio and the constant."""
+    logprobs = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros(1, dtype=torch.float64),
+        advantages=flat([advantage]),
+        clip_high=0.28,
+        dual_clip=3.0,
+        ratio_scale=flat([ratio]),
+    )
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
+    assert surrogate.losses.item() == pytest.approx(loss) and gradient.item() == pytest.approx(slope)
+
+
+def test_huge_log_ratios_stay_finite() -> None:
+    logprobs = torch.tensor([900.0, -900.0], requires_grad=True)
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs, old_logprobs=torch.zeros(2), advantages=torch.tensor([-1.0, 1.0])
+    )
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
+    assert torch.isfinite(surrogate.losses).all() and not gradient.any()
 
 
 def three(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> dict[str, Any]:
@@ -212,32 +340,59 @@ def test_only_the_current_policy_carries_gradient() -> None:
         )
 
 
-def test_reinforce_weights_and_impossible_input() -> None:
+def test_reinforce_weights() -> None:
     logprobs = flat([-1.0, -2.0])
     weighted = reinforce_per_token(logprobs=logprobs, advantages=flat([1.0, -0.5]), weights=flat([2.0, 4.0]))
     assert weighted.losses.tolist() == [2.0, -4.0] and not weighted.clipped_high.any()
-    zeros = three(torch.zeros(3), torch.zeros(3), torch.zeros(3))
-    index = torch.zeros(3, dtype=torch.int64)
-    shapes: list[dict[str, Any]] = [
-        {"advantages": torch.zeros(3, 1)},
-        {"old_logprobs": torch.zeros(3, dtype=torch.bfloat16)},
-    ]
-    impossible: dict[Callable[..., TokenLoss], list[dict[str, Any]]] = {
-        gppo_per_token: [{"clip_low": 1.5}, {"dual_clip": 1.0}, *shapes],
-        cispo_per_token: [
-            {"cap": 0.0},
-            *({"cap": 1.0} | c for c in ({"floor": 1.0}, {"floor": -0.1}, *shapes)),
-        ],
-        gspo_per_token: [{"rollout_index": index} | change for change in ({"clip_high": -1.0}, *shapes)],
-        luffy_per_token: [{"is_demonstration": index.bool(), "shaping": 0.0}],
-        replay_centred_per_token: [{"behaviour_logprobs": torch.zeros(2)}],
-    }
-    with pytest.raises(ValueError, match="weight_cap"):
-        replay_centred_per_token(**zeros, behaviour_logprobs=torch.zeros(3), weight_cap=0.0)
-    for function, changes in impossible.items():
-        for change in changes:
-            with pytest.raises(ValueError):
-                function(**(zeros | change))
+
+
+WRONG_TENSORS: list[dict[str, torch.Tensor]] = [
+    {"advantages": torch.zeros(3, 1)},
+    {"advantages": torch.zeros(1)},
+    {"old_logprobs": torch.zeros(1)},
+    {"old_logprobs": torch.zeros(3, dtype=torch.bfloat16)},
+    {"logprobs": torch.zeros(1)},
+    {"logprobs": torch.zeros(3, dtype=torch.float16)},
+]
+INDEX = torch.zeros(3, dtype=torch.int64)
+# the arguments that each loss needs, and invalid values of its own
+INVALID: dict[Callable[..., Any], tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    clipped_surrogate_per_token: (
+        {},
+        [{"clip_low": 1.1}, {"clip_low": -0.1}, {"clip_high": -0.1}, {"dual_clip": 1.0}],
+    ),
+    gppo_per_token: ({}, [{"clip_low": 1.5}, {"dual_clip": 1.0}]),
+    cispo_per_token: ({"cap": 1.0}, [{"cap": 0.0}, {"floor": 1.0}, {"floor": -0.1}]),
+    gspo_per_token: ({"rollout_index": INDEX}, [{"clip_high": -1.0}]),
+    luffy_per_token: ({"is_demonstration": INDEX.bool()}, [{"shaping": 0.0}]),
+    replay_centred_per_token: (
+        {"behaviour_logprobs": torch.zeros(3)},
+        [{"weight_cap": 0.0}, {"behaviour_logprobs": torch.zeros(2)}],
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", INVALID)
+def test_invalid_settings_shapes_and_half_precision_raise(loss: Callable[..., Any]) -> None:
+    zeros = three(*torch.zeros(3, 3))
+    needed, invalid = INVALID[loss]
+    for change in (*invalid, *WRONG_TENSORS):
+        with pytest.raises(ValueError):
+            loss(**(zeros | needed | change))
+
+
+@pytest.mark.parametrize("wrong", WRONG_TENSORS[2:], ids=str)
+def test_log_ratios_of_other_shapes_or_in_half_precision_raise(wrong: dict[str, torch.Tensor]) -> None:
+    pair = {"logprobs": torch.zeros(3), "old_logprobs": torch.zeros(3)} | wrong
+    with pytest.raises(ValueError, match="expected"):
+        log_ratio(logprobs=pair["logprobs"], reference_logprobs=pair["old_logprobs"])
+    if "logprobs" in wrong:
+        with pytest.raises(ValueError, match="expected"):
+            reinforce_per_token(logprobs=wrong["logprobs"], advantages=torch.zeros(3))
+    for form in get_args(SequenceForm):
+        arguments = pair | {"advantages": torch.ones(3), "rollout_index": torch.tensor([0, 0, 1])}
+        with pytest.raises(ValueError, match="expected"):
+            gspo_per_token(**arguments, form=form)
 
 
 def test_a_weight_exactly_on_a_bound_of_cispo_is_inside_and_masks_are_masks() -> None:
@@ -251,25 +406,20 @@ def test_a_weight_exactly_on_a_bound_of_cispo_is_inside_and_masks_are_masks() ->
 
 
 def test_bounds_of_the_clip_reach_every_loss_that_has_them() -> None:
-    """Ratios of 3 and 1 / 3 against bounds of their own: what the clip gives, centred on r0 = 1 or shaped by
-    nothing.
-    """
+    """Ratios of 3 and 1 / 3 with bounds other than the defaults; r0 is 1, and nothing is shaped."""
     ratio, advantages = torch.tensor([3.0, 1 / 3]), torch.tensor([1.0, -1.0])
     tensors = three(ratio.log(), torch.zeros(2), advantages)
     bounds = {"clip_low": 0.5, "clip_high": 0.75}
     expected = [-1.75, 0.5]
-    nobody = torch.zeros(2, dtype=torch.bool)
     for surrogate in (
         gppo_per_token(**tensors, **bounds),
         gspo_per_token(**tensors, **bounds, rollout_index=torch.tensor([0, 1])),
-        luffy_per_token(**tensors, **bounds, is_demonstration=nobody),
+        luffy_per_token(**tensors, **bounds, is_demonstration=torch.zeros(2, dtype=torch.bool)),
         replay_centred_per_token(**tensors, **bounds, behaviour_logprobs=torch.zeros(2)),
     ):
         assert surrogate.losses.tolist() == pytest.approx(expected)
-        assert surrogate.clipped_high.tolist() == [True, False] and surrogate.clipped_low.tolist() == [
-            False,
-            True,
-        ]
+        assert surrogate.clipped_high.tolist() == [True, False]
+        assert surrogate.clipped_low.tolist() == [False, True]
 
 
 def test_default_bounds_are_those_of_the_papers() -> None:
@@ -282,18 +432,6 @@ def test_default_bounds_are_those_of_the_papers() -> None:
     replay = replay_centred_per_token(**tensors, behaviour_logprobs=torch.zeros(2))
     assert replay.losses.tolist() == pytest.approx([-1.2, 0.8])
     assert not cispo_per_token(**tensors, cap=5.0).clipped_low.any()  # no floor
-
-
-@pytest.mark.parametrize(
-    "wrong", [torch.zeros(3, 1), torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16)], ids=str
-)
-def test_log_probs_of_another_shape_or_in_half_precision_are_refused(wrong: torch.Tensor) -> None:
-    zeros = torch.zeros(3)
-    with pytest.raises(ValueError):
-        reinforce_per_token(logprobs=wrong, advantages=zeros)
-    for pair in ((wrong, zeros), (zeros, wrong)):
-        with pytest.raises(ValueError):
-            log_ratio(logprobs=pair[0], reference_logprobs=pair[1])
 
 
 @pytest.mark.parametrize("cap", [0.25, 1.0, 3.0])

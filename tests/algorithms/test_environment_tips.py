@@ -1,4 +1,4 @@
-"""Tips in the environment's own words, and whose tips a task reads."""
+"""Tips that are responses of the environment, and which tasks read them."""
 
 from typing import Any
 
@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.algorithms.tips import PLAIN, TIPS_ON, MemorySettings, TipHook, environment_tip
+from outrider.algorithms.tips import PLAIN, TIPS_ON, TipHook, environment_tip
 from outrider.environments.house import HouseConfig, HouseEnvironment, make_house
 from outrider.environments.text_games import render_action
-from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.scheduler import RolloutReport
 from outrider.rollout.settings import Limits
 from outrider.trace import Trace
-from outrider.types import Message, Origin, Task
-from tests.algorithms.tip_groups import played
+from outrider.types import Origin, Task
+from tests.algorithms.builders import add_node, build_episodes, tip_hook
 from tests.rollout.fakes import scheduler, scripted
 
 SETTINGS = HouseConfig(num_train=2, max_moves=6)
@@ -24,15 +23,11 @@ LIMITS = Limits(max_turns=6, max_response_tokens=2000, max_observation_tokens=40
 
 
 def make_hook(**changes: Any) -> TipHook:
-    given_ = {
-        "writer": "environment",
-        "scope": "world",
-        "rank": "similarity",
-        "min_similarity": 0.0,
-        "max_tip_tokens": 80,
-    } | changes
-    given_ |= {"max_shown_tokens": 2000, "max_prompt_tokens": 2000}
-    return TipHook(MemorySettings.model_validate(given_), embedder=HashEmbedder(), count_tokens=len, seed=0)
+    defaults: dict[str, Any] = {
+        "writer": "environment", "scope": "world", "rank": "similarity", "min_similarity": 0.0,
+        "max_tip_tokens": 80, "max_shown_tokens": 2000, "max_prompt_tokens": 2000,
+    }  # fmt: skip
+    return tip_hook(**defaults | changes)
 
 
 def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN) -> RolloutReport:
@@ -43,7 +38,7 @@ def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN
     )
 
 
-def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
+def test_findings_and_failures_are_tips_without_a_request_to_the_policy() -> None:
     task = TASKS[0]
     plan = make_house(SETTINGS.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
@@ -69,7 +64,7 @@ def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
     assert len(hook.memory) == 4 and hook.counts["duplicates"] == 4
 
 
-def test_an_episode_that_the_loop_cuts_tells_its_last_answer_too() -> None:
+def test_the_last_response_of_an_episode_that_the_loop_cuts_is_a_tip() -> None:
     hook = make_hook()
     play(hook, [TASKS[0]], [render_action("go sauna")] * 5 + [render_action("open sauna")])
     texts = [tip.text for tip in hook.memory.tips(str(TASKS[0].metadata["world"]))]
@@ -77,24 +72,18 @@ def test_an_episode_that_the_loop_cuts_tells_its_last_answer_too() -> None:
         "go sauna: No door leads from the hall to the sauna.",
         "open sauna: There is no sauna in the hall.",
     ]
-    behind = played([0.0], [["start"]])
-    answer = behind.append(
-        parent=1,
-        origin=Origin.ENVIRONMENT,
-        token_ids=(1,),
-        message=Message(role="user", content="It is dark."),
-    )
-    behind.leaves[0].node_id = answer.node_id
-    hook.after_group(behind)
+    trace = build_episodes([0.0], [["start"]])
+    trace.leaves[0].node_id = add_node(trace, 1, Origin.ENVIRONMENT, "It is dark.").node_id
+    hook.after_group(trace)
     assert [tip.text for tip in hook.memory.tips("t")] == ["act 0: It is dark."]
 
 
-def test_a_house_s_tasks_read_each_other_s_tips_and_other_houses_do_not() -> None:
+def test_tasks_of_one_house_share_their_tips() -> None:
     hook = make_hook()
     here = [task for task in TASKS if task.metadata["world"] == TASKS[0].metadata["world"]]
-    elsewhere = next(task for task in TASKS if task.metadata["world"] != TASKS[0].metadata["world"])
+    other = next(task for task in TASKS if task.metadata["world"] != TASKS[0].metadata["world"])
     play(hook, [here[0]], [render_action("go sauna")] * 6)
-    shown = play(hook, [here[1], elsewhere], [render_action("go sauna")] * 6, mode=TIPS_ON)
+    shown = play(hook, [here[1], other], [render_action("go sauna")] * 6, mode=TIPS_ON)
     assert "go sauna: No door leads" in memory_text(shown.traces[0]) and memory_text(shown.traces[1]) == ""
     apart = make_hook(scope="task")
     play(apart, [here[0]], [render_action("go sauna")] * 6)
@@ -102,7 +91,7 @@ def test_a_house_s_tasks_read_each_other_s_tips_and_other_houses_do_not() -> Non
     assert make_hook().task_key(Task(key="alone", question="q")) == "alone"
 
 
-def test_what_the_task_asks_finds_the_tip_that_speaks_of_it_among_those_about_rooms() -> None:
+def test_the_question_as_the_key_finds_the_tip_about_its_thing_among_tips_about_rooms() -> None:
     """An observation names every room, so by it the tips about rooms come first."""
     task = TASKS[0]
     plan = make_house(SETTINGS.house, 0, "train", 0)
@@ -113,20 +102,11 @@ def test_what_the_task_asks_finds_the_tip_that_speaks_of_it_among_those_about_ro
     for state_key in ("observation", "question"):
         hook = make_hook(state_key=state_key, num_shown=2)
         for other in plan.parent:
-            said = [
-                f"go {other}",
-                f"open {plan.furniture[other]}",
-                "go hall",
-                f"go {other}",
-                "take nothing",
-                "go hall",
-            ]
-            play(hook, [task], list(map(render_action, said)))
-        first = next(
-            n
-            for n in play(hook, [task], ["x"] * 9, mode=TIPS_ON).traces[0].nodes
-            if n.origin is Origin.MEMORY
-        )
+            search = [f"go {other}", f"open {plan.furniture[other]}", "go hall"]
+            failure = [f"go {other}", "take nothing", "go hall"]
+            play(hook, [task], list(map(render_action, search + failure)))
+        [trace] = play(hook, [task], ["x"] * 9, mode=TIPS_ON).traces
+        first = next(node for node in trace.nodes if node.origin is Origin.MEMORY)
         found[state_key] = fact in first.message.content
     assert found == {"observation": False, "question": True}
 
@@ -136,7 +116,7 @@ def memory_text(trace: Trace) -> str:
 
 
 @given(words=st.lists(st.text("abc", min_size=1, max_size=9), max_size=12), limit=st.integers(1, 60))
-def test_a_tip_keeps_to_its_tokens_and_loses_its_last_words(words: list[str], limit: int) -> None:
+def test_a_tip_fits_its_tokens_and_drops_its_last_words(words: list[str], limit: int) -> None:
     answer = "\n \n" + " ".join(words) + "\nmore"
     tip = environment_tip("go", answer, max_tokens=limit, count_tokens=len)
     assert len(tip) <= limit
