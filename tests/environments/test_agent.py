@@ -38,7 +38,7 @@ from outrider.trace import split_contexts  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.environments.agents.named import NAMED, with_program  # noqa: E402
 from tests.environments.agents.shared import shared_factory  # noqa: E402
-from tests.rollout.test_branch import Forking  # noqa: E402
+from tests.rollout.fakes import Forking  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
 

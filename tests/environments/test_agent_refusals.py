@@ -25,7 +25,7 @@ from tests.chat_server import Answer, completion  # noqa: E402
 from tests.environments.agents.named import NAMED, with_program  # noqa: E402
 from tests.environments.test_agent import scheduled  # noqa: E402
 from tests.environments.test_agent_endpoint import play as play_behind_endpoint  # noqa: E402
-from tests.rollout.test_branch import Forking  # noqa: E402
+from tests.rollout.fakes import Forking  # noqa: E402
 from tests.tokens.family_templates import FAMILIES, Family, byte_tokenizer  # noqa: E402
 
 ERRING = "tests.environments.agents.erring"
