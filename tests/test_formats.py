@@ -121,7 +121,7 @@ def test_every_example_of_the_page_is_read(name: str, page: Path) -> None:
     READERS[name](page)
 
 
-def test_no_example_is_without_its_reader() -> None:
+def test_every_example_has_a_reader() -> None:
     assert set(_files()) == set(READERS)
     assert PAGE.read_text(encoding="utf-8").count("\n```") == 2 * len(READERS)
 

@@ -50,7 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
 def grown(algorithm: TreeGrpo, returns: list[float], *, seed: int = 0) -> Trace:
     """A group of real trees whose leaves have these returns."""
     runs = scheduler(
-        random_ids_engine(), Factory(lambda task, number: CopyableFake(on_step=three_observations)), hooks=algorithm.hooks,
+        random_ids_engine(),
+        Factory(lambda task, number: CopyableFake(on_step=three_observations)), hooks=algorithm.hooks,
         limits=Limits(step_timeout_s=60), seed=seed,
     )  # fmt: skip
     [trace] = runs.run(tasks(1), modes=algorithm.modes, training_step=0).traces

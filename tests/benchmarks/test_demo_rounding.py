@@ -17,7 +17,7 @@ def lines(pack: str, seed: int, file: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_another_rounding_plays_the_same_and_has_other_bits(seed: int) -> None:
+def test_other_rounding_changes_bits_and_not_rollouts(seed: int) -> None:
     ours, others = (
         [line for line in lines(pack, seed, "metrics.jsonl") if line["kind"] == "train"]
         for pack in ("demo.pack", "demo-avx2.pack")

@@ -79,18 +79,18 @@ def played(name: str, form: str | None, turns: Sequence[str], limits: Limits) ->
 
 @pytest.mark.parametrize("limits", CUT)
 @pytest.mark.parametrize("form", [None, *FORMS])
-def test_an_answer_of_the_policy_that_was_cut_is_truncated(form: str | None, limits: Limits) -> None:
+def test_a_truncated_answer_of_the_policy(form: str | None, limits: Limits) -> None:
     said = LONG if form else f"<answer>\\boxed{{{LONG}}}</answer>"
     assert played("qwen2.5", form, [said], limits) is Outcome.TRUNCATED_TOKENS
 
 
 @pytest.mark.parametrize("name", ["glm4", "mistral v3", "smollm2", "command-r", "qwen3, no thinking"])
-def test_in_other_families_too(name: str) -> None:
+def test_a_truncated_answer_in_other_model_families(name: str) -> None:
     assert played(name, "hermes", [LONG], CUT[0]) is Outcome.TRUNCATED_TOKENS
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_whole_answer_is_finished_and_one_behind_a_result_that_is_cut_is_not(form: str) -> None:
+def test_complete_and_truncated_answers_after_a_tool_call(form: str) -> None:
     assert played("qwen2.5", form, ["Oslo"], CUT[0]) is Outcome.FINISHED
     room = Limits(max_turn_tokens=64)
     assert played("qwen2.5", "hermes", [CALL, LONG + LONG], room) is Outcome.TRUNCATED_TOKENS
@@ -98,7 +98,7 @@ def test_a_whole_answer_is_finished_and_one_behind_a_result_that_is_cut_is_not(f
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_expert_s_answer_that_was_cut_is_truncated(form: str) -> None:
+def test_a_truncated_answer_of_an_expert(form: str) -> None:
     renderer = renderer_of("qwen2.5", form)
     [trace] = play_experts(
         tasks=[TASK], expert=lambda task: [Step(text=LONG, observation="", is_terminal=True)],
@@ -110,7 +110,7 @@ def test_an_expert_s_answer_that_was_cut_is_truncated(form: str) -> None:
 
 
 @pytest.mark.parametrize(("finish", "outcome"), [("length", "truncated_tokens"), ("stop", "finished")])
-def test_an_endpoint_s_answer_that_was_cut_is_truncated(finish: str, outcome: str) -> None:
+def test_a_truncated_answer_of_an_endpoint(finish: str, outcome: str) -> None:
     class Saying(ChatEndpoint):
         def complete(self, messages: Sequence[Message], **options: object) -> ChatReply:
             return ChatReply(text="Oslo", finish=finish, num_tokens=40)
@@ -123,7 +123,7 @@ def test_an_endpoint_s_answer_that_was_cut_is_truncated(finish: str, outcome: st
     assert one.outcome.value == outcome
 
 
-def test_a_replay_knows_that_the_last_turn_was_an_answer() -> None:
+def test_a_replay_reports_whether_the_last_turn_is_an_answer() -> None:
     for turns, answers in (([LONG], True), ([CALL], False)):
         episode, _ = play_texts(factory_of("hermes"), TASK, turns, seed=0, timeout_s=60)
         assert episode.ends_with_answer is answers, json.dumps(turns)

@@ -62,7 +62,7 @@ TASK = Task(key="t", question="Weather in Oslo?", answers=("rain",))
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
-def test_a_chat_is_played_in_every_form_of_calls(form: str, steps: Sequence[Step]) -> None:
+def test_a_chat_is_replayed_in_every_call_format(form: str, steps: Sequence[Step]) -> None:
     played, record = play_texts(factory(form), TASK, [one.text for one in steps], seed=0, timeout_s=60)
     assert record.success
     assert [one.text for one in played.results] == ["rain in Oslo", "rain in Oslo", ""]
@@ -72,7 +72,7 @@ WITHOUT_TOOL_ROLE = ("gemma", "gemma2", "gemma3", "llama2", "mistral v1")
 
 
 @pytest.mark.parametrize("name", [one for one in FAMILIES if one not in WITHOUT_TOOL_ROLE])
-def test_the_ids_of_a_demonstration_hold_thinking_and_calls(name: str, steps: Sequence[Step]) -> None:
+def test_the_ids_of_a_demonstration_contain_thinking_and_calls(name: str, steps: Sequence[Step]) -> None:
     family = FAMILIES[name]
     tokenizer = byte_tokenizer(family)
     renderer = ChatRenderer(tokenizer, call_format=family.call_format, observations=("tool",))
@@ -123,7 +123,7 @@ HERMES = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_cal
 
 
 @pytest.mark.parametrize(("form", "text", "written"), WRITTEN)
-def test_recorded_calls_are_rewritten_where_the_form_is_another(form: str, text: str, written: str) -> None:
+def test_recorded_calls_are_converted_to_the_call_format(form: str, text: str, written: str) -> None:
     text = text.replace("{call}", HERMES)
     wanted = text if written == "same" else written.replace("{call}", HERMES)
     found = convert_calls(text, get_call_format(form), TOOLS)
@@ -133,7 +133,7 @@ def test_recorded_calls_are_rewritten_where_the_form_is_another(form: str, text:
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("arguments", [{}, {"a": 1, "b": -2}, {"a": 1, "b": 2}])
-def test_several_calls_are_rewritten_with_their_arguments(form: str, arguments: dict[str, Any]) -> None:
+def test_several_calls_are_converted_with_their_arguments(form: str, arguments: dict[str, Any]) -> None:
     calls = [
         ToolCall(name="add", arguments=arguments),
         ToolCall(name="lookup", arguments={"key": 'a "b"\nc'}),

@@ -79,7 +79,7 @@ def text_of(trace: Trace, renderer: ChatRenderer) -> str:
     ))  # fmt: skip
 
 
-def test_an_episode_of_native_calls_is_what_the_template_writes_at_once() -> None:
+def test_an_episode_of_native_calls_equals_the_rendered_conversation() -> None:
     turns = [f"<think>\na\n</think>\n\n{call('x')}\n{call('y')}", "<think>\nb\n</think>\n\n\\boxed{Paris}"]
     trace, renderer, factory = play("qwen3", turns)
     [(leaf, path)] = trace.rollouts()
@@ -101,9 +101,7 @@ def test_an_episode_of_native_calls_is_what_the_template_writes_at_once() -> Non
 
 @pytest.mark.parametrize("name", ["qwen3, always thinking", "deepseek-r1"])
 @pytest.mark.parametrize("native", [True, False])
-def test_thinking_that_the_template_opens_counts_for_the_format_and_not_for_training(
-    name: str, native: bool
-) -> None:
+def test_thinking_opened_by_the_template_is_part_of_the_text_and_not_trained(name: str, native: bool) -> None:
     turns = ["It is 2+2.</think>\\boxed{Paris}" if native else "2+2</think><answer>\\boxed{Paris}</answer>"]
     trace, renderer, _ = play(name, turns, native=native)
     [(leaf, path)] = trace.rollouts()
@@ -115,7 +113,7 @@ def test_thinking_that_the_template_opens_counts_for_the_format_and_not_for_trai
     assert prompt.endswith("<think>\n")
 
 
-def test_thinking_is_opened_once_where_results_stand_inside_the_message() -> None:
+def test_thinking_is_opened_once_in_the_inline_protocol() -> None:
     turns = ["a</think><search>x</search>", "<think>b</think><answer>\\boxed{Paris}</answer>"]
     trace, _, _ = play("qwen3, always thinking", turns, native=False)
     [(leaf, path)] = trace.rollouts()
@@ -123,7 +121,7 @@ def test_thinking_is_opened_once_where_results_stand_inside_the_message() -> Non
     assert [n.message.content[:8] for n in path if n.trainable] == ["<think>\n", "<think>b"]
 
 
-def test_of_several_long_results_each_loses_its_middle() -> None:
+def test_several_long_results_are_truncated_one_by_one() -> None:
     limits = Limits(step_timeout_s=60, max_turn_tokens=1000, max_response_tokens=4000,
                     max_observation_tokens=300)  # fmt: skip
     turns = [call("x") + call("y"), "\\boxed{Paris}"]
@@ -135,7 +133,7 @@ def test_of_several_long_results_each_loses_its_middle() -> None:
     assert shown.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_an_unreadable_call_is_answered_in_words() -> None:
+def test_an_unreadable_call_is_answered_with_an_explanation() -> None:
     turns = ["<tool_call>{</tool_call>", "<think>a</think>\\boxed{Paris}"]
     trace, _, _ = play("hermes", turns)
     [(leaf, path)] = trace.rollouts()
@@ -144,7 +142,7 @@ def test_an_unreadable_call_is_answered_in_words() -> None:
 
 
 @pytest.mark.parametrize("beside", ["", call("x")])
-def test_an_unreadable_call_ends_no_run_where_results_need_the_ids_of_calls(beside: str) -> None:
+def test_an_unreadable_call_in_a_format_with_call_ids(beside: str) -> None:
     trace, renderer, _ = play("mistral", [f"{beside}<tool_call>{{</tool_call>", "\\boxed{Paris}"])
     [(leaf, path)] = trace.rollouts()
     assert leaf.outcome is Outcome.FINISHED and "does not hold JSON" in text_of(trace, renderer)

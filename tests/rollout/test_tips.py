@@ -78,7 +78,7 @@ def ids(trace: Trace, *, plain: bool) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("role", ["user", "inline"])
 @pytest.mark.parametrize("max_response", [24, 60, 400])
-def test_without_its_tips_a_rollout_is_a_plain_one_token_by_token(role: Role, max_response: int) -> None:
+def test_without_its_tips_a_rollout_equals_a_plain_one(role: Role, max_response: int) -> None:
     limits = Limits(max_turns=6, max_turn_tokens=3, max_response_tokens=max_response, step_timeout_s=60)
     plain, _ = play("", role=role, limits=limits)
     tipped, _ = play("\n<tip>try\n</tip>", role=role, limits=limits)
@@ -93,7 +93,7 @@ def test_without_its_tips_a_rollout_is_a_plain_one_token_by_token(role: Role, ma
             ]
 
 
-def test_a_tip_stands_inside_the_user_message_and_the_group_shares_the_prompt() -> None:
+def test_a_tip_is_inside_the_user_message_and_the_group_shares_the_prompt() -> None:
     limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=60)
     report, _ = play("\n<tip>try</tip>", role="user", limits=limits)
     trace = report.traces[0]
@@ -123,7 +123,7 @@ def test_no_episode_ends_because_of_tips(context: int, length: int, max_response
 
 
 @pytest.mark.parametrize("role", ["user", "inline"])
-def test_a_reflection_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> None:
+def test_a_reflection_is_requested_after_the_end_and_is_in_no_node(role: Role) -> None:
     limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=60)
     report, hook = play("", role=role, limits=limits, asks=Message(role="user", content="a tip?"))
     silent, _ = play("", role=role, limits=limits)
@@ -140,7 +140,7 @@ def test_a_reflection_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -
     assert hook.traces[0].leaves[0].reflection
 
 
-def test_of_thinking_that_the_template_opened_and_that_was_cut_nothing_is_a_reflection() -> None:
+def test_truncated_thinking_is_not_a_reflection() -> None:
     family = FAMILIES["qwen3, always thinking"]
     renderer = ChatRenderer(byte_tokenizer(family), template_kwargs=family.variables)
 
@@ -159,7 +159,7 @@ def test_of_thinking_that_the_template_opened_and_that_was_cut_nothing_is_a_refl
     assert [clean_reflection(leaf.reflection) for leaf, _ in trace.rollouts()] == ["try", ""]
 
 
-def test_a_reflection_without_room_or_with_a_fault_costs_no_rollout() -> None:
+def test_a_reflection_without_room_or_with_a_fault_fails_no_rollout() -> None:
     limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=30, step_timeout_s=60)
     crowded, _ = play(
         "", role="inline", limits=limits, context=60, asks=Message(role="user", content="why " * 20)
@@ -231,7 +231,7 @@ def ended(
 
 
 @pytest.mark.parametrize("kind", ["tips", "reflexion"])
-def test_the_writer_of_a_reflection_sees_how_the_episode_ended(kind: str) -> None:
+def test_the_reflection_request_contains_the_end_of_the_episode(kind: str) -> None:
     engine = Asked()
     report = ended("the vase broke", engine=engine, kind=kind)
     assert len(engine.texts()) == 2
@@ -246,7 +246,7 @@ def test_the_writer_of_a_reflection_sees_how_the_episode_ended(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["tips", "reflexion"])
-def test_what_the_chat_holds_already_is_not_said_twice(kind: str) -> None:
+def test_the_reflection_request_repeats_no_observation(kind: str) -> None:
     for words, done in ((None, True), ("seen last", False)):  # ended without a word; cut by the loop
         engine = Asked()
         ended(words, engine=engine, kind=kind, done=done)
@@ -256,7 +256,7 @@ def test_what_the_chat_holds_already_is_not_said_twice(kind: str) -> None:
 
 
 @given(context=st.integers(60, 700), length=st.integers(1, 120), kind=st.sampled_from(["tips", "reflexion"]))
-def test_the_last_words_fit_their_budget_and_cost_no_reflection(context: int, length: int, kind: str) -> None:
+def test_the_last_observation_is_truncated_to_its_budget(context: int, length: int, kind: str) -> None:
     engine, without = Asked(context_length=context), Asked(context_length=context)
     report = ended("z" * length, engine=engine, kind=kind)
     bare = ended(None, engine=without, kind=kind)
