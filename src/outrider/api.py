@@ -133,10 +133,7 @@ def _stopping(folder: Path, on_start: OnStart | None) -> Iterator[OnStart]:
 
 
 def _open_run(
-    folder: Path,
-    overrides: Sequence[str],
-    changed_plugins: bool,
-    sections: Mapping[str, Mapping[str, Any]],
+    folder: Path, overrides: Sequence[str], changed_plugins: bool, sections: Mapping[str, Mapping[str, Any]]
 ) -> "tuple[RunDirectory, RunSettings]":
     """The run to resume and its settings; ``sections`` are those of objects that were passed again."""
     from outrider.training.run_dir import RunDirectory
@@ -249,10 +246,7 @@ def compare(runs: Sequence[Run | str | Path], *, seed: int = 0) -> "Comparison":
 
 
 def run_settings(
-    recipe: Recipe,
-    *,
-    overrides: Sequence[str] = (),
-    sections: Mapping[str, Any] | None = None,
+    recipe: Recipe, *, overrides: Sequence[str] = (), sections: Mapping[str, Any] | None = None
 ) -> "RunSettings":
     """The checked settings of a recipe. Raises ConfigError."""
     from outrider.algorithms.loss_settings import migrate_keys

@@ -236,10 +236,7 @@ def _step(episode: Episode, text: str) -> StepResult:
         raise AssertionError(f"step after {text[:40]!r}: {error}") from error
     except Exception as error:
         raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
-    require(
-        result.observations or result.done,
-        f"no message after {text[:40]!r}, and the episode goes on",
-    )
+    require(result.observations or result.done, f"no message after {text[:40]!r}, and the episode goes on")
     require(result.done or not result.truncated, "truncated without done")
     _require_record(episode, f"after {text[:40]!r}")
     return result
@@ -277,8 +274,7 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
         require(twin.result() == record, f"{task.key}: a copy has another record")
         _step(twin, "something else")
         require(
-            episode.result() == record,
-            f"{task.key}: what a copy does changes the record of the original",
+            episode.result() == record, f"{task.key}: what a copy does changes the record of the original"
         )
         twin.environment.close()
         twin.environment.close()
@@ -373,11 +369,7 @@ def _shorten(call_input: _Input) -> str:
 
 
 def check_engine(
-    engine: Engine,
-    *,
-    text: str = "Once upon a time",
-    max_tokens: int = 6,
-    is_deterministic: bool = True,
+    engine: Engine, *, text: str = "Once upon a time", max_tokens: int = 6, is_deterministic: bool = True
 ) -> None:
     """Check an engine: sample a few continuations of ``text``.
 
@@ -389,11 +381,7 @@ def check_engine(
     require(ids, f"the tokenizer has no token for {text!r}")
     requests = [
         Request(
-            request_id=f"check-{i}",
-            token_ids=ids,
-            max_tokens=max_tokens,
-            seed=i // 2,
-            cache_key=f"key-{i}",
+            request_id=f"check-{i}", token_ids=ids, max_tokens=max_tokens, seed=i // 2, cache_key=f"key-{i}"
         )
         for i in range(4)
     ]
@@ -457,8 +445,7 @@ def _require_same(expected: Sequence[Generation], actual: Sequence[Generation], 
 def _check_garbage(engine: Engine, request: Request) -> None:
     """Check that a request returns a result or raises an EngineFault."""
     longest = replace(
-        request,
-        token_ids=request.token_ids * (engine.context_length // len(request.token_ids) + 1),
+        request, token_ids=request.token_ids * (engine.context_length // len(request.token_ids) + 1)
     )
     try:
         engine.generate([longest])
@@ -466,7 +453,7 @@ def _check_garbage(engine: Engine, request: Request) -> None:
         pass
     except Exception as error:
         raise AssertionError(
-            f"a context that is too long raises {type(error).__name__}, no EngineFault: {error}",
+            f"a context that is too long raises {type(error).__name__}, no EngineFault: {error}"
         ) from error
     _generate(engine, [request])
 
@@ -739,8 +726,7 @@ def _check_advantages(trace: Trace, result: GroupAdvantages) -> None:
     key = trace.task.key
     values = np.asarray(result.advantages.values)
     require(
-        len(values) == len(trace.leaves),
-        f"{key}: {len(values)} advantages for {len(trace.leaves)} rollouts",
+        len(values) == len(trace.leaves), f"{key}: {len(values)} advantages for {len(trace.leaves)} rollouts"
     )
     require(bool(np.isfinite(values).all()), f"{key}: an advantage is not finite: {values.tolist()}")
     _check_flag(trace, result)

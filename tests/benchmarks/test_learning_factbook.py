@@ -159,10 +159,7 @@ def test_a_given_budget_applies_to_all_methods(plan: Plan) -> None:
     train(replace(plan, policy_tokens=777, seeds=range(1)), runs, "grpo", "rapo")
     assert {
         name: runs.settings_of(plan.out, name).train.max_policy_tokens for name in ("grpo-0", "rapo-0")
-    } == {
-        "grpo-0": 777,
-        "rapo-0": 777,
-    }
+    } == {"grpo-0": 777, "rapo-0": 777}
     train(replace(plan, policy_tokens=777, seeds=range(1), out=plan.out / "other"), other := Runs(), "grpo")
     assert [name for name, _ in other.started] == ["sft-0", "grpo-0"]
 

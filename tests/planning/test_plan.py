@@ -151,9 +151,7 @@ def test_vllm_uses_its_share_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["plan", *seven, "engine.memory=3"]) == 2
 
 
-def test_the_local_engine_uses_all_remaining_memory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_local_engine_uses_all_remaining_memory(capsys: pytest.CaptureFixture[str]) -> None:
     local = planned(capsys, REASONING, "--model", "Qwen/Qwen3-0.6B", "engine.type=local")
     vllm = planned(capsys, REASONING, "--model", "Qwen/Qwen3-0.6B")
     assert local["engine_memory_share"] is None and vllm["engine_memory_share"] == 0.3

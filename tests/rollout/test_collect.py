@@ -86,8 +86,7 @@ def test_finished_rollouts_are_skipped_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "outcome"),
-    [("<crash>", Outcome.ENVIRONMENT_FAULT), ("<break>", Outcome.TOOL_FAULT)],
+    ("text", "outcome"), [("<crash>", Outcome.ENVIRONMENT_FAULT), ("<break>", Outcome.TOOL_FAULT)]
 )
 def test_a_fault_is_retried_and_leaves_no_trajectory(text: str, outcome: Outcome) -> None:
     family = ToyTaskSet(1)

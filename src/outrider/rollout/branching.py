@@ -201,13 +201,7 @@ class BranchingGroupScheduler:
     """
 
     def __init__(
-        self,
-        traces: Sequence[Trace],
-        *,
-        size: int,
-        brancher: Hook | None,
-        enqueue: Enqueue,
-        copies: Copies,
+        self, traces: Sequence[Trace], *, size: int, brancher: Hook | None, enqueue: Enqueue, copies: Copies
     ) -> None:
         first_wave = (
             size if brancher is None or brancher.first_wave is None else min(brancher.first_wave, size)

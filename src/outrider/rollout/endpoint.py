@@ -164,10 +164,7 @@ class Collector:
                 elif attempt < self.max_retries:
                     continue
                 return Collected(
-                    trajectory_id=name,
-                    outcome=fault_outcome(fault),
-                    num_retries=attempt,
-                    detail=str(fault),
+                    trajectory_id=name, outcome=fault_outcome(fault), num_retries=attempt, detail=str(fault)
                 )
             streak.on_success()
             return collected
