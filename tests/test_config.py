@@ -169,10 +169,6 @@ def test_every_recipe_loads_and_its_resolved_form_is_equal(recipe: Path, tmp_pat
     assert again == loaded
 
 
-def test_there_are_recipes() -> None:
-    assert RECIPES
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -137,21 +137,6 @@ def test_runs_of_other_settings_are_refused(tmp_path: Path, outrider: Outrider, 
         play_all(other)
 
 
-def test_the_command_prints_and_writes_both_tables(
-    tmp_path: Path, outrider: Outrider, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        str(HOUSE), "--out", str(tmp_path), "train.num_steps=4", "--setting", "environment.house_seed={task}",
-        "--tasks", "1", "1", "--seeds", "1", "--transfers", "1:2", "1:2", "--trials", "2",
-    ]  # fmt: skip
-    assert by_task.main(arguments) == 0
-    assert "Mean return by task" in (tmp_path / "table.md").read_text()
-    assert "empo2, from 1" in (tmp_path / "adaptation.md").read_text()
-    assert (tmp_path / "table.html").exists() and (tmp_path / "adaptation.html").exists()
-    num = len(outrider.told)
-    assert by_task.main([*arguments, "--only-report"]) == 0 and len(outrider.told) == num
-
-
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

@@ -123,15 +123,6 @@ def test_groups_are_read_from_the_records() -> None:
     assert steps_by_task(rows, with_retrieved=True)["task"].hybrid == ("look", "open", "take")
 
 
-def test_the_order_of_rollouts_does_not_matter() -> None:
-    rollouts = [
-        rollout(n, [f"go {n % 3}", "wait"], retrieved="x" if n % 2 else None, mode="hybrid") for n in range(8)
-    ]
-    orders = (rollouts, rollouts[::-1], rollouts[1::2] + rollouts[::2])
-    first, *others = (steps_by_task(mapped([row for each in order for row in each])) for order in orders)
-    assert others == [first] * 2 and len(first["task"].hybrid) == 8
-
-
 @needs_sklearn
 def test_the_table_of_made_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hybrid = [rollout(n, ["a b", "c d", "e f"], retrieved="x y", mode="hybrid") for n in range(2)]

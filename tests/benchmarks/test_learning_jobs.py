@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.learning_jobs import MAX_ATTEMPTS, Job, Runner, is_running, last_line, log_file, read_journal
-from benchmarks.learning_status import duration, progress, status_table
+from benchmarks.learning_status import progress, status_table
 from benchmarks.learning_toys import ARENAS, load_result
 from rich.console import Console
 
@@ -197,17 +197,6 @@ def test_a_method_without_a_run_is_estimated_from_others(tmp_path: Path) -> None
     console.print(status_table(rows, num_processes=2))
     told = console.export_text()
     assert "about 60 s left with 2 processes and 1 not known" in told and "toys/corridor/grpo" in told
-
-
-def test_durations_in_words() -> None:
-    assert [duration(one) for one in (None, 5, 89.4, 600, 3599, 11100)] == [
-        "not known",
-        "5 s",
-        "89 s",
-        "10 min",
-        "1 h 00 min",
-        "3 h 05 min",
-    ]
 
 
 def test_the_toys_run_as_processes(

@@ -129,13 +129,6 @@ def test_retrieval_helps_with_two_hard_decisions_and_not_with_one() -> None:
     assert rewarded(replace(one, probability=1.0), own=2) == 0.0
 
 
-def test_two_strict_decisions_leave_nothing_to_retrieve() -> None:
-    lock = Lock(chances=(0.1, 0.1), num_turns=2, is_strict=True)
-    assert rewarded(lock) == pytest.approx(0.5 * rewarded(replace(lock, probability=0.0)))
-    lenient = replace(lock, is_strict=False)
-    assert rewarded(lenient) == pytest.approx((0.1 + 0.9 * 0.5) * 0.1)
-
-
 @pytest.mark.parametrize("series", SERIES, ids=lambda series: series.name)
 def test_the_locks_have_the_chances_of_the_table(series: Series, tmp_path: Path) -> None:
     """Chance of a reward before training, by the exact return of the toy; the optimum is 1."""
@@ -188,12 +181,6 @@ def test_the_formula_of_the_page(chances: tuple[float, ...]) -> None:
     for own in range(1, last + 1):
         assert rewarded(lock, own=own) == pytest.approx(hybrid(own), rel=1e-12)
     assert hybrid(1) == hybrid(last) == hybrid(None)
-
-
-def test_with_every_turn_retrieved_even_decisions_are_never_of_the_policy() -> None:
-    lock = Lock(chances=(0.3,) * 5, num_turns=5, is_strict=True, probability=1.0)
-    assert rewarded(lock) == pytest.approx(0.3**3)
-    assert [rewarded(lock, own=own) > 0 for own in range(1, 6)] == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("depth", range(2, 9))

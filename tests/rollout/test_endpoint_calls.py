@@ -22,7 +22,7 @@ from outrider.rollout.settings import Limits
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, read_turn
 from outrider.types import Outcome
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
-from tests.rollout.test_native_rollout import TASK, Search
+from tests.rollout.test_native_calls import TASK, Search
 
 ANSWER = completion("It is \\boxed{Paris}.")
 Wire = list[dict[str, Any]]

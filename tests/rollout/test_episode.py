@@ -128,14 +128,6 @@ def test_a_step_without_observation_and_without_end_is_a_fault() -> None:
     assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and "neither answered nor ended" in leaf.detail
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_return_that_is_no_number_is_a_fault_and_not_a_reward(value: float) -> None:
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END, episode_return=value))
-    runs = scheduler(scripted(lambda request, context: "act."), factory, max_retries=0)
-    leaf = runs.run(tasks(1), modes=("on_policy",), training_step=0).traces[0].leaves[0]
-    assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None
-
-
 def test_an_engine_fault() -> None:
     def script(request: Request, context: str) -> str:
         raise EngineFault("gone")

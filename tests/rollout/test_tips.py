@@ -24,7 +24,7 @@ from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace, policy_turns, without_memory
 from outrider.types import Message, Origin, Outcome, Role
-from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
+from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer
 
 END = StepResult(message=None, done=True)
@@ -271,12 +271,3 @@ def test_the_last_observation_is_truncated_to_its_budget(context: int, length: i
         added, room = len(long.token_ids) - len(short.token_ids), context - 6 - len(short.token_ids)
         assert added <= 40 + 2  # max_observation_tokens, and the empty line
         assert added >= min(length, 40, room - 2)  # nothing is cut that there is room for
-
-
-def test_every_group_may_have_modes_of_its_own() -> None:
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, said: END))
-    engine = scripted(lambda request, text: "a.")
-    report = scheduler(engine, factory).run(tasks(3), modes=lambda group: (f"m{group}",) * 2, training_step=0)
-    assert [trace.modes for trace in report.traces] == [("m0", "m0"), ("m1", "m1"), ("m2", "m2")]
-    with pytest.raises(ValueError, match="differ in size"):
-        scheduler(engine, factory).run(tasks(2), modes=lambda group: ("m",) * (1 + group), training_step=0)
