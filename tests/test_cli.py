@@ -176,9 +176,9 @@ def test_missing_and_malformed_recipes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_commands_that_do_not_go_together(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _assert_refused(capsys, ["train"], status=2, says="give a recipe")
+    _assert_refused(capsys, ["train"], status=2, says="pass a recipe")
     _assert_refused(capsys, ["train", str(recipe)], status=2, says="--run DIRECTORY")
-    _assert_refused(capsys, ["train", str(recipe), "--resume", str(tmp_path)], status=2, says="give a recipe")
+    _assert_refused(capsys, ["train", str(recipe), "--resume", str(tmp_path)], status=2, says="pass a recipe")
     _assert_refused(
         capsys, ["train", "--resume", str(tmp_path), "--model", "x"], status=2, says="keeps its model"
     )

@@ -136,17 +136,17 @@ class Learns(Counts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
-        (Forgets, "is not what was taken"),
-        (Holds, "cannot go to another process"),
-        (Learns, "after_group does that"),
+        (Forgets, "has another snapshot"),
+        (Holds, "cannot be pickled for another process"),
+        (Learns, "change it in after_group"),
     ],
 )
-def test_the_check_of_copies_finds_errors(kind: type[Counts], told: str) -> None:
+def test_the_check_of_copies_finds_errors(kind: type[Counts], message: str) -> None:
     group = [build_group([1.0], key="task", modes=("plain",))]
     check_copies([Counts()], [Counts()], group)
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_copies([kind()], [kind()], group)
 
 

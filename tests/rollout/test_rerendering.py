@@ -155,7 +155,7 @@ def test_a_long_observation_is_truncated_in_the_history() -> None:
 
 def test_hooks_that_insert_text_between_messages_are_refused() -> None:
     renderer = ChatRenderer(byte_tokenizer(FAMILIES["qwen3"]), history_thinking="strip")
-    with pytest.raises(ConfigError, match="what a hook puts between messages: use keep"):
+    with pytest.raises(ConfigError, match="text that a hook inserts between messages: use keep"):
         require_no_rerendering(renderer)
 
 

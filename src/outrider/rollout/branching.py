@@ -294,7 +294,7 @@ class BranchingGroupScheduler:
         fork = point.fork
         if fork is None:
             if granted:
-                raise AssertionError("a fork was granted at a point that was not kept")
+                raise AssertionError("a fork was granted at a point whose fork was dropped")
             return
         if not granted:
             self._copies.drop(fork)
