@@ -8,12 +8,13 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outrider.distributed.rollouts import RemoteGroupPlayer
+from outrider.distributed.rollouts import HeartbeatMonitor, RemoteGroupPlayer
 from outrider.distributed.worker import Heartbeat, Job, JobResult, RolloutSlots
 from outrider.errors import ProcessLost
 from outrider.rollout.hooks import RolloutStatus, StatelessHook
@@ -191,7 +192,7 @@ class Worker:
 
 class Together:
     def __init__(self, num: int) -> None:
-        self.workers = [Worker() for _ in range(num)]
+        self.workers, self.repairs = [Worker() for _ in range(num)], self
         self.num_replaced: Counter[str] = Counter()
         self.told: list[tuple[list[str], int]] = []
 
@@ -207,8 +208,8 @@ class Known(StatelessHook):
 
 def flight_of(crew: Together) -> RemoteGroupPlayer:
     return RemoteGroupPlayer(
-        InstantRay(), crew, hooks=[Known()], version=lambda: 7, heartbeat_s=60.0,  # type: ignore[list-item]
-        rollout_status=RolloutStatus(),
+        InstantRay(), crew, hooks=[Known()], version=lambda: 7,  # type: ignore[arg-type]
+        new_monitor=partial(HeartbeatMonitor, InstantRay(), limit_s=60.0, rollout_status=RolloutStatus()),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from outrider.config import validate
 from outrider.distributed.actors import RemoteProcesses, Repairs
 from outrider.distributed.engines import DirectPool, EnginePool, probes
 from outrider.distributed.ray_session import Recipe
-from outrider.distributed.rollouts import WorkerRollouts
+from outrider.distributed.rollouts import HeartbeatMonitor, WorkerRollouts
 from outrider.distributed.worker import RolloutWorker, WorkerSettings
 from outrider.engines.base import FinishReason, Generation, LocalSettings, Request
 from outrider.environments.factbook.environment import FactbookConfig
@@ -89,8 +90,9 @@ def test_rollouts_that_are_given_up_replace_nobody_and_ask_ray_no_more() -> None
 
     def play(ahead: RolloutPrefetch) -> SampledStep:
         WorkerRollouts(
-            ray, crew, hooks=(), is_training=True, version=lambda: 0, max_concurrent=1, heartbeat_s=60.0,
-            on_finished=ahead.on_finished, rollout_status=RolloutStatus(), prefetch=ahead,
+            ray, crew, hooks=(), is_training=True, version=lambda: 0, max_concurrent=1,
+            on_finished=ahead.on_finished, prefetch=ahead,
+            new_monitor=partial(HeartbeatMonitor, ray, limit_s=60.0, rollout_status=RolloutStatus()),
         ).run([TASK], modes=("plain",), training_step=1)  # fmt: skip
         raise AssertionError("unreachable")
 

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.config import load_settings
 from outrider.distributed.ray_session import Recipe
-from outrider.distributed.rollouts import WorkerRollouts
+from outrider.distributed.rollouts import HeartbeatMonitor, WorkerRollouts
 from outrider.distributed.worker import Heartbeat, Job
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.hooks import Hook, RolloutStatus, StatelessHook
@@ -72,7 +73,7 @@ class Together:
     """Counts what is replaced, and puts nothing else in its place."""
 
     def __init__(self, workers: list[Worker]) -> None:
-        self.workers = workers
+        self.workers, self.repairs = workers, self
         self.replaced: list[tuple[list[str], int]] = []
 
     def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
@@ -82,8 +83,8 @@ class Together:
 def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> WorkerRollouts:
     return WorkerRollouts(
         InstantRay(), Together(workers), hooks=hooks, is_training=True, version=lambda: 5,
-        max_concurrent=at_once, heartbeat_s=1.0, rollout_status=RolloutStatus(),
-        on_finished=lambda done, owed: None,
+        max_concurrent=at_once, on_finished=lambda done, owed: None,
+        new_monitor=partial(HeartbeatMonitor, InstantRay(), limit_s=1.0, rollout_status=RolloutStatus()),
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def test_the_device_refuses_what_cuda_refuses() -> None:
 def test_the_engine_samples_there_what_it_samples_here(far: LanguageModel) -> None:
     requests = [
         Request(
-            request_id=str(i), token_ids=tuple(range(5, 12 + i)), max_tokens=8, seed=i, cache_key=str(i % 4),
+            request_id=str(i), token_ids=tuple(range(5, 12 + i)), max_tokens=4, seed=i, cache_key=str(i % 4),
             temperature=(1.0, 0.7, 0.0)[i % 3],
         )
         for i in range(4)

@@ -313,7 +313,7 @@ def test_an_evaluation_with_an_infinite_count_is_left_out_and_said(tmp_path: Pat
     )
 
 
-def test_b11_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -> None:
+def test_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -> None:
     """As in ``outrider compare`` and in the token budget of a run."""
     write_config(tmp_path)
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
@@ -328,7 +328,7 @@ def drawn(page: Page, title: str) -> dict[str, str | None]:
     return next(a for tag, a in page.elements if tag == "svg" and (a["aria-label"] or "").startswith(title))
 
 
-def test_f10_the_curve_begins_before_training_and_no_cold_start_is_a_step(page: Page, run_dir: Path) -> None:
+def test_the_curve_begins_before_training_and_no_cold_start_is_a_step(page: Page, run_dir: Path) -> None:
     label = drawn(page, "Evaluation on test")["aria-label"] or ""
     assert "first 11.0 %, last 49.0 %" in label
     whole = (run_dir / "report.html").read_text()
@@ -348,7 +348,7 @@ def test_f10_the_curve_begins_before_training_and_no_cold_start_is_a_step(page: 
     assert "Left of step 0: before the cold start" in page.text
 
 
-def test_f10_one_evaluation_at_step_0_stands_at_step_0(tmp_path: Path) -> None:
+def test_one_evaluation_at_step_0_stands_at_step_0(tmp_path: Path) -> None:
     page = with_evaluations(tmp_path / "run", [0.1, 0.3])
     assert (
         "Left of step 0" not in page.text
@@ -356,7 +356,7 @@ def test_f10_one_evaluation_at_step_0_stands_at_step_0(tmp_path: Path) -> None:
     )
 
 
-def test_f10_on_policy_and_hybrid_rewards_are_apart_and_mixed_only_without_a_split(
+def test_on_policy_and_hybrid_rewards_are_apart_and_mixed_only_without_a_split(
     page: Page, tmp_path: Path
 ) -> None:
     label = drawn(page, "Reward (reward)")["aria-label"] or ""
@@ -369,7 +369,7 @@ def test_f10_on_policy_and_hybrid_rewards_are_apart_and_mixed_only_without_a_spl
     assert "all rollouts: first 0.5" in label and "on-policy" not in label
 
 
-def test_f10_the_page_says_how_test_scores_were_played(page: Page, tmp_path: Path) -> None:
+def test_the_page_says_how_test_scores_were_played(page: Page, tmp_path: Path) -> None:
     # under the table and under the curve
     assert page.text.count("Played on held-out tasks without retrieval") == 2
     write_run(tmp_path, num_steps=4)
@@ -380,7 +380,7 @@ def test_f10_the_page_says_how_test_scores_were_played(page: Page, tmp_path: Pat
     assert (drawn(report(tmp_path), "Evaluation on test")["aria-label"] or "").count("over trial.") == 1
 
 
-def test_f10_wide_tables_scroll_and_charts_shrink(run_dir: Path, page: Page) -> None:
+def test_wide_tables_scroll_and_charts_shrink(run_dir: Path, page: Page) -> None:
     whole = (run_dir / "report.html").read_text()
     assert (
         whole.count("<table>")

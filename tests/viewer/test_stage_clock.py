@@ -1,4 +1,4 @@
-"""The time left (A5, F5): from the units that are to do and the measured pace, never nothing while something
+"""The time left: from the units that are to do and the measured pace, never nothing while something
 is to do."""
 
 import io

@@ -1,4 +1,4 @@
-"""A run without progress says where it waits, once in a while, and goes on to the same result (E1)."""
+"""A run without progress says where it waits, once in a while, and goes on to the same result."""
 
 import io
 import threading
