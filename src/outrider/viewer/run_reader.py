@@ -79,8 +79,7 @@ class RecordedProgress(Progress):
             self._write()
 
     def note(self, text: str) -> None:
-        """See :class:`~outrider.viewer.progress.Progress`; the step is the one that the line names, else the
-        newest."""
+        """Record a message with the step that it names, or else the newest step."""
         self._inner.note(text)
         match = _STEP.search(text)
         step = int(match[1]) if match else self._state["done"] if self._state["stage"] == "train" else None
@@ -91,8 +90,6 @@ class RecordedProgress(Progress):
             self._setup_lines.append(json.dumps(line))
 
     def stopping(self) -> bool:
-        """See :class:`~outrider.viewer.progress.Progress`; called in a signal handler, so nothing is
-        written."""
         return self._inner.stopping()
 
     def close(self) -> None:
