@@ -158,7 +158,7 @@ def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
 def test_a_worker_with_an_older_version_gets_nothing(crew: Crew) -> None:
     engine = crew.remote.engine
     engine.weight_version += 1  # as if a transfer had been forgotten
-    told(crew, r"engine [01] has weights of version \d+, and version \d+ was asked for")
+    told(crew, r"engine [01] has weights of version \d+, and version \d+ was requested")
     engine.weight_version -= 1
     crew.play()
 

@@ -136,7 +136,7 @@ def test_an_engine_serves_one_version_and_no_older_one(settings: RunSettings, tm
     actor = EngineActor(Recipe.from_settings(settings), 0, str(tmp_path), shelf)
     actor.build()
     asked = [Request(request_id="g/0/0", token_ids=(5, 6, 7), max_tokens=4, seed=1, cache_key="g/0")]
-    with pytest.raises(ClusterFault, match="engine 0 has no weights yet, and version 0 was asked for"):
+    with pytest.raises(ClusterFault, match="engine 0 has no weights yet, and version 0 was requested"):
         actor.generate("one", asked, 0)
     model = actor._model.model  # type: ignore[union-attr]
     own = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -146,7 +146,7 @@ def test_an_engine_serves_one_version_and_no_older_one(settings: RunSettings, tm
     actor.load(pack({name: 1.5 * one for name, one in own.items()}, version=1, carrier=shelf))
     [other] = actor.generate("one", asked, 1)
     assert other.weight_version == 1 and other.logprobs != first.logprobs
-    with pytest.raises(ClusterFault, match="weights of version 1, and version 0 was asked for"):
+    with pytest.raises(ClusterFault, match="weights of version 1, and version 0 was requested"):
         actor.generate("one", asked, 0)
     with pytest.raises(ClusterFault, match="weights of version 1, and was sent 0"):
         actor.load(pack(own, version=0, carrier=shelf))

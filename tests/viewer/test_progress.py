@@ -105,7 +105,7 @@ def test_plain_survives_a_closed_pipe_and_says_so(caplog: pytest.LogCaptureFixtu
     progress.stage("train", 1)
     progress.advance(1)
     assert [record.message for record in caplog.records] == [
-        "progress display stopped, the run goes on: gone"
+        "progress display stopped, the run continues: gone"
     ]
 
 

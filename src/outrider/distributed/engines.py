@@ -314,7 +314,7 @@ def require_version(number: int, current: int | None, requested: int) -> None:
     if current != requested:
         description = "no weights yet" if current is None else f"weights of version {current}"
         raise ClusterFault(
-            f"engine {number} has {description}, and version {requested} was asked for; {AGAIN}"
+            f"engine {number} has {description}, and version {requested} was requested; {AGAIN}"
         )
 
 

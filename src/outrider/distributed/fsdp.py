@@ -330,7 +330,7 @@ def _fresh_buffers(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, Te
             fresh = _initialised(model, module)
             if not all(bool(buffer.isfinite().all()) for buffer in fresh.values()):
                 raise ModelError(
-                    f"cluster.num_trainers: the buffers of {name} cannot be made anew: "
+                    f"cluster.num_trainers: the buffers of {name} cannot be initialized: "
                     "set cluster.num_trainers = 1"
                 ) from error
         module_buffers.append((module, fresh))

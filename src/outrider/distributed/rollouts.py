@@ -268,7 +268,7 @@ class Part:
         """Return its only group without rollouts, because it breaks the worker."""
         [task], [modes] = self.job.tasks, self.job.modes
         reason = str(self.faults[-1]).partition("; ")[0]
-        detail = f"not played again, because it breaks its rollout worker: {reason}"
+        detail = f"masked, because it breaks its rollout worker: {reason}"
         trace = Trace(task=task, modes=tuple(modes))
         for rollout in range(len(modes)):
             trace.finish(lost_leaf(rollout, Outcome.ENVIRONMENT_FAULT, detail))

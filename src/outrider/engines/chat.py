@@ -344,7 +344,7 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
             case {"function": {"name": str(name)} as function}:
                 written = function.get("arguments")
             case _:
-                raise Transient("garbage", "the answer holds no tool call where one should be")
+                raise Transient("garbage", "a tool call of the response has no name")
         call = parse_call({"name": name, "arguments": written}, number, keys=("arguments",))
         if not isinstance(call, str) and isinstance(whole := sanitize_call(call), ToolCall):
             forwarded.append(whole)
@@ -390,7 +390,7 @@ def _read_reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -
                     reasoning=next(reasoning, ""),
                     served=served_calls(message, tools) if tools else ServedCalls(),
                 )
-    raise Transient("garbage", "the answer holds no completion")
+    raise Transient("garbage", "the response has no completion")
 
 
 def _read_models(answer: Any) -> dict[str, str]:
@@ -445,7 +445,7 @@ class EndpointSettings(Settings):
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError(f"{base_url!r} is no http or https address")
         if not base_url.isascii() or not base_url.isprintable() or " " in base_url:
-            raise ValueError(f"{base_url!r} holds characters that an address cannot have")
+            raise ValueError(f"{base_url!r} has characters that an address cannot have")
         return base_url.rstrip("/")
 
 
@@ -473,7 +473,7 @@ class ChatEndpoint:
         self._key = os.environ.get(settings.api_key_variable, "").strip()
         if not self._key.isascii() or not (self._key.isprintable() or not self._key):
             raise ConfigError(
-                f"the key in ${settings.api_key_variable} holds characters that a header cannot have"
+                f"the key in ${settings.api_key_variable} has characters that a header cannot have"
             )
 
     def complete(

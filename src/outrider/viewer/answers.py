@@ -227,7 +227,7 @@ def stop(run: Path) -> None:
         raise DataError(f"{run.name} runs on another machine, {state.get('host')}: stop it there")
     pid = state.get("pid")
     if not isinstance(pid, int) or pid < 2:
-        raise DataError(f"{run.name} does not say which process it is: stop it with Ctrl-C")
+        raise DataError(f"{run.name} does not record its process id: stop it with Ctrl-C")
     try:
         _end(pid, run / "lock")
     except OSError as error:
@@ -488,7 +488,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     elif depth:
         try:
             children = sorted(folder.iterdir())
-        except (PermissionError, FileNotFoundError):  # of somebody else, or gone since it was listed
+        except (PermissionError, FileNotFoundError):  # of another user, or deleted since it was listed
             return
         for child in children:
             if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):

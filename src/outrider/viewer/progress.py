@@ -273,7 +273,7 @@ class _StageProgress(Progress):
     def _warn_once(self, error: Exception) -> None:
         """Disable the display with a warning, because a lost stream or terminal must not end the run."""
         self._is_broken = True
-        _log.warning("progress display stopped, the run goes on: %s", error)
+        _log.warning("progress display stopped, the run continues: %s", error)
 
 
 class PlainProgress(_StageProgress):

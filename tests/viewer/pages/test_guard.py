@@ -206,7 +206,7 @@ def test_a_run_of_another_machine_or_of_no_process_is_not_stopped(tmp_path: Path
         with pytest.raises(DataError, match="on another machine, elsewhere"):
             live.stop(tmp_path)
         running(tmp_path, pid=-1)
-        with pytest.raises(DataError, match="does not say which process"):
+        with pytest.raises(DataError, match="does not record its process id"):
             live.stop(tmp_path)
 
 
