@@ -55,7 +55,7 @@ class _Assembled(ToyRun):
             train=TrainSettings(num_steps=1, tasks_per_step=1),
         )
         actions = len(self.model.action_ids)
-        return make_algorithm(run, self.buffer, vocabulary_size=actions, stateful=True, num_tokens=len)
+        return make_algorithm(run, self.buffer, vocabulary_size=actions, stateful=True, count_tokens=len)
 
     def scheduler(self, *, training: bool) -> Any:
         """LUFFY's demonstrations are the expert's own rollouts; evaluation has none."""

@@ -44,7 +44,7 @@ LONGEST = (
     "plugins/test_new.py",
     "benchmarks/test_gpu.py",
     "distributed/test_remote_run.py",
-    "evaluation/test_panel_endpoint.py",
+    "evaluation/test_endpoint.py",
     "tools/mcp/test_calls.py",
     "environments/test_agent_clients.py",
     "training/test_push.py",

@@ -728,7 +728,7 @@ def build_group(
 
 def _assign_advantages(algorithm: Algorithm, groups: Sequence[Trace]) -> list[GroupAdvantages]:
     try:
-        results = algorithm.advantages(groups)
+        results = algorithm.assign_step_advantages(groups)
     except Exception as error:
         raise AssertionError(f"credit raises: {type(error).__name__}: {error}") from error
     require(len(results) == len(groups), f"credit of {len(groups)} groups has {len(results)} entries")

@@ -250,7 +250,7 @@ def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retriev
 
 
 def test_every_different_action_of_an_episode_is_a_record() -> None:
-    hook = TipHook(MemorySettings(), embedder=HashEmbedder(), num_tokens=len, seed=0)
+    hook = TipHook(MemorySettings(), embedder=HashEmbedder(), count_tokens=len, seed=0)
     trace = played(
         [7.04, 1.0], [["start", "room"], ["start", "room"]], reflections=["\n Try the door. \nmore", "   "]
     )
@@ -266,7 +266,7 @@ def test_every_different_action_of_an_episode_is_a_record() -> None:
 
 @given(lengths=st.lists(st.integers(1, 60), max_size=12), budget=st.integers(0, 400))
 def test_tips_fit_their_budget_and_the_oldest_go_first(lengths: list[int], budget: int) -> None:
-    hook = TipHook(MemorySettings(), embedder=HashEmbedder(), num_tokens=len, seed=0)
+    hook = TipHook(MemorySettings(), embedder=HashEmbedder(), count_tokens=len, seed=0)
     key = np.ones(256, np.float32)
     for number, length in enumerate(lengths):
         hook.memory.add("t", key, f"{number}:" + "x" * length, float(-number))

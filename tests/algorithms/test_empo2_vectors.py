@@ -104,7 +104,7 @@ def test_an_episode_writes_one_record_for_every_different_action() -> None:
         hook = TipHook(
             validate(MemorySettings, {"state_key": state_key}),
             embedder=HashEmbedder(),
-            num_tokens=len,
+            count_tokens=len,
             seed=0,
         )
         rooms = told if same_room else ["hall", "kitchen", "cellar", "yard"]
@@ -123,7 +123,7 @@ def test_an_episode_writes_one_record_for_every_different_action() -> None:
 def test_how_soon_a_buffer_is_full(num_actions: int, name: str) -> None:
     given, expected = vector("memory_write_amplification")
     hook = TipHook(
-        MemorySettings(capacity=given["capacity"]), embedder=HashEmbedder(), num_tokens=len, seed=0
+        MemorySettings(capacity=given["capacity"]), embedder=HashEmbedder(), count_tokens=len, seed=0
     )
     num_episodes = given["group"]
     told = [[f"room {turn}" for turn in range(num_actions)]] * num_episodes

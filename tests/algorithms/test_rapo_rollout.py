@@ -3,6 +3,7 @@ down again.
 """
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from outrider.algorithms.retrieval import (
 )
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
+from outrider.errors import ToolFault
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.metrics.registry import declared_metric
@@ -99,6 +101,20 @@ def play(
 
 def paths(traces: Sequence[Trace]) -> list[list[Node]]:
     return [path for trace in traces for _, path in trace.rollouts()]
+
+
+def test_a_retried_rollout_is_counted_once(buffer: StepTraceBuffer) -> None:
+    """What the tries before it counted is taken back."""
+    calls = itertools.count()
+
+    def flaky(number: int, text: str) -> StepResult:
+        if next(calls) % 17 == 16:
+            raise ToolFault("gone")
+        return StepResult(message=None, done=True) if number == 6 else say(f" o{number}")
+
+    _, plain, _ = play(buffer, probability=0.5)
+    _, retried, factory = play(buffer, probability=0.5, on_step=flaky)
+    assert len(factory.made) > 12 and retried.counts == plain.counts
 
 
 def records(buffer: StepTraceBuffer, node: Node) -> list[Any]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.tips import PLAIN, TIPS_ON, MemorySettings, TipHook, environment_tip
-from outrider.environments.house import HouseConfig, HouseTaskSet, make_house
+from outrider.environments.house import House, HouseConfig, make_house
 from outrider.environments.text_games import render_action
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.scheduler import RolloutReport
@@ -17,7 +17,8 @@ from outrider.types import Message, Origin, Task
 from tests.algorithms.tip_groups import played
 from tests.rollout.fakes import scheduler, scripted
 
-FAMILY = HouseTaskSet(HouseConfig(num_train=2, max_moves=6))
+SETTINGS = HouseConfig(num_train=2, max_moves=6)
+FAMILY = House.build(SETTINGS)
 TASKS = FAMILY.tasks("train")
 LIMITS = Limits(max_turns=6, max_response_tokens=2000, max_observation_tokens=400)
 
@@ -31,7 +32,7 @@ def make_hook(**changes: Any) -> TipHook:
         "max_tip_tokens": 80,
     } | changes
     given_ |= {"max_shown_tokens": 2000, "max_prompt_tokens": 2000}
-    return TipHook(MemorySettings.model_validate(given_), embedder=HashEmbedder(), num_tokens=len, seed=0)
+    return TipHook(MemorySettings.model_validate(given_), embedder=HashEmbedder(), count_tokens=len, seed=0)
 
 
 def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN) -> RolloutReport:
@@ -44,7 +45,7 @@ def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN
 
 def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
     task = TASKS[0]
-    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    plan = make_house(SETTINGS.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
     room = plan.find_room(goal)
     place = plan.furniture[room]
@@ -104,7 +105,7 @@ def test_a_house_s_tasks_read_each_other_s_tips_and_other_houses_do_not() -> Non
 def test_what_the_task_asks_finds_the_tip_that_speaks_of_it_among_those_about_rooms() -> None:
     """An observation names every room, so by it the tips about rooms come first."""
     task = TASKS[0]
-    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    plan = make_house(SETTINGS.house, 0, "train", 0)
     goal = str(task.metadata["thing"])
     room = plan.find_room(goal)
     fact = f"open {plan.furniture[room]}: In the {plan.furniture[room]} in the {room} is the {goal}."
@@ -137,7 +138,7 @@ def memory_text(trace: Trace) -> str:
 @given(words=st.lists(st.text("abc", min_size=1, max_size=9), max_size=12), limit=st.integers(1, 60))
 def test_a_tip_keeps_to_its_tokens_and_loses_its_last_words(words: list[str], limit: int) -> None:
     answer = "\n \n" + " ".join(words) + "\nmore"
-    tip = environment_tip("go", answer, max_tokens=limit, num_tokens=len)
+    tip = environment_tip("go", answer, max_tokens=limit, count_tokens=len)
     assert len(tip) <= limit
     whole = f"go: {' '.join(words) or 'more'}"
     assert whole.startswith(tip) and (tip == whole or len(whole) > limit)
@@ -145,4 +146,4 @@ def test_a_tip_keeps_to_its_tokens_and_loses_its_last_words(words: list[str], li
 
 @pytest.mark.parametrize("answer", ["", " \n "])
 def test_no_answer_is_no_tip(answer: str) -> None:
-    assert environment_tip("go", answer, max_tokens=99, num_tokens=len) == ""
+    assert environment_tip("go", answer, max_tokens=99, count_tokens=len) == ""

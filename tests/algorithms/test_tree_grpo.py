@@ -38,7 +38,7 @@ from tests.training.test_pack_update import (  # noqa: F401
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "advantages.json").read_text())
 }
 
 
@@ -119,9 +119,7 @@ def test_a_shared_tokens_gradient_is_the_sum_over_its_leaves(
     model = tiny_model(dtype=torch.float64)
     plain, policy = eager(model), Recorder(model, shift)
     settings = UpdateSettings(num_epochs=2, max_tokens=max_tokens)
-    report = update(
-        policy, [trace], objective=chosen.objective, settings=settings, reference=None, first=False
-    )
+    report = update(policy, [trace], objective=chosen.objective, settings=settings, reference=None)
     with torch.no_grad():
         olds = padded_logprobs(plain, paths)
     for found in policy.gradients:

@@ -60,7 +60,7 @@ def algorithm(**given_: Any) -> Empo2:
     return Empo2(
         validate(Empo2Settings, {"group_size": 4, **given_}),
         embedder=HashEmbedder(),
-        num_tokens=len,
+        count_tokens=len,
         groups_per_step=2,
         seed=0,
     )

@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from outrider.algorithms.advantages import RolloutAdvantages
-from outrider.algorithms.base import ObjectiveSettings, assign_advantages
+from outrider.algorithms.base import ObjectiveSettings, write_advantages
 from outrider.config import validate
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.settings import RunSettings
@@ -87,4 +87,4 @@ def credit(trace: Trace) -> None:
     values = (returns - returns.mean()) / (returns.std() + 1e-6)
     assigned = np.ones(len(values), dtype=bool)
     given = RolloutAdvantages(values=values, assigned=assigned, has_signal=bool(values.any()), reason=None)
-    assign_advantages(trace, given, attribution="soft")
+    write_advantages(trace, given, attribution="soft")

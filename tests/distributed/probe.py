@@ -40,7 +40,6 @@ def run(
     settings: UpdateSettings,
     *,
     keep: bool = True,
-    first: bool = True,
 ) -> Found:
     """One update of any policy from where it stands."""
     found, step = Found(), policy.step
@@ -54,9 +53,7 @@ def run(
 
     policy.step = watched  # type: ignore[method-assign]
     try:
-        report = update(
-            policy, traces, objective=objective, settings=settings, reference=reference, first=first
-        )
+        report = update(policy, traces, objective=objective, settings=settings, reference=reference)
     finally:
         policy.step = step  # type: ignore[method-assign]
     found.metrics, found.num_computed = report.metrics, report.num_computed_tokens
@@ -90,12 +87,14 @@ class ProbedRank(Rank):
         traces: Sequence[Trace],
         objective: ObjectiveSettings,
         settings: UpdateSettings,
-        first: bool = True,
+        num_steps: int | None = None,
     ) -> Found:
-        """``first``: log-probs are compared with the engine's."""
+        """``num_steps``: of the policy so far; the engine is checked before the first step only."""
+        if num_steps is not None:
+            self.policy.num_steps = num_steps
         reference = self.reference if objective.kl_weight > 0 else None
         keep = self._rank == 0
-        return run(self.policy, reference, traces, objective, settings, keep=keep, first=first)
+        return run(self.policy, reference, traces, objective, settings, keep=keep)
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.weights(list(self.policy.masters))

@@ -30,11 +30,11 @@ def test_one_broken_micro_batch_skips_the_step_of_all_once(ranks_of: RanksOf, fo
     policy, _ = alone(folder)
     before = {name: one.clone() for name, one in policy.masters.items()}
     ranks = ranks_of(3)
-    found = ranks.call("found", traces, objective, SETTINGS, False)[0]
+    found = ranks.call("found", traces, objective, SETTINGS, 1)[0]
     assert found.norms == [] and found.metrics["grad/num_skipped"] == 1.0
     assert all(found.weights[name].equal(one) for name, one in before.items())
     with pytest.raises(EngineFault, match="disagree by nan"):  # where the engine is checked
-        ranks.call("found", traces, objective, SETTINGS)
+        ranks.call("found", traces, objective, SETTINGS, 0)
     # and the next step is as if nothing had been
     ranks.call("anew")
     wanted = run(policy, None, groups(5, seed=4), objective, SETTINGS)

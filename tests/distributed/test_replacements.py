@@ -310,7 +310,7 @@ def test_a_worker_whose_tool_server_is_another_one_says_so(tmp_path: Path) -> No
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
     pytest.importorskip("mcp", reason="needs the extra mcp")
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
-    server = {"type": "mcp", "name": "numbers", "script": "tests/tools/mcp/server.py"}
+    server = {"type": "mcp", "name": "numbers", "script": "tests/tools/mcp/fake_server.py"}
     environment = {"type": "tools", "tools": [server], "train": {"path": tmp_path / "rows.jsonl"}}
     settings = validate(RunSettings, {"environment": environment, "algorithm": {"type": "grpo"}})
     here = server_digests(settings.environment)

@@ -97,9 +97,7 @@ def test_every_update_there_is_the_one_here(far: LanguageModel, name: str) -> No
         traces = groups(5, rollouts=2, longest=12)
         traces[4].is_replayed = True
         reference = policy.frozen_copy() if objective.kl_weight > 0 else None
-        report = update(
-            policy, traces, objective=objective, settings=SETTINGS, reference=reference, first=True
-        )
+        report = update(policy, traces, objective=objective, settings=SETTINGS, reference=reference)
         found.append(report.metrics)
     assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
 

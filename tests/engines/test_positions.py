@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.evaluation.tasks import EvalTasksSettings
 from outrider.training.settings import RunSettings
 from tests.chat_server import chat_server, completion
-from tests.evaluation.panel_files import IMPATIENT, MODELS, evaluate, write_rows
+from tests.evaluation.eval_tasks import IMPATIENT, MODELS, evaluate, write_rows
 from tests.training.short_runs import assert_same, begin, interrupted, resume
 from tests.training.tool_run import write_tool_run
 

@@ -82,7 +82,12 @@ def test_a_row_that_does_not_agree_fails(
     )
     with pytest.raises(PackError, match="it does NOT agree"):
         replay_row(
-            tmp_path / "pack", verified, "first", folder=tmp_path / "run", given=paths(root), progress="none"
+            tmp_path / "pack",
+            verified,
+            "first",
+            folder=tmp_path / "run",
+            local_paths=paths(root),
+            progress="none",
         )
 
 
@@ -99,7 +104,7 @@ def test_what_cannot_be_played_says_why(
         assert says in capsys.readouterr().err
     verified = verify(root / "pack")
     with pytest.raises(ConfigError, match="is not empty"):
-        replay_row(root / "pack", verified, "first", folder=root, given={}, progress="none")
+        replay_row(root / "pack", verified, "first", folder=root, local_paths={}, progress="none")
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +130,12 @@ def test_a_toy_is_played_again_in_a_clone_only(
     pack, verified = toys
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr("outrider.evaluation.pack_replay.subprocess.run", in_process)
-    assert replay_row(pack, verified, None, folder=tmp_path / "run", given={}, progress="none").endswith(
-        "it agrees"
-    )
+    assert replay_row(
+        pack, verified, None, folder=tmp_path / "run", local_paths={}, progress="none"
+    ).endswith("it agrees")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PackError, match="clone of Outrider's repository"):
-        replay_row(pack, verified, "lock/grpo-1", folder=tmp_path / "other", given={}, progress="none")
+        replay_row(pack, verified, "lock/grpo-1", folder=tmp_path / "other", local_paths={}, progress="none")
 
 
 def test_a_command_in_a_pack_is_never_executed(
@@ -145,7 +150,7 @@ def test_a_command_in_a_pack_is_never_executed(
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr("outrider.evaluation.pack_replay.subprocess.run", instead)
     with pytest.raises(PackError, match="stopped here"):
-        replay_row(*toys, "lock/grpo-0", folder=tmp_path / "run", given={}, progress="none")
+        replay_row(*toys, "lock/grpo-0", folder=tmp_path / "run", local_paths={}, progress="none")
     [command] = started
     assert command[:4] == [sys.executable, "-m", "benchmarks.learning", "toys"] and command[-2:] == [
         "--policy-tokens",

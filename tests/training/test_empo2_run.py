@@ -261,7 +261,7 @@ def updated(policy: Policy, trace: Trace, objective: OffPolicyObjective, *, max_
 
     policy.step, policy.score = keep, count  # type: ignore[method-assign]
     settings = UpdateSettings(max_tokens=max_tokens, max_logprob_gap=99.0)
-    report = update(policy, [trace], objective=objective, settings=settings, reference=None, first=True)
+    report = update(policy, [trace], objective=objective, settings=settings, reference=None)
     return found, report, len(passes)
 
 
@@ -312,9 +312,7 @@ def test_tips_on_is_trained_in_the_context_that_it_acted_in(repeats: dict[str, i
                 node.logprobs, acting = tuple(acting[:3]), acting[3:]
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-15))
     settings = UpdateSettings(max_logprob_gap=1e-5, **repeats)  # type: ignore[arg-type]
-    report = update(
-        policy, groups, objective=OffPolicyObjective(), settings=settings, reference=None, first=True
-    )
+    report = update(policy, groups, objective=OffPolicyObjective(), settings=settings, reference=None)
     assert policy.num_steps == 2 and "tips/num_off_tokens" not in report.metrics
     assert report.metrics["gap/logprob_max"] < 1e-5  # the model's norms are float32
     for name in ("ratio/min", "ratio/max"):
@@ -333,9 +331,7 @@ def test_a_step_makes_as_many_optimiser_steps_as_are_asked_for_and_drops_no_roll
         policy = Policy(lm, OptimizerSettings(learning_rate=1e-9))
         groups = [group(lm, off=False) for _ in range(3)]
         chosen = UpdateSettings(num_mini_batches=num_mini_batches, max_logprob_gap=99.0)
-        report = update(
-            policy, groups, objective=OffPolicyObjective(), settings=chosen, reference=None, first=True
-        )
+        report = update(policy, groups, objective=OffPolicyObjective(), settings=chosen, reference=None)
         assert policy.num_steps == num_mini_batches
         # Of every rollout; the groups say the same, so a mini-batch computes them once, and its gap is over
         # three times as many.

@@ -325,7 +325,7 @@ def test_an_end_gives_up_what_is_under_way() -> None:
 def test_an_algorithm_that_cannot_be_is_named() -> None:
     run = Run(first, staleness=1, num_steps=2, per_step=1)
     keep = GroupFilter(select=list, max_extra_batches=1)
-    run.parts.algorithm.choice = TaskChoice(num_groups=1, groups=keep)
+    run.parts.algorithm.choice = TaskChoice(num_groups=1, group_filter=keep)
     with pytest.raises(ConfigError, match="leaves groups out"):
         run.flight.begin(0)
     run.parts.algorithm.hooks = (BranchHook(BranchSettings(), vocabulary_size=9, group_size=8),)

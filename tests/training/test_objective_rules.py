@@ -64,7 +64,7 @@ def run(
         else None
     )
     policy = Recorder(tiny_model(dtype=torch.float64), shift)
-    report = update(policy, traces, objective=objective, settings=chosen, reference=reference, first=False)
+    report = update(policy, traces, objective=objective, settings=chosen, reference=reference)
     return policy, report.metrics
 
 
@@ -185,7 +185,7 @@ def test_on_policy_the_losses_have_one_gradient(aggregation: str) -> None:
     if aggregation == "token_mean":
         dapo = validate(GrpoSettings, {"preset": "dapo-paper", "sampler_correction": "none"})
         policy = Recorder(tiny_model(dtype=torch.float64))
-        update(policy, traces, objective=dapo, settings=ONE_BATCH, reference=None, first=False)
+        update(policy, traces, objective=dapo, settings=ONE_BATCH, reference=None)
         assert_equal_gradients(policy.gradients[0], expected[0])
 
 

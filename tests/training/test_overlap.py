@@ -156,11 +156,7 @@ def test_a_checkpoint_keeps_groups_to_the_last_bit(tmp_path: Path, seed: int) ->
     assert (tmp_path / ".." / QUEUE).read_bytes() == (tmp_path / QUEUE).read_bytes()
 
 
-@given(
-    st.lists(st.floats(width=64), max_size=6),
-    TEXTS,
-    st.dictionaries(TEXTS, TEXTS | st.integers()),
-)
+@given(st.lists(st.floats(width=64), max_size=6), TEXTS, st.dictionaries(TEXTS, TEXTS | st.integers()))
 def test_any_float_and_any_text_comes_back(
     values: list[float], text: str, metadata: dict[str, object]
 ) -> None:
@@ -227,7 +223,7 @@ def test_a_policy_that_moves_too_fast_is_told(values: dict[str, float], num: int
 def updated(traces: list[Trace], *, version: int | None, probes: list[Trace]) -> dict[str, float]:
     policy = Recorder(tiny_model(dtype=torch.float64), shift)
     return update(
-        policy, traces, objective=ObjectiveSettings(), settings=CALM, reference=None, first=False,
+        policy, traces, objective=ObjectiveSettings(), settings=CALM, reference=None,
         gate_always=True, version=version, probes=probes,
     ).metrics  # fmt: skip
 

@@ -182,16 +182,8 @@ def tools_config(protocol: str) -> ToolsConfig:
 @pytest.mark.parametrize(
     ("chat", "protocol", "told"),
     [
-        (
-            NATIVE,
-            "tags",
-            r"1 of 1 demonstrations call tools natively, .* <python>\.\.\.</python>: set",
-        ),
-        (
-            TAGGED,
-            "hermes",
-            r"1 of 1 demonstrations call tools between tags, .* environment\.protocol=tags",
-        ),
+        (NATIVE, "tags", r"1 of 1 demonstrations call tools natively, .* <python>\.\.\.</python>: set"),
+        (TAGGED, "hermes", r"1 of 1 demonstrations call tools between tags, .* environment\.protocol=tags"),
         (NATIVE, "hermes", ""),
         (NATIVE, "llama3_json", ""),
         (TAGGED, "tags", ""),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.base import assign_advantages
+from outrider.algorithms.base import write_advantages
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.losses import TokenLossInputs
 from outrider.config import validate
@@ -116,9 +116,7 @@ def test_every_trained_token_is_computed_behind_the_context_that_it_was_sampled_
 ) -> None:
     trace = grown(Random(seed))
     returns = [leaf.episode_return for leaf, _ in trace.rollouts()]
-    assign_advantages(
-        trace, group_normalized_advantages_per_rollout(returns=returns), attribution=attribution
-    )
+    write_advantages(trace, group_normalized_advantages_per_rollout(returns=returns), attribution=attribution)
     paths = rollout_paths([trace])
     expected: dict[tuple[int, int], tuple[tuple[int, ...], int, float]] = {}
     for path in paths:

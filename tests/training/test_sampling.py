@@ -20,7 +20,7 @@ from outrider.rollout.scheduler import RolloutReport
 from outrider.seeding import stream
 from outrider.training.data import SampledStep, TaskOrder, play_step, sample_step
 from outrider.types import Task
-from tests.algorithms.grouped import Played, grouped, trace_of
+from tests.algorithms.builders import Rollout, build_trace, build_traces
 
 
 def order(num_tasks: int, tasks_per_step: int, seed: int = 0) -> TaskOrder:
@@ -83,8 +83,8 @@ class FakeScheduler:
         self.calls.append([task.key for task in tasks])
         self.groups += [int(modes(number)[0]) for number in range(len(tasks))]
         traces = [
-            trace_of(
-                [Played(value=value) for value in self.returns(int(task.key[1:]), len(self.calls))],
+            build_trace(
+                [Rollout(value=value) for value in self.returns(int(task.key[1:]), len(self.calls))],
                 key=task.key,
             )
             for task in tasks
@@ -161,10 +161,10 @@ def test_a_bound_and_a_small_task_set_end_the_search() -> None:
 
 def test_the_metric_is_unshaped_and_faults_do_not_count() -> None:
     traces = [
-        trace_of([Played(value=0.5, success=False), Played(value=0.7, success=False)], key="graded"),
-        trace_of([Played(value=0.5, success=True), Played(value=0.5, success=False)], key="same return"),
-        trace_of([Played(value=1.0, success=True), Played(value=None)], key="fault"),
-        trace_of([Played(value=1.0, success=True), Played(value=1.0, success=True)], key="right"),
+        build_trace([Rollout(value=0.5, success=False), Rollout(value=0.7, success=False)], key="graded"),
+        build_trace([Rollout(value=0.5, success=True), Rollout(value=0.5, success=False)], key="same return"),
+        build_trace([Rollout(value=1.0, success=True), Rollout(value=None)], key="fault"),
+        build_trace([Rollout(value=1.0, success=True), Rollout(value=1.0, success=True)], key="right"),
     ]
     traces[3].leaves[0].intrinsic = -1.0  # a punishment of its length must not keep it
     for metric, kept in (("return", ["graded"]), ("success", ["same return"])):
@@ -173,10 +173,10 @@ def test_the_metric_is_unshaped_and_faults_do_not_count() -> None:
 
 
 def test_the_filter_of_verl_agent() -> None:
-    cases = json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    cases = json.loads((Path(__file__).parents[1] / "vectors" / "advantages.json").read_text())
     [case] = [case for case in cases if case["id"] == "dapo.filter_groups.verl_agent"]
     rewards, size = case["inputs"]["rewards"], case["inputs"]["group_size"]
-    traces = grouped(rewards, [row // size for row in range(len(rewards))])
+    traces = build_traces(rewards, [row // size for row in range(len(rewards))])
     kept = groups_worth_training(traces, DynamicSamplingSettings())
     rows = [int(trace.task.key) * size + rollout for trace in kept for rollout in range(size)]
     assert rows == case["expected"]["kept_indices"]

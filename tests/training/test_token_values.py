@@ -102,9 +102,7 @@ def test_every_tokens_log_prob_is_that_of_its_own_context(max_tokens: int, num_m
     traces = [forked(), other()]
     settings = UpdateSettings(max_tokens=max_tokens, num_mini_batches=num_mini_batches, max_logprob_gap=1e9)
     policy = Policy(model, OptimizerSettings())
-    report = update(
-        policy, traces, objective=ObjectiveSettings(), settings=settings, reference=None, first=False
-    )
+    report = update(policy, traces, objective=ObjectiveSettings(), settings=settings, reference=None)
     values = values_by_node(split_mini_batches(traces, num_mini_batches), report.tokens)
     rows = {
         (row.task_key, row.node_id): row
@@ -133,11 +131,5 @@ def test_what_a_lost_rollout_shares_has_the_values_of_one_that_was_trained() -> 
     rows = trace_rows([forked()], step=1, tokenizer=Letters())
     row = rows.nodes[shared.node_id]
     assert (row.rollout, row.advantages) == (1, (0.5, 0.5))
-    assert [one.forked_from for one in rows.rollouts] == [
-        0,
-        0,
-        0,
-        3,
-        4,
-    ]  # who wrote the turn
+    assert [one.forked_from for one in rows.rollouts] == [0, 0, 0, 3, 4]  # who wrote the turn
     assert [one.num_turns for one in rows.rollouts] == [2, 2, 2, 2, 1]

@@ -117,16 +117,7 @@ def command(root: Path, run: Path, case: str) -> list[str | Path]:
         return ["train", recipe, *overrides, "--run", run, "--progress", "plain"]
     buffer = root / f"{run.name}.sqlite"
     shutil.copy(root / "buffer.sqlite", buffer)
-    return [
-        "train",
-        recipe,
-        *overrides,
-        f"buffer.path={buffer}",
-        "--run",
-        run,
-        "--progress",
-        "plain",
-    ]
+    return ["train", recipe, *overrides, f"buffer.path={buffer}", "--run", run, "--progress", "plain"]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -116,6 +116,9 @@ def _no_signal_reason(scorable: Float64Array, spread_tolerance: float) -> NoSign
     return None if has_spread(scorable, spread_tolerance) else "no_spread"
 
 
+# Returns that are equal in exact arithmetic can differ by the rounding of their sums, about 1e-16 per
+# addition. Dividing such a difference by the std would turn it into advantages of +-1. Real differences are
+# far larger.
 _SPREAD_TOLERANCE = 1e-9
 
 

@@ -1,9 +1,8 @@
 """The base class of algorithms, the settings of an objective, and how advantages are assigned to a trace."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -304,14 +303,14 @@ def require_unassigned(nodes: Iterable[Node]) -> None:
         seen.add(id(node))
 
 
-def assign_advantages(
+def write_advantages(
     trace: Trace,
     advantages: RolloutAdvantages,
     ratio_scales: Sequence[float] | None = None,
     *,
     attribution: Attribution | None = None,
 ) -> None:
-    """Assign its advantage to every trainable token of a rollout; rollouts without a return get none.
+    """Write the advantage of each rollout to its trainable tokens; rollouts without a return get none.
 
     Args:
         attribution: advantage of a node that several rollouts share (ARPO, arXiv 2507.19849, section 3.2).
@@ -369,12 +368,18 @@ class GroupFilter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskChoice:
     """Tasks of a training step: the next ``num_groups`` in the run's order, or the given ``tasks``, which do
-    not advance the order. ``groups`` filters the sampled groups (None: train on all).
+    not advance the order. ``group_filter`` selects the sampled groups to train on (None: all).
     """
 
     num_groups: int
     tasks: Sequence[Task] | None = None
-    groups: GroupFilter | None = None
+    group_filter: GroupFilter | None = None
+    groups: InitVar[GroupFilter | None] = None  # deprecated name of group_filter
+
+    def __post_init__(self, groups: GroupFilter | None) -> None:
+        if groups is not None:
+            deprecated.warn("TaskChoice(groups=...)", "TaskChoice(group_filter=...)")
+            object.__setattr__(self, "group_filter", groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,15 +418,8 @@ class Algorithm:
     modes: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Accept ``credit``, the deprecated name of :meth:`assign_advantages`, for one more version."""
         super().__init_subclass__(**kwargs)
-        if "credit" in vars(cls) and "assign_advantages" not in vars(cls):
-            warnings.warn(
-                f"{cls.__name__}.credit is now assign_advantages; the old name goes with the next version",
-                FutureWarning,
-                stacklevel=2,
-            )
-            cls.assign_advantages = vars(cls)["credit"]  # type: ignore[method-assign]
+        deprecated.rename_methods(cls, credit="assign_advantages", advantages="assign_step_advantages")
 
     @property
     def label(self) -> str:
@@ -441,10 +439,14 @@ class Algorithm:
         return Augmentation()
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """Write ``credit`` and ``ratio_scale`` on the trainable nodes of every rollout with a return."""
-        raise NotImplementedError(f"{type(self).__name__} has neither assign_advantages nor advantages")
+        """Compute the advantages of one group and write them to its trainable nodes, for example with
+        :func:`write_advantages`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has neither assign_advantages nor assign_step_advantages"
+        )
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Call :meth:`assign_advantages` for each group of a step and return one result per trace.
 
         Override this method to compute statistics that span several groups.
@@ -491,6 +493,8 @@ class Algorithm:
     def discard_step(self) -> None:
         """Forget what the hooks have counted in the rollouts of a step that will be generated again."""
 
+
+deprecated.rename_methods(Algorithm, credit="assign_advantages", advantages="assign_step_advantages")
 
 Demonstrations = Mapping[str, Sequence[Step] | None]
 

@@ -26,8 +26,8 @@ from outrider.algorithms.base import (
     GroupAdvantages,
     ObjectiveSettings,
     OffPolicyObjective,
-    assign_advantages,
     outcome_advantages,
+    write_advantages,
 )
 from outrider.algorithms.entropy_branching import (
     BranchHook,
@@ -343,7 +343,7 @@ class Exploration(Algorithm):
         vocabulary_size: int = 2,
         every_action: bool = False,
         embedder: Embedder | None = None,
-        num_tokens: Callable[[str], int] = len,
+        count_tokens: Callable[[str], int] = len,
         groups_per_step: int = 1,
         seed: int = 0,
     ) -> None:
@@ -359,7 +359,7 @@ class Exploration(Algorithm):
         if parts.tips is not None:
             if embedder is None:
                 raise ValueError("tips need an embedder")
-            self.tips = TipHook(parts.tips.memory, embedder=embedder, num_tokens=num_tokens, seed=seed)
+            self.tips = TipHook(parts.tips.memory, embedder=embedder, count_tokens=count_tokens, seed=seed)
             self.novelty: NoveltyStore | RandomDistillation = (
                 NoveltyStore(threshold=parts.tips.novelty_threshold)
                 if parts.tips.novelty == "count"
@@ -400,7 +400,7 @@ class Exploration(Algorithm):
             vocabulary_size=context.vocabulary_size,
             every_action=context.is_stateful,
             embedder=None if tips is None else context.load_embedder(tips.memory.embedder),
-            num_tokens=context.count_tokens,
+            count_tokens=context.count_tokens,
             groups_per_step=context.groups_per_step,
             seed=context.seed,
         )
@@ -440,7 +440,7 @@ class Exploration(Algorithm):
             advantages, scales, retrieval_measurements = retrieval_advantages(trace, advantages, parts.reward)
             measurements |= retrieval_measurements
         attribution = parts.branch.attribution if parts.branch is not None else None
-        assign_advantages(trace, advantages, scales, attribution=attribution)
+        write_advantages(trace, advantages, scales, attribution=attribution)
         if parts.entropy_advantage:
             scale_by_entropy(trace, weight=parts.entropy_advantage)
         return GroupAdvantages(advantages=advantages, measurements=measurements)

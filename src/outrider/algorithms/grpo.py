@@ -35,10 +35,10 @@ from outrider.algorithms.base import (
     GroupFilter,
     ObjectiveSettings,
     TaskChoice,
-    assign_advantages,
     group_advantages,
     require_unassigned,
     total_returns,
+    write_advantages,
 )
 from outrider.algorithms.loss_settings import LossSettings, ReinforceLoss, SamplerCorrection
 from outrider.algorithms.presets import (
@@ -191,7 +191,7 @@ class OnPolicyBatch(OnPolicyGroup):
         return cls(settings, max_response_tokens=context.max_response_tokens)
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        return self.advantages([trace])[0]
+        return self.assign_step_advantages([trace])[0]
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
         """Choose the next tasks; with dynamic sampling, additional tasks replace dropped groups."""
@@ -200,7 +200,8 @@ class OnPolicyBatch(OnPolicyGroup):
             return TaskChoice(num_groups=num_groups)
         select = partial(groups_worth_training, rule=rule)
         return TaskChoice(
-            num_groups=num_groups, groups=GroupFilter(select=select, max_extra_batches=rule.max_extra_batches)
+            num_groups=num_groups,
+            group_filter=GroupFilter(select=select, max_extra_batches=rule.max_extra_batches),
         )
 
     def _shape_returns(self, traces: Sequence[Trace], *, sum_kl: bool = True) -> list[dict[str, list[float]]]:
@@ -266,7 +267,7 @@ class Grpo(OnPolicyBatch):
     Settings = GrpoSettings
     settings: GrpoSettings
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Assign the advantages of the shaped returns to every policy token."""
         chosen = self.settings
         measured = self._shape_returns(traces)
@@ -287,7 +288,7 @@ class Grpo(OnPolicyBatch):
             parts = np.split(values, bounds)
             results = [replace(group, values=part) for group, part in zip(results, parts, strict=True)]
         for trace, advantages in zip(traces, results, strict=True):
-            assign_advantages(trace, advantages)
+            write_advantages(trace, advantages)
         return [
             GroupAdvantages(advantages=result, measurements=values)
             for result, values in zip(results, measured, strict=True)
@@ -334,7 +335,7 @@ class ReinforcePlusPlus(OnPolicyBatch):
     Settings = ReinforcePlusPlusSettings
     settings: ReinforcePlusPlusSettings
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Assign whitened advantages to every policy token; ``advantages`` is their mean over each rollout.
 
         Raises ValueError for a node that several rollouts share, because their advantages may differ.

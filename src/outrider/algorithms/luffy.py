@@ -18,7 +18,7 @@ from outrider.algorithms.base import (
     GroupAdvantages,
     ObjectiveSettings,
     StepPlay,
-    assign_advantages,
+    write_advantages,
 )
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
@@ -159,7 +159,7 @@ class Luffy(OnPolicyGroup):
             statistics=self.settings.statistics,
             normalize_std=self.settings.advantage == "group_normalized",
         )
-        assign_advantages(trace, advantages)
+        write_advantages(trace, advantages)
         for node in trace.nodes:
             if node.origin is Origin.DEMONSTRATION and node.message is not None and not node.message.content:
                 node.credit = None  # an empty turn after the end of the script is not a demonstration

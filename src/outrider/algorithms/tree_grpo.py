@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from outrider.algorithms.advantages import TreeCombination, tree_advantages_per_leaf
-from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, assign_advantages
+from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, write_advantages
 from outrider.algorithms.entropy_branching import require_countable
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.presets import with_preset
@@ -113,7 +113,7 @@ class TreeGrpo(OnPolicyGroup):
             trees=trees,
             combination=self.settings.combination,
         )
-        assign_advantages(trace, advantages, attribution="soft")
+        write_advantages(trace, advantages, attribution="soft")
         scored = list(trace.scored_rollouts())
         retained = [rollout for rollout in scored if rollout[0].rollout not in trace.pruned]
         return GroupAdvantages(

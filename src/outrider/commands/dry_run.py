@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from outrider.config import require_paths
 from outrider.engines.base import find_model
 from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, open_episode
-from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
+from outrider.errors import ConfigError, DataError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders
 from outrider.seeding import reset_seed
 from outrider.types import Message, Task, ToolSchema
@@ -157,7 +157,12 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
     )
     if train:
         yield f"tasks: {_format_count(train)} to train on"
-    yield f"tasks: {_format_count(test)} to evaluate on (split {split})"
+    if test:
+        yield f"tasks: {_format_count(test)} to evaluate on (split {split})"
+    elif train:
+        yield f"WARNING: the split {split!r} has no tasks: the run evaluates nothing; set evaluation.split"
+    else:
+        raise DataError(f"the split {split!r} has no tasks to evaluate on: set evaluation.split")
     yield from task_notes(task_set, settings, train, test)[1]
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None:
         from outrider.training.experts import read_demonstrations

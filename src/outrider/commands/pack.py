@@ -63,6 +63,9 @@ def _verify(parsed: argparse.Namespace) -> int:
     from outrider.evaluation.pack_replay import replay_row
 
     with TemporaryDirectory() as folder:
-        options = {"folder": parsed.run or Path(folder), "given": local_paths, "progress": parsed.progress}
-        print_lines(*replay_row(parsed.pack, verified, parsed.replay, **options).split("\n"))
+        result = replay_row(
+            parsed.pack, verified, parsed.replay, folder=parsed.run or Path(folder), local_paths=local_paths,
+            progress=parsed.progress,
+        )  # fmt: skip
+        print_lines(*result.split("\n"))
     return 0

@@ -170,7 +170,6 @@ class Rank:
             settings=self._settings.update,
             token_loss=token_loss,
             reference=self.reference,
-            first=self.policy.num_steps == 0,
             gate_always=True,  # the engine has its own weights
             version=version,
             probes=probes,

@@ -177,11 +177,7 @@ _BUDGET: Final = (
 _ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
 # settings added in later versions, with the value that matches the behaviour of earlier versions
 _ADDED: Final = frozenset(
-    (
-        ("train.stages", "[]"),
-        ("environment.response_format", "refuse"),
-        ("environment.ignored_fields", "[]"),
-    )
+    (("train.stages", "[]"), ("environment.response_format", "refuse"), ("environment.ignored_fields", "[]"))
 )
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
@@ -287,53 +283,6 @@ def algorithm_name(config: Mapping[str, str]) -> str:
     if name == "rapo" and config.get("algorithm.num_hybrid") == "0":
         return "grpo"  # the same, bit for bit
     return config.get("algorithm.preset", name)
-
-
-# Method names for tables with one column per method, and the comparison of two runs' methods.
-
-
-UNTRAINED: Final = "no training"
-_WITHOUT_TIPS: Final = ("algorithm.memory_probability", "algorithm.intrinsic_coefficient")
-
-
-def method_name(run: ComparedRun) -> str:
-    """The algorithm of a training. For an evaluation, the algorithm of the training that produced its
-    weights, and its memory for adaptation, or the engine if the engine is a method of its own.
-    """
-    config = run.config
-    if is_trained(config):
-        return _training_method(config)
-    checkpoint = run.settings.get("model.initial_checkpoint", "none")
-    parts: list[str] = []
-    if checkpoint != "none":  # the method of the checkpoint's run, or the run's name if its folder is gone
-        folder = Path(checkpoint).parent.parent
-        trained = read_run(folder).config
-        parts.append(_training_method(trained) if "algorithm.type" in trained else folder.name)
-    if config.get("engine.type") == "retrospex":
-        parts.append("retrospex")
-    if config.get("evaluation.num_trials", "0") != "0":
-        parts.append(config.get("evaluation.memory", "tips"))
-    names = [part for part in parts if part != UNTRAINED]
-    return ", ".join(names) or UNTRAINED
-
-
-def same_method(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """Keys of the settings that determine the trained policy and differ between two runs, comparing absolute
-    paths. Seeds and the folder of the starting weights are ignored.
-    """
-    ours, theirs = (
-        {key: value for key, value in comparable(config).items() if key not in STARTS}
-        for config in (first, second)
-    )
-    return sorted(key for key in ours.keys() | theirs if ours.get(key) != theirs.get(key))
-
-
-def _training_method(config: Mapping[str, str]) -> str:
-    if config.get("train.num_steps") == "0":
-        return "imitation"
-    if all(config.get(key) in ("0", "0.0") for key in _WITHOUT_TIPS):
-        return "grpo"  # the same, bit for bit
-    return algorithm_name(config)
 
 
 # Curves of groups of runs over common costs: binned training reward, and held-out scores that are linearly

@@ -198,7 +198,7 @@ def replay_row(
     row: str | None,
     *,
     folder: Path,
-    given: Mapping[str, Path],
+    local_paths: Mapping[str, Path],
     progress: ProgressKind,
 ) -> str:
     """Reproduce ``row`` (None: the cheapest that is possible here) and return the result as a sentence.
@@ -208,7 +208,7 @@ def replay_row(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty")
     rows = [row] if row is not None else cheapest_first(pack, verified)
-    replay = Replay(pack=pack, verified=verified, folder=folder, local_paths=given, progress=progress)
+    replay = Replay(pack=pack, verified=verified, folder=folder, local_paths=local_paths, progress=progress)
     unplayable = []
     for name in rows:
         try:

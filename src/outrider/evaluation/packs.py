@@ -663,11 +663,11 @@ def make_tables(pack: Path, manifest: Manifest) -> dict[str, Any]:
     trained = [name for name, run in sorted(manifest.runs.items()) if run.kind == "training"]
     for name in trained:
         read_recipe(pack, name)
-    played = [name for name, run in sorted(manifest.runs.items()) if run.kind == "panel"]
+    evaluated = [name for name, run in sorted(manifest.runs.items()) if run.kind == "panel"]
     try:
         tables = {
             "evaluations": [row for name in trained for row in _evaluation_rows(pack, name)],
-            "panels": [row for name in played for row in eval_tasks_rows(pack / "runs" / name, name)],
+            "panels": [row for name in evaluated for row in eval_tasks_rows(pack / "runs" / name, name)],
             "costs": [_costs(pack, name) for name in trained],
             "exact": exact_groups(read_exact(pack / EXACT)) if EXACT in manifest.files else [],
         }

@@ -167,7 +167,7 @@ def _settings(folder: Path, results: Sequence[SampleResult], overrides: Sequence
     if not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} cannot be graded again: its {SETTINGS} is missing")
     settings = load_settings(EvalTasksSettings, file=folder / SETTINGS, overrides=overrides)
-    if settings.is_played:
+    if settings.runs_episodes:
         raise ConfigError(
             f"{settings.tasks} was scored by its environment while it was played: no reply is to be graded"
         )

@@ -476,7 +476,7 @@ class EvalTasksSettings(Settings):
         return self.batch_size if room is None else min(self.batch_size, room)
 
     @property
-    def is_played(self) -> bool:
+    def runs_episodes(self) -> bool:
         """Whether an environment's own record is the score, and not the graded answer to a question."""
         return is_environment(self.tasks) and self.tools != "off"
 
@@ -533,7 +533,7 @@ class EvalTasksSettings(Settings):
                 "model.history_thinking = strip needs turns that are messages of their own: "
                 "these episodes are one message (environment.protocol)"
             )
-        if self.is_played and (self.judge is not None or self.metric is not None):
+        if self.runs_episodes and (self.judge is not None or self.metric is not None):
             raise ValueError(f"{self.tasks} scores itself: metric and judge are for questions")
         if self.metric == "judge" and self.judge is None:
             raise ValueError("metric = judge needs a judge")
@@ -664,7 +664,7 @@ def choose_scorer(benchmark: Benchmark, settings: EvalTasksSettings) -> Scorer |
     """None where the environment's own record is the score. Raises ConfigError for a metric that these tasks
     cannot have.
     """
-    if settings.is_played:
+    if settings.runs_episodes:
         return None
     scorer = settings.metric or ("judge" if settings.judge is not None else benchmark.scorer)
     if scorer == "judge" and settings.judge is None:

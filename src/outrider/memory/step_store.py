@@ -398,9 +398,9 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
             if problem != "ok":
                 raise BufferCorrupt(f"{path}: damaged: {' '.join(str(problem).split())}")
             for key, readable in (("format_version", FORMAT_VERSION), ("history_format", HISTORY_FORMAT)):
-                if (found := meta(database, key)) != readable:
+                if (version := meta(database, key)) != readable:
                     raise DataError(
-                        f"{path}: {key} is {found}, this version of Outrider reads {readable}: build or "
+                        f"{path}: {key} is {version}, this version of Outrider reads {readable}: build or "
                         "import the buffer again"
                     )
             built = (meta(database, "embedder"), meta(database, "dim"))

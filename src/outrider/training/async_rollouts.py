@@ -412,7 +412,7 @@ class AsyncRolloutQueue:
 
     def _plan(self, step: int) -> PendingStep:
         order, cursor, choice = plan_step(self._parts, step=step, cursor=self._cursor)
-        if choice.groups is not None:
+        if choice.group_filter is not None:
             raise ConfigError("cluster.in_flight goes without an algorithm that leaves groups out of a step")
         if choice.tasks is not None:
             tasks = list(choice.tasks)

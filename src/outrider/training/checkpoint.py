@@ -168,8 +168,7 @@ def save_checkpoint(
                 sync(path)
             checksums = {path.relative_to(temporary).as_posix(): file_checksum(path) for path in written}
             write_checksummed(
-                temporary / STATE,
-                {**state, "num_optimizer_steps": weights.num_steps, "checksums": checksums},
+                temporary / STATE, {**state, "num_optimizer_steps": weights.num_steps, "checksums": checksums}
             )
             sync(temporary)
             # Only now, when the new one is whole, is the earlier checkpoint of this step removed. A file of

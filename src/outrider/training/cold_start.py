@@ -171,7 +171,7 @@ def replay_with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertS
     hook = TipHook(
         memory,
         embedder=load_embedder(memory.embedder),
-        num_tokens=parts.renderer.count_tokens,
+        count_tokens=parts.renderer.count_tokens,
         seed=parts.settings.seed,
     )
     tasks = [trace.task for trace in traces]

@@ -160,7 +160,7 @@ def sample_step(
     reasons: list[str] = []
     lags: list[float | None] = []
     num_batches = 0
-    filtered, num_groups = choice.groups, choice.num_groups
+    filtered, num_groups = choice.group_filter, choice.num_groups
     while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
         tasks, cursor = order.draw(
             # Only what is missing, and no task twice: groups of one key would share their random streams.

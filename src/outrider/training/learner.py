@@ -143,7 +143,6 @@ class LocalLearner:
             settings=self.settings.update,
             token_loss=algorithm.token_loss,
             reference=self.reference,
-            first=self.policy.num_steps == 0,
             # an engine elsewhere has weights of its own
             gate_always=not self.settings.engine.is_exact or self.settings.cluster.is_remote,
             version=version,

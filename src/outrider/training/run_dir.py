@@ -437,10 +437,7 @@ class RunDirectory:
         if num_training_tasks:
             line["num_training_tasks"] = num_training_tasks
         if trial is not None:
-            line["trial"] = {
-                "task_scores": dict(trial.task_scores),
-                "task_returns": dict(trial.task_returns),
-            }
+            line["trial"] = {"task_scores": dict(trial.task_scores), "task_returns": dict(trial.task_returns)}
         append(self.evaluations, (json.dumps(line) + "\n").encode())
 
 

@@ -273,7 +273,7 @@ def build(
             buffer,
             vocabulary_size=int(language_model.model.config.get_text_config().vocab_size),
             stateful=task_set.stateful,
-            num_tokens=renderer.count_tokens,
+            count_tokens=renderer.count_tokens,
             train_tasks=train_tasks,
         )
         parts = Components(
@@ -445,7 +445,7 @@ def make_algorithm(
     *,
     vocabulary_size: int,
     stateful: bool,
-    num_tokens: Callable[[str], int],
+    count_tokens: Callable[[str], int],
     train_tasks: Sequence[Task] = (),
 ) -> Algorithm:
     """The algorithm that ``algorithm.type`` names. Raises DataError for demonstrations that cannot be
@@ -458,7 +458,7 @@ def make_algorithm(
         max_response_tokens=settings.rollout.max_response_tokens,
         vocabulary_size=vocabulary_size,
         is_stateful=stateful,
-        count_tokens=num_tokens,
+        count_tokens=count_tokens,
         train_tasks=train_tasks,
         buffer=buffer,
         load_embedder=load_embedder,

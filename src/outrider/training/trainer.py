@@ -494,4 +494,4 @@ def assign_step_advantages(parts: Components, traces: Sequence[Trace]) -> list[G
     if parts.settings.algorithm.rewards_kl and parts.learner.has_reference:
         # Before the update, so that the KL is that of the policy that sampled the tokens.
         parts.learner.score(traces)
-    return parts.algorithm.advantages(traces)
+    return parts.algorithm.assign_step_advantages(traces)

@@ -1,4 +1,4 @@
-"""What a run records of an MCP server, and that another one is refused with a line that says what differs."""
+"""The record of an MCP server in a run, and that a run with another server is refused with the difference."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from outrider.cli import main  # noqa: E402
 from outrider.errors import CheckpointError, PackError  # noqa: E402
 from outrider.evaluation.packs import read_recipe  # noqa: E402
 from outrider.tools.base import SingleFlightCache  # noqa: E402
-from outrider.tools.mcp import tool as asking  # noqa: E402
+from outrider.tools.mcp import tool as mcp_tool  # noqa: E402
 from outrider.tools.mcp.session import Listing, origins  # noqa: E402
 from outrider.tools.mcp.tool import McpConfig  # noqa: E402
 from outrider.training.run_dir import RunDirectory  # noqa: E402
@@ -25,9 +25,9 @@ VARIABLES = {"NUMBERS_VERSION": "1.0", "NUMBERS_MORE": "", "NUMBERS_OTHER": ""}
 
 
 @pytest.fixture(autouse=True)
-def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another process would."""
-    monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
+def clear_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(mcp_tool, "_listings", SingleFlightCache(64))
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
 
@@ -36,45 +36,44 @@ def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("mcp")
     recipe = write_tool_run(root)
-    (root / "own_numbers.py").write_text((HERE / "server.py").read_text())
+    (root / "own_numbers.py").write_text((HERE / "fake_server.py").read_text())
     env = ", ".join(f'{name} = "${{{name}}}"' for name in VARIABLES)
     tool = f'{{type = "mcp", name = "numbers", script = "own_numbers.py", prefix = "n_", env = {{{env}}}}}'
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
-        patch.setattr(asking, "_listings", SingleFlightCache(64))
+        patch.setattr(mcp_tool, "_listings", SingleFlightCache(64))
         return begin(recipe, root / "run", f'environment.tools=["search", {tool}]')
 
 
 def test_the_record_has_the_server_its_script_and_its_tools(run: Path) -> None:
-    found = json.loads((run / "plugins.json").read_text())
-    server = found["environment.tools.numbers"]
+    record = json.loads((run / "plugins.json").read_text())
+    server = record["environment.tools.numbers"]
     assert (server["package"], server["version"]) == ("MCP server numbers", "1.0")
-    assert found["environment.tools.numbers.tools"]["digest"].startswith("n_add, n_shout, ")
-    assert found["environment.tools.numbers.script"]["folder"] == str(run.parent)
+    assert record["environment.tools.numbers.tools"]["digest"].startswith("n_add, n_shout, ")
+    assert record["environment.tools.numbers.script"]["folder"] == str(run.parent)
     inputs = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())["inputs"]
     assert inputs["plug-in environment.tools.numbers"] == "numbers 1.0"
     assert len(inputs["plug-in environment.tools.numbers.n_add"]) == 64
 
 
-@pytest.mark.parametrize("place", ["own.py", "./own.py", "servers/own.py", "{folder}/own.py"])
-def test_a_script_is_looked_for_where_it_was(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("script", ["own.py", "./own.py", "servers/own.py", "{folder}/own.py"])
+def test_the_record_has_the_folder_of_the_script(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one whose whole path the recipe names."""
     (tmp_path / "servers").mkdir()
-    for one in ("own.py", "servers/own.py"):
-        (tmp_path / one).touch()
+    for path in ("own.py", "servers/own.py"):
+        (tmp_path / path).touch()
     monkeypatch.chdir(tmp_path)
-    settings = McpConfig(name="own", script=place.format(folder=tmp_path))
-    found = origins(settings, Listing(server="own", version="1", tools={}))["own.script"]
-    assert found.folder == str(tmp_path)
+    settings = McpConfig(name="own", script=script.format(folder=tmp_path))
+    origin = origins(settings, Listing(server="own", version="1", tools={}))["own.script"]
+    assert origin.folder == str(tmp_path)
 
 
 @pytest.mark.long
-def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_with_the_same_server_only(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = interrupted(run)
-    for name, value, said in (
+    for name, value, message in (
         ("NUMBERS_VERSION", "1.1", r"environment\.tools\.numbers \(was: numbers 1\.0; is: numbers 1\.1\)"),
         ("NUMBERS_MORE", "yes", r"environment\.tools\.numbers\.tools \(was: n_add, .*; is: .*n_double"),
         (
@@ -83,11 +82,11 @@ def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: 
             r"not what this run began with: plug-in environment\.tools\.numbers\.n_add;",
         ),
     ):
-        monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
-        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=said):
+        monkeypatch.setattr(mcp_tool, "_listings", SingleFlightCache(64))
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=message):
             patch.setenv(name, value)
             resume(half)
-    monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
+    monkeypatch.setattr(mcp_tool, "_listings", SingleFlightCache(64))
     with monkeypatch.context() as patch:
         patch.setenv("NUMBERS_VERSION", "1.1")
         directory = RunDirectory.open(half, allow_changed_plugins=True)
@@ -114,7 +113,7 @@ def test_the_shipped_recipe_runs_in_its_smoke_size(
     assert record["environment.tools.shop.tools"]["digest"] == "find, price, stock, weight"
 
 
-def test_the_shipped_questions_are_those_that_the_server_answers(tmp_path: Path) -> None:
+def test_the_shipped_questions_are_those_of_the_server(tmp_path: Path) -> None:
     import runpy
 
     shop = runpy.run_path(str(ROOT / "recipes" / "mcp_shop.py"))

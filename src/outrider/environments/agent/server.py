@@ -359,7 +359,7 @@ class Gateway:
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/reward", self._reward, methods=["POST"]),
             ],
-            exception_handlers={HTTPException: self._not_found},
+            exception_handlers={HTTPException: self._unknown_path},
         )
 
     async def _chat(self, request: Request) -> Response:
@@ -393,8 +393,8 @@ class Gateway:
             return _error(refused)
         return JSONResponse(_model_entry(request.path_params["name"]))
 
-    async def _not_found(self, request: Request, error: Exception) -> Response:
-        """A path that is none, or another method than its own."""
+    async def _unknown_path(self, request: Request, error: Exception) -> Response:
+        """Respond to an unknown path, or to a method that the path does not support."""
         status = error.status_code if isinstance(error, HTTPException) else 404
         code, problem = ("method_not_allowed", "is not what this path takes") if status == 405 else (
             "not_found", "is not here"

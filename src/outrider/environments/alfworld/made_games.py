@@ -575,13 +575,13 @@ def _routes(scene: Scene) -> Iterator[_Route]:
         yield from (_light_route(scene, thing, lamp) for thing in things for lamp in lamps)
     elif goal.task_type == "pick_two_obj_and_place":
         for pair in permutations(things, 2):
-            yield from (_place_route(scene, pair, target) for target in targets)
+            yield from (_move_route(scene, pair, target) for target in targets)
     else:
         verb, kind = TOOLS.get(goal.task_type, ("", ""))
         tools = [name for name, candidate in scene.receptacles.items() if candidate == kind] or [""]
         for thing in things:
             for target in targets:
-                yield from (_place_route(scene, (thing,), target, verb, tool) for tool in tools)
+                yield from (_move_route(scene, (thing,), target, verb, tool) for tool in tools)
 
 
 def _light_route(scene: Scene, thing: str, lamp: str) -> _Route:
@@ -592,9 +592,7 @@ def _light_route(scene: Scene, thing: str, lamp: str) -> _Route:
     return route
 
 
-def _place_route(
-    scene: Scene, things: tuple[str, ...], target: str, verb: str = "", tool: str = ""
-) -> _Route:
+def _move_route(scene: Scene, things: tuple[str, ...], target: str, verb: str = "", tool: str = "") -> _Route:
     route = _Route(scene)
     for thing in things:
         route.pick_up(thing)

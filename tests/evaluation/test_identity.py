@@ -1,6 +1,4 @@
-"""What an evaluation is: the names of panels, what is frozen in them, and what must not continue another
-one.
-"""
+"""Identity of an evaluation: names and hashes of task sets, and settings that make it another evaluation."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.evaluation.tasks import EvalTasksSettings, load_benchmark, open_eval_tasks
 from tests.chat_server import Answer, chat_server, completion
-from tests.evaluation.panel_files import IMPATIENT, MODELS, evaluate, results, summary, write_rows
+from tests.evaluation.eval_tasks import evaluate, play, results, summary, with_models, write_rows
 from tests.tiny import save_tiny_model
 
 AGENT: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1"}
@@ -32,7 +30,7 @@ def settings(**more: Any) -> EvalTasksSettings:
         ("GAIA", "gaia"), ("BrowseComp", "browsecomp"),
     ],
 )  # fmt: skip
-def test_a_task_set_goes_by_the_name_that_papers_give_it(written: str, name: str, tmp_path: Path) -> None:
+def test_task_sets_have_the_names_of_papers(written: str, name: str, tmp_path: Path) -> None:
     rows = [{"question": "q", "answer": "#### 5" if name == "gsm8k" else "5"}]
     if name in ("math500", "aime24", "aime25"):
         rows = [{"problem": "q", "answer": "5"}]
@@ -42,13 +40,13 @@ def test_a_task_set_goes_by_the_name_that_papers_give_it(written: str, name: str
 
 
 @pytest.mark.parametrize("written", ["Factbook", "ScienceWorld", "WebShop", "TextWorld", "ALFWorld"])
-def test_an_environment_goes_by_its_own_name(written: str) -> None:
+def test_names_of_environments_ignore_case(written: str) -> None:
     found = settings(tasks=written)
-    assert found.is_played and found.tasks == written.lower()
+    assert found.runs_episodes and found.tasks == written.lower()
     assert found.environment is not None and found.environment.type == found.tasks
 
 
-def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
         match=(
@@ -60,7 +58,7 @@ def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
         open_eval_tasks(settings(tasks="factbok"))
 
 
-def test_musique_counts_the_aliases_of_its_own_files(tmp_path: Path) -> None:
+def test_musique_accepts_aliases(tmp_path: Path) -> None:
     row = {
         "id": "2hop",
         "question": "q",
@@ -73,7 +71,7 @@ def test_musique_counts_the_aliases_of_its_own_files(tmp_path: Path) -> None:
     assert [task.answers for task in panel.tasks] == [("Rome", "Roma"), ("Rome",)]
 
 
-def test_a_panel_can_be_pinned_by_its_hash(tmp_path: Path) -> None:
+def test_tasks_can_be_pinned_by_their_hash(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "q.jsonl", [{"question": f"q{n}?", "answer": "a"} for n in range(3)])
     found = open_eval_tasks(settings(tasks=str(file))).eval_tasks.panel_hash
     assert open_eval_tasks(settings(tasks=str(file), panel=found)).eval_tasks.panel_hash == found
@@ -87,7 +85,7 @@ def webshop_files(folder: Path, price: str) -> Mapping[str, str]:
     return {"products": str(folder / "products.json"), "attributes": str(folder / "products.json")}
 
 
-def test_files_of_an_environment_count_by_what_is_in_them(tmp_path: Path) -> None:
+def test_files_of_an_environment_are_identified_by_content(tmp_path: Path) -> None:
     from outrider.environments.webshop.environment import WebShopConfig
     from outrider.evaluation.tasks import environment_identity
 
@@ -121,26 +119,11 @@ def test_an_evaluation_without_one_scored_sample_has_failed(
 ) -> None:
     questions = write_rows(tmp_path / "q.jsonl", [{"question": f"q{n}?", "answer": "a"} for n in range(3)])
 
-    def script(asked: Any) -> Answer:
-        return MODELS if asked.path.endswith("/models") else Answer({}, status=500)
-
-    with chat_server(script) as server:
-        assert (
-            evaluate(
-                tmp_path / "run",
-                "--tasks",
-                str(questions),
-                "--endpoint",
-                server.url,
-                "--endpoint-model",
-                "agent",
-                *IMPATIENT,
-            )
-            == 1
-        )
-    told = capsys.readouterr()
-    assert "0 of 3 samples scored" in told.out and "FAULTS" in told.out
-    assert "no sample could be scored" in told.err
+    with chat_server(with_models(lambda asked: Answer({}, status=500))) as server:
+        assert play(server, str(questions), tmp_path / "run") == 1
+    printed = capsys.readouterr()
+    assert "0 of 3 samples scored" in printed.out and "FAULTS" in printed.out
+    assert "no sample could be scored" in printed.err
     assert summary(tmp_path / "run")["num_scored"] == 0 and len(results(tmp_path / "run")) == 3
 
 
@@ -152,48 +135,22 @@ def test_answers_that_a_server_does_not_count_are_not_counted_as_nothing(
     )
 
     def script(asked: Any) -> Answer:
-        if asked.path.endswith("/models"):
-            return MODELS
         counted = json.dumps(asked.body).count("q0?")
         return completion("\\boxed{a}", num_tokens=7 if counted else 0)
 
-    with chat_server(script) as server:
-        assert (
-            evaluate(
-                tmp_path / "run",
-                "--tasks",
-                str(questions),
-                "--endpoint",
-                server.url,
-                "--endpoint-model",
-                "agent",
-                *IMPATIENT,
-            )
-            == 0
-        )
-    told = capsys.readouterr().out
+    with chat_server(with_models(script)) as server:
+        assert play(server, str(questions), tmp_path / "run") == 0
+    printed = capsys.readouterr().out
     assert summary(tmp_path / "run")["num_tokens"] == 7.0
     assert summary(tmp_path / "run")["num_uncounted"] == 2
-    assert "an answer: 7.0 tokens (2 answers came without a count)" in told
-    assert "[red]q, 3 tasks" in told  # a name is no markup
+    assert "an answer: 7.0 tokens (2 answers came without a count)" in printed
+    assert "[red]q, 3 tasks" in printed  # a name is no markup
 
 
-def told_of_an_environment(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    def script(asked: Any) -> Answer:
-        return MODELS if asked.path.endswith("/models") else completion("<answer>\\boxed{nothing}</answer>")
-
-    with chat_server(script) as server:
-        more = (
-            "--endpoint",
-            server.url,
-            "--endpoint-model",
-            "agent",
-            "--limit",
-            "3",
-            "rollout.max_turns=2",
-            *IMPATIENT,
-        )
-        assert evaluate(run, "--tasks", name, *more) == 0
+def output_of_environment(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    reply = with_models(lambda asked: completion("<answer>\\boxed{nothing}</answer>"))
+    with chat_server(reply) as server:
+        assert play(server, name, run, "--limit", "3", "rollout.max_turns=2") == 0
     return capsys.readouterr().out
 
 
@@ -202,21 +159,21 @@ def test_equal_results_have_no_interval_of_width_zero(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three wrong answers do not say that the next one is wrong too."""
-    told = told_of_an_environment(tmp_path / "run", "factbook", capsys)
+    printed = output_of_environment(tmp_path / "run", "factbook", capsys)
     found = summary(tmp_path / "run")["scores"]
     for name in ("success", "em", "f1", "answer_contained", "format_ok"):
         assert found[name]["ci_low"] < found[name]["ci_high"], name
-    rows = {name: line for line in told.splitlines() for name in ("em", "return") if f" {name} " in line}
+    rows = {name: line for line in printed.splitlines() for name in ("em", "return") if f" {name} " in line}
     assert (
         "(no share)" in rows["return"]
         and "(all equal)" in rows["return"]
         and "0.0 % [0.0, 56.1]" in rows["em"]
     )  # Wilson's of none of three
-    assert "answers used a tool" in told
+    assert "answers used a tool" in printed
 
 
 def test_an_environment_without_tools_has_no_tool_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = told_of_an_environment(tmp_path / "run", "webshop", capsys)
-    assert "tokens" in told and "used a tool" not in told and "productivity" not in told
+    printed = output_of_environment(tmp_path / "run", "webshop", capsys)
+    assert "tokens" in printed and "used a tool" not in printed and "productivity" not in printed

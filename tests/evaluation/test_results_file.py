@@ -1,6 +1,4 @@
-"""Results on disk: what is finished stays, what failed runs again, and no kill at any byte loses more than
-its own line.
-"""
+"""The results file: finished samples stay, faulted ones are pending, and a kill loses at most one line."""
 
 import errno
 import os
@@ -35,30 +33,30 @@ def opened(path: Path, **identity: object) -> EvalTasksStore:
     return EvalTasksStore.open(path, identity={**IDENTITY, **identity})  # type: ignore[dict-item]
 
 
-def owed(store: EvalTasksStore, num_samples: int = 2) -> list[tuple[str, int]]:
+def pending(store: EvalTasksStore, num_samples: int = 2) -> list[tuple[str, int]]:
     return [(task.key, sample) for task, sample in store.pending(TASKS, num_samples=num_samples)]
 
 
-def test_only_what_is_missing_or_failed_is_owed_after_a_restart(tmp_path: Path) -> None:
+def test_missing_and_faulted_samples_are_pending_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.jsonl"
     store = opened(path)
-    assert owed(store) == [(task.key, sample) for task in TASKS for sample in range(2)]
+    assert pending(store) == [(task.key, sample) for task in TASKS for sample in range(2)]
     for result in (good("t-0", 0), bad("t-0", 1), good("t-1", 1, 0.0)):
         store.add(result)
     expected = [("t-1", 0), ("t-0", 1), ("t-\u2028\u00e9", 0), ("t-\u2028\u00e9", 1)]
-    assert owed(store) == expected
+    assert pending(store) == expected
     kept = store.results
     store.close()
     store.close()
     again = opened(path)
     assert again.results == kept == [good("t-0", 0), bad("t-0", 1), good("t-1", 1, 0.0)]
-    assert owed(again) == expected
+    assert pending(again) == expected
     again.add(good("t-0", 1))
-    assert ("t-0", 1) not in owed(again) and summarise(again.results).faults == {}
+    assert ("t-0", 1) not in pending(again) and summarise(again.results).faults == {}
     again.close()
     last = opened(path)
     assert last.results[1] == good("t-0", 1)  # the later result took the fault's place
-    assert owed(last, num_samples=3)[:2] == [("t-1", 0), ("t-1", 2)]
+    assert pending(last, num_samples=3)[:2] == [("t-1", 0), ("t-1", 2)]
     last.close()
 
 
@@ -71,7 +69,7 @@ def test_an_answer_whose_judge_failed_is_judged_and_not_played_again(tmp_path: P
     store.close()
     again = opened(path)
     assert again.unjudged == [waiting] and again.has("t-0", 1) and not again.has("t-1", 0)
-    assert ("t-0", 0) not in owed(again) and ("t-0", 1) in owed(again)
+    assert ("t-0", 0) not in pending(again) and ("t-0", 1) in pending(again)
     assert summarise(again.results).faults == {"engine_fault": 2}
     again.add(good("t-0", 0))
     assert again.unjudged == []
@@ -93,7 +91,7 @@ def test_a_finished_sample_is_never_replaced(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_kill_at_any_byte_costs_its_own_line_only(tmp_path: Path) -> None:
+def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     store = opened(path)
     results = [good("t-0", 0), bad("t-0", 1), good("t-1", 0)]
@@ -103,7 +101,8 @@ def test_a_kill_at_any_byte_costs_its_own_line_only(tmp_path: Path) -> None:
         ends.append(path.stat().st_size)
     store.close()
     whole = path.read_bytes()
-    for cut in range(len(whole) + 1):
+    boundaries = {end + offset for end in (0, *ends) for offset in (-2, -1, 0, 1, 2)}
+    for cut in sorted((boundaries | set(range(0, len(whole), 11))) & set(range(len(whole) + 1))):
         path.write_bytes(whole[:cut])
         torn = opened(path)
         survived = sum(end <= cut for end in ends[1:])
@@ -130,7 +129,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
             store.add(good("t-1", 0))
-    assert path.read_bytes() == before and ("t-1", 0) in owed(store)
+    assert path.read_bytes() == before and ("t-1", 0) in pending(store)
     store.add(good("t-1", 0))
     store.close()
     again = opened(path)
@@ -160,7 +159,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     again.close()
 
 
-def test_another_evaluation_is_refused_by_what_differs(tmp_path: Path) -> None:
+def test_another_identity_is_an_error_that_names_the_difference(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     opened(path).close()
     with pytest.raises(
@@ -171,7 +170,7 @@ def test_another_evaluation_is_refused_by_what_differs(tmp_path: Path) -> None:
     opened(path).close()
 
 
-def test_an_identity_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_identity_that_is_not_json_is_an_error_before_writing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         opened(tmp_path / "r.jsonl", temperature=float("nan"))
     assert (tmp_path / "r.jsonl").read_bytes() == b""
@@ -203,7 +202,7 @@ def test_two_processes_cannot_share_a_file(tmp_path: Path) -> None:
         (b"\xff\n", r"r\.jsonl:3: malformed JSON"),
     ],
 )
-def test_damage_names_the_line(tmp_path: Path, damage: bytes, message: str) -> None:
+def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes, message: str) -> None:
     path = tmp_path / "r.jsonl"
     store = opened(path)
     store.add(good("t-0", 0))
@@ -225,7 +224,7 @@ def test_a_file_of_another_kind_is_left_alone(tmp_path: Path, header: bytes) -> 
     assert path.read_bytes() == header
 
 
-def test_a_file_without_line_ends_that_is_no_panel_is_not_emptied(tmp_path: Path) -> None:
+def test_another_file_without_line_ends_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(b"dear diary")
     with pytest.raises(DataError, match=r"notes\.txt:1: no results of a panel"):

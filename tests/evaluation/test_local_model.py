@@ -1,4 +1,4 @@
-"""``outrider eval --tasks`` with a model in process: the same bits every time, whenever it was stopped."""
+"""``outrider eval --tasks`` with a model in this process: the same bits, also after an interruption."""
 
 import signal
 import time
@@ -15,19 +15,19 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, EnvironmentFault
-from outrider.evaluation.grading import Grader, find_variant
+from outrider.evaluation.grading import Grader, Scorer, find_variant
 from outrider.evaluation.model import load_language_model, resolve, weights_hash
 from outrider.evaluation.report import build_report
-from outrider.evaluation.results import EvalTasksStore
+from outrider.evaluation.results import EvalTasksStore, SampleResult
 from outrider.evaluation.run import LocalPlayer, play_eval_tasks, run_evaluation
 from outrider.evaluation.tasks import BENCHMARKS, EvalSetup, EvalTasks, EvalTasksSettings
 from outrider.rollout.settings import Limits
 from outrider.training.checkpoint import save_checkpoint
 from outrider.training.policy import Policy
 from outrider.training.settings import ModelSettings, OptimizerSettings, RunSettings
-from outrider.types import Task
+from outrider.types import Outcome, Task
 from outrider.viewer.progress import Progress
-from tests.evaluation.panel_files import evaluate, results, summary
+from tests.evaluation.eval_tasks import evaluate, results, summary
 from tests.rollout.fakes import TOKENIZER, Factory, Fake
 from tests.tiny import save_tiny_model
 from tests.training.tool_run import start_outrider, write_tool_run
@@ -82,17 +82,15 @@ def test_two_runs_agree_exactly(root: Path, whole: Path) -> None:
     assert found["num_tool_calls"] > 0 and 0 < found["scores"]["pass@3"]["value"] < 1
 
 
-def test_tools_off_asks_without(root: Path) -> None:
-    for name in ("off", "off again"):
-        assert evaluate(root / name, *arguments(root)) == 0
-    assert files(root / "off") == files(root / "off again")
+def test_tools_off_calls_no_tool(root: Path) -> None:
+    assert evaluate(root / "off", *arguments(root)) == 0
     assert (summary(root / "off")["num_tool_calls"], summary(root / "off")["num_scored"]) == (0, 18)
 
 
 @pytest.mark.parametrize(
-    "share", [0.0, 0.62, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.15, 0.4, 0.99))]
+    "share", [0.62, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.0, 0.15, 0.4, 0.99))]
 )
-def test_whatever_a_kill_left_behind_the_end_is_the_same(
+def test_a_truncated_results_file_is_completed_to_the_same_bytes(
     root: Path, whole: Path, tmp_path: Path, share: float
 ) -> None:
     """Also where it cut a batch, whose results are then on file in part."""
@@ -120,7 +118,7 @@ def test_a_killed_run_continues_to_the_same_numbers(root: Path, whole: Path) -> 
     assert files(run) == files(whole)
 
 
-def test_more_samples_leave_the_first_ones_as_they_are(root: Path, whole: Path, tmp_path: Path) -> None:
+def test_more_samples_keep_the_first_ones(root: Path, whole: Path, tmp_path: Path) -> None:
     for samples in ("2", "3"):
         assert evaluate(tmp_path / "run", *arguments(root, *tools(root), "--samples", samples)) == 0
     assert summary(tmp_path / "run") == summary(whole)
@@ -136,7 +134,7 @@ def test_more_samples_leave_the_first_ones_as_they_are(root: Path, whole: Path, 
         (("--limit", "2"), "panel_hash"),
     ],
 )
-def test_a_folder_holds_one_evaluation(
+def test_other_settings_need_a_new_folder(
     root: Path, whole: Path, more: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(whole)
@@ -144,7 +142,7 @@ def test_a_folder_holds_one_evaluation(
     assert says in capsys.readouterr().err and files(whole) == before
 
 
-def test_other_weights_are_another_evaluation(
+def test_other_weights_need_a_new_folder(
     root: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = save_tiny_model(tmp_path / "other", seed=1)
@@ -152,7 +150,7 @@ def test_other_weights_are_another_evaluation(
     assert "weights was" in capsys.readouterr().err
 
 
-def test_a_run_and_its_checkpoints_are_models(root: Path, tmp_path: Path) -> None:
+def test_a_run_or_a_checkpoint_is_a_model(root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     settings = load_settings(RunSettings, file=root / "recipe.toml")
@@ -182,8 +180,8 @@ def test_a_run_and_its_checkpoints_are_models(root: Path, tmp_path: Path) -> Non
         resolve(ModelSettings(name=str(checkpoint)))
 
 
-class Shown(Progress):
-    """Remembers what it was asked to show."""
+class RecordedProgress(Progress):
+    """Records its updates."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[int, dict[str, object]]] = []
@@ -192,8 +190,8 @@ class Shown(Progress):
         self.reports.append((done, fields))
 
 
-def test_tokens_are_shown_while_a_batch_is_written(root: Path, tmp_path: Path) -> None:
-    display = Shown()
+def test_progress_shows_tokens_of_a_running_batch(root: Path, tmp_path: Path) -> None:
+    display = RecordedProgress()
     asked = [
         "model.name=" + str(root / "model"),
         f"tasks=hotpotqa={root / 'tasks.jsonl'}",
@@ -241,6 +239,14 @@ def factory(broken: Callable[[str], bool]) -> Factory:
     return Factory(make)
 
 
+def fake_setup(tasks: tuple[Task, ...], environments: Factory, *, scorer: Scorer) -> EvalSetup:
+    return EvalSetup(
+        eval_tasks=EvalTasks(benchmark=BENCHMARKS["hotpotqa"], tasks=tasks, panel_hash=hash_tasks(tasks)),
+        factory=environments, stop=(), limits=Limits(step_timeout_s=60), scorer=scorer, tools=(),
+        identity={"panel": 1},
+    )  # fmt: skip
+
+
 def play(
     path: Path,
     engine: Batches,
@@ -257,28 +263,24 @@ def play(
         num_samples=2,
         temperature=1.0,
     )
-    panel = EvalSetup(
-        eval_tasks=EvalTasks(benchmark=BENCHMARKS["hotpotqa"], tasks=TASKS, panel_hash=hash_tasks(TASKS)),
-        factory=environments, stop=(), limits=Limits(step_timeout_s=60), scorer="f1", tools=(),
-        identity={"panel": 1},
-    )  # fmt: skip
+    setup = fake_setup(TASKS, environments, scorer="f1")
     player = LocalPlayer(engine=engine, identity={"model": "fake"}, settings=settings)
     store = EvalTasksStore.open(path, identity={"panel": 1})
     grader = Grader(rules=find_variant("default"), kind="qa", scorer="f1")
     try:
-        play_eval_tasks(panel, player, grader, store, num_samples=2, display=Progress())
+        play_eval_tasks(setup, player, grader, store, num_samples=2, display=Progress())
         if notes is not None:
             notes += player.notes()
-        identity = {**panel.identity, **player.identity}
+        identity = {**setup.identity, **player.identity}
         report = build_report(
-            settings, panel.eval_tasks, scorer=panel.scorer, identity=identity, results=store.results
+            settings, setup.eval_tasks, scorer=setup.scorer, identity=identity, results=store.results
         )
         return report.as_json()  # type: ignore[return-value]
     finally:
         store.close()
 
 
-def test_only_what_a_fault_ended_is_played_again(tmp_path: Path) -> None:
+def test_only_faulted_samples_are_repeated(tmp_path: Path) -> None:
     engine = Batches()
     broken = play(tmp_path / "r.jsonl", engine, factory(lambda key: key in ("task-1", "task-2")))
     assert engine.batches == [["task-0", "task-1"], ["task-2", "task-3"], ["task-4"]] * 2
@@ -291,7 +293,7 @@ def test_only_what_a_fault_ended_is_played_again(tmp_path: Path) -> None:
     assert (mended["num_scored"], mended["faults"]) == (10, {})
 
 
-def test_a_try_that_was_repeated_is_told(tmp_path: Path) -> None:
+def test_retries_are_reported(tmp_path: Path) -> None:
     failed: set[str] = set()
 
     def first_time(key: str) -> bool:
@@ -306,7 +308,7 @@ def test_a_try_that_was_repeated_is_told(tmp_path: Path) -> None:
     assert notes == ["tries repeated after a fault: 2"]
 
 
-def test_a_batch_that_a_kill_tore_is_played_as_a_whole(tmp_path: Path) -> None:
+def test_an_interrupted_batch_is_repeated_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     play(path, Batches(), factory(lambda key: False))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -323,6 +325,64 @@ def test_a_batch_that_a_kill_tore_is_played_as_a_whole(tmp_path: Path) -> None:
     assert path.read_bytes() == b"".join(lines)
 
 
-def test_no_sample_scored_is_told_without_a_number(tmp_path: Path) -> None:
+def test_without_a_scored_sample_there_is_no_number(tmp_path: Path) -> None:
     nothing = play(tmp_path / "r.jsonl", Batches(), factory(lambda key: True))
     assert (nothing["num_scored"], nothing["scores"], nothing["num_tokens"]) == (0, {}, None)
+
+
+class InterruptedGrader(Grader):
+    """Ctrl-C while an answer is judged."""
+
+    def judge_answer(self, task: Task, answer: SampleResult) -> SampleResult:
+        if task.key == "task-3":
+            raise KeyboardInterrupt
+        return SampleResult(task_key=task.key, sample=0, outcome=Outcome.FINISHED, score=1.0, success=True)
+
+
+def test_verdicts_are_stored_when_judging_is_interrupted(tmp_path: Path) -> None:
+    tasks = tuple(Task(key=f"task-{i}", question=f"q{i}", answers=(str(i),)) for i in range(40))
+    store = EvalTasksStore.open(tmp_path / "r.jsonl", identity={})
+    for task in tasks:
+        store.add(SampleResult(task_key=task.key, sample=0, outcome=Outcome.ENGINE_FAULT,
+                               answered=Outcome.FINISHED, prediction="x"))  # fmt: skip
+    setup = fake_setup(tasks, factory(lambda key: False), scorer="judge")
+    grader = InterruptedGrader(rules=find_variant("default"), kind="qa", scorer="judge")
+    settings = EvalTasksSettings(tasks="hotpotqa", model=ModelSettings())
+    player = LocalPlayer(engine=Batches(), identity={}, settings=settings)
+    with pytest.raises(KeyboardInterrupt):
+        play_eval_tasks(setup, player, grader, store, num_samples=1, display=Progress())
+    store.close()
+    again = EvalTasksStore.open(tmp_path / "r.jsonl", identity={})
+    kept = [result.task_key for result in again.results if result.score is not None]
+    # answers are judged in this order
+    assert kept == [key for key in sorted(task.key for task in tasks) if key < "task-3"]
+    again.close()
+
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+FILES = {"gsm8k": "math/gsm8k.jsonl", "hotpotqa": "qa/hotpotqa.jsonl"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_two_runs_of_a_language_model_agree_exactly(name: str, tmp_path: Path) -> None:
+    file = DATA / FILES[name]
+    if not file.exists():
+        pytest.skip("the evaluation files are not here")
+    asked = [
+        "--model", "smollm2-135m-instruct", "--tasks", f"{name}={file}", "--limit", "6", "--samples", "1",
+        "--seed", "3", "batch_size=2", "num_threads=1", "model.precision=float32",
+        "rollout.max_turn_tokens=48", "rollout.max_response_tokens=64",
+    ]  # fmt: skip
+    for run in ("once", "again"):
+        assert evaluate(tmp_path / run, *asked) == 0
+    whole = (tmp_path / "once" / "results.jsonl").read_bytes()
+    assert (tmp_path / "again" / "results.jsonl").read_bytes() == whole
+    found = summary(tmp_path / "once")
+    assert (found["num_scored"], found["faults"]) == (6, {}) and found["num_tokens"] > 10  # an answer
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "results.jsonl").write_bytes(whole[: len(whole) // 2])
+    assert evaluate(cut, *asked) == 0
+    assert (cut / "results.jsonl").read_bytes() == whole
+    assert (cut / "summary.json").read_bytes() == (tmp_path / "once" / "summary.json").read_bytes()

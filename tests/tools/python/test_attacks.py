@@ -1,8 +1,8 @@
-"""Model-written code that attacks its cage: the attack fails, the tool works afterwards, nothing and nobody
-is left.
+"""Model-written code that attacks the sandbox: the attack fails, the tool works afterwards, and no file or
+process remains.
 
-Every attack prints PWNED only after the forbidden thing really happened; ``test_the_attacks_are_real`` runs
-several of them without the locks and sees them succeed.
+An attack prints PWNED only after it has succeeded; ``test_the_attacks_are_real`` runs several of them without
+the locks and they succeed.
 """
 
 import os
@@ -16,8 +16,9 @@ import pytest
 
 from outrider.tools.python import sandbox
 from outrider.tools.python.tool import PythonResult, PythonTool, PythonToolConfig
+from tests.tools.python.processes import needs_locks, server_pids
 
-pytestmark = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
+pytestmark = needs_locks
 
 DISK = 4 << 20
 
@@ -41,7 +42,7 @@ class Cage:
         return code
 
     def attack(self, code: str) -> PythonResult:
-        """Run the attack, then check that the cage is whole, empty and working."""
+        """Run the attack, then check that the tool works and that no file or process remains."""
         before = self.secret.read_text(), self.secret.stat().st_mode, self.secret.stat().st_mtime_ns
         result = self.tool.run(self.fill(code))
         assert (self.secret.read_text(), self.secret.stat().st_mode, self.secret.stat().st_mtime_ns) == before
@@ -59,25 +60,10 @@ class Cage:
     def server(self) -> int:
         """The server, once it is alone: the supervisor of a call ends just after its answer."""
         end = time.monotonic() + 30
-        while len(found := self.processes()) > 1 and time.monotonic() < end:
+        while len(pids := server_pids(self.scratch)) > 1 and time.monotonic() < end:
             time.sleep(0.002)
-        assert len(found) == 1
-        return found[0]
-
-    def processes(self) -> list[int]:
-        """Processes of the server's family: a fork keeps the command line, in which the scratch folder
-        stands.
-        """
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    command = (entry / "cmdline").read_bytes()
-                except (FileNotFoundError, ProcessLookupError):
-                    continue
-                if str(self.scratch).encode() in command:
-                    found.append(int(entry.name))
-        return found
+        assert len(pids) == 1
+        return pids[0]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +80,18 @@ def cage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cage]:
         tool.close()
         assert list(scratch.iterdir()) == []
     del os.environ["OUTRIDER_TEST_TOKEN"]
+
+
+@pytest.fixture(scope="module")
+def impatient_tool() -> Iterator[PythonTool]:
+    with PythonTool(PythonToolConfig(wall_seconds=0.3)) as tool:
+        yield tool
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[PythonTool]:
+    with PythonTool(PythonToolConfig(wall_seconds=20, disk_bytes=DISK)) as tool:
+        yield tool
 
 
 # Attack -> the error that the code must see.
@@ -233,14 +231,11 @@ def test_raw_system_calls_through_ctypes(cage: Cage) -> None:
 @pytest.mark.parametrize(
     ("code", "status", "word"),
     [
-        ("print('begun')\nwhile True: pass", "timeout", "stopped"),
-        ("import time\nprint('begun')\ntime.sleep(60)", "timeout", "longer than 1.5 s"),
         (
             "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nprint('begun')\nwhile True: pass",
             "timeout",
             "stopped",
         ),
-        ("import os\nprint('begun')\nos.close(1); os.close(2)\nwhile True: pass", "timeout", "stopped"),
         ("print('begun')\nx = bytearray(10 * 2**30)", "memory", "limit"),
         ("print('begun')\nx = []\nwhile True: x.append(bytearray(2**20))", "memory", "limit"),
         (
@@ -271,6 +266,20 @@ def test_stopped_at_a_limit(cage: Cage, code: str, status: str, word: str) -> No
     assert word in result.output[-200:]
     assert time.monotonic() - start < 20
     assert result.truncated == (status == "output_limit")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time\nprint('begun')\ntime.sleep(60)",
+        "import os\nprint('begun')\nos.close(1); os.close(2)\nwhile True: pass",
+        "import os\nprint('begun', flush=True)\nos.read(1, 9)",  # its end of the socket has no data
+    ],
+)
+def test_stopped_at_the_limit_of_wall_time(impatient_tool: PythonTool, code: str) -> None:
+    result = impatient_tool.run(code)
+    assert (result.status, result.output) == ("timeout", "begun\n[stopped: ran longer than 0.3 s]")
+    assert 0.3 <= result.seconds < 20
 
 
 def test_c_recursion_ends_only_its_own_process(cage: Cage) -> None:
@@ -308,6 +317,84 @@ def test_the_disk_cannot_be_filled(cage: Cage, code: str) -> None:
     assert any(one in result.output for one in words) or f"more than {DISK} bytes of files" in result.output
 
 
+HOLD = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+for i in range(48):
+    file = os.open('x', os.O_CREAT | os.O_RDWR | os.O_TRUNC)
+    for _ in range(3): os.write(file, bytes(1 << 20))
+    assert libc.mmap(None, 4096, 1, 1, file, 0) != 2**64 - 1
+    os.remove('x')
+    os.close(file)
+    print(3 * (i + 1), flush=True)
+    PAUSE
+print('PWNED')
+"""
+
+
+def test_removed_files_that_are_still_mapped_count(tool: PythonTool) -> None:
+    result = tool.run(HOLD.replace("PAUSE", ""))
+    assert "PWNED" not in result.output.splitlines() and result.status in ("error", "killed")
+    if result.status == "error":  # the file system is of this size
+        assert (
+            result.output.endswith("OSError: [Errno 28] No space left on device")
+            and result.output.split()[0] == "3"
+        )
+    assert tool.run("import os\nopen('y', 'wb').write(bytes(3 << 20))\nos.listdir()").output == "['y']"
+
+
+def test_without_a_mounted_file_system_all_written_bytes_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sandbox, "may_mount", lambda: False)
+    config = PythonToolConfig(wall_seconds=60, disk_bytes=DISK, scratch_folder=str(tmp_path))
+    with PythonTool(config) as tool:
+        result = tool.run(HOLD.replace("PAUSE", "__import__('time').sleep(0.05)"))
+        assert (result.status, result.output.splitlines()[-1]) == (
+            "killed",
+            f"[stopped: wrote more than {DISK} bytes of files]",
+        )
+        assert tool.run("6 * 7").output == "42"
+
+
+def test_each_call_has_the_whole_disk_and_no_files_of_another_call(tool: PythonTool) -> None:
+    fill = (
+        "with open('full', 'wb') as f:\n    for _ in range(4 * 1024): f.write(bytes(1000))\nimport os\n"
+        "print(os.listdir())"
+    )
+    for _ in range(3):
+        assert tool.run(fill).output == "['full']"
+
+
+def test_code_cannot_read_its_own_output(tool: PythonTool) -> None:
+    """The end of a pipe could be opened again and read; the end of a socket cannot."""
+    code = """import os
+for number in range(3, 64):
+    try:
+        os.fstat(number)
+    except OSError:
+        continue
+    print('open', number)
+for path in ('/proc/self/fd/1', '/proc/self/fd/2', '/dev/stdout', '/dev/fd/1'):
+    try:
+        print('PWNED', os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as error:
+        print(type(error).__name__)"""
+    result = tool.run(code)
+    assert result.status == "ok" and len(result.output.split()) == 4 and "Error" in result.output
+    assert "PWNED" not in result.output and "open" not in result.output
+
+
+def test_code_that_reads_its_own_output_is_no_fault_of_the_tool(tool: PythonTool) -> None:
+    """The handshake went over a pipe that is closed before the code starts."""
+    steal = "import os\ntry: os.read(os.open('/proc/self/fd/1', 2048), 9)\nexcept OSError: pass\nos._exit(0)"
+    for _ in range(5):
+        assert tool.run(steal).status == "ok"
+    assert tool.run("import os\nos.close(1)\nos.close(2)\nos._exit(0)").status == "ok"
+    assert tool.num_restarts == 0
+
+
 def test_a_call_finds_nothing_of_the_parent_in_its_process(cage: Cage) -> None:
     result = cage.attack(
         "import os, sys\nframe, seen = sys._getframe(), ''\n"
@@ -336,9 +423,8 @@ def test_the_server_keeps_nothing_of_a_call_in_its_memory(cage: Cage) -> None:
 
 def test_code_cannot_pose_as_a_fault_of_the_infrastructure(cage: Cage) -> None:
     """A fault is masked out of training; a policy that could fake one would escape its punishment."""
-    for status in range(256):
-        if status % 16 in (0, 1, 13):
-            assert cage.tool.run(f"import os\nos._exit({status})").status in ("ok", "error", "memory")
+    for status in (0, 1, 13, 76, 77, 78, 120, 255):
+        assert cage.tool.run(f"import os\nos._exit({status})").status in ("ok", "error", "memory")
     assert cage.attack("import os\nos.close(1)\nos.close(2)\nos._exit(120)").status == "error"
 
 

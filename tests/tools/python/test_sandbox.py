@@ -1,6 +1,4 @@
-"""The filter program: run by a small interpreter of BPF, and its numbers held against the C library's own
-tables.
-"""
+"""The seccomp filter, run by a small interpreter of BPF; its numbers agree with those of libseccomp."""
 
 import ctypes
 import ctypes.util
@@ -25,19 +23,19 @@ FCNTL, IOCTL, OPENAT = (
 MADVISE = {"x86_64": 28, "aarch64": 233}
 
 
-def judge(program: bytes, number: int, arch: int, args: tuple[int, ...] = ()) -> int:
+def run_filter(program: bytes, number: int, arch: int, args: tuple[int, ...] = ()) -> int:
     """Interpret the program on one struct seccomp_data, as linux/filter.h defines its four instructions."""
     data = struct.pack("=IIQ6Q", number, arch, 0, *args, *[0] * (6 - len(args)))
-    at, accumulator = 0, 0
+    index, accumulator = 0, 0
     while True:
-        code, if_true, if_false, value = struct.unpack_from("=HBBI", program, 8 * at)
-        at += 1
+        code, if_true, if_false, value = struct.unpack_from("=HBBI", program, 8 * index)
+        index += 1
         if code == 0x20:
             (accumulator,) = struct.unpack_from("=I", data, value)
         elif code == 0x54:
             accumulator &= value
         elif code == 0x15:
-            at += if_true if accumulator == value else if_false
+            index += if_true if accumulator == value else if_false
         else:
             assert code == 0x06
             return int(value)
@@ -50,47 +48,47 @@ def test_exactly_the_named_calls_pass(machine: str) -> None:
     allowed = {numbers[column] for numbers in ALLOWED.values()} - {-1}
     opening = {2, 257} if machine == "x86_64" else {56}
     for number in [*range(600), 0x40000000 + 57, 2**32 - 1]:
-        verdict = judge(program, number, arch)
+        action = run_filter(program, number, arch)
         if number == IOCTL[machine]:
-            assert verdict == NO_TERMINAL
+            assert action == NO_TERMINAL
         else:
-            assert (verdict == ALLOW) == (number in allowed | opening | {FCNTL[machine], MADVISE[machine]}), (
+            assert (action == ALLOW) == (number in allowed | opening | {FCNTL[machine], MADVISE[machine]}), (
                 number
             )
-            assert verdict in (ALLOW, DENY)
+            assert action in (ALLOW, DENY)
 
 
 @given(st.sampled_from(sorted(AUDIT_ARCH)), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_another_architecture_is_killed(machine: str, number: int, arch: int) -> None:
     if arch != AUDIT_ARCH[machine]:
-        assert judge(filter_program(machine), number, arch) == KILL
+        assert run_filter(filter_program(machine), number, arch) == KILL
 
 
 @given(st.sampled_from(sorted(AUDIT_ARCH)), st.integers(0, 2**64 - 1))
 def test_opening_for_reading_must_not_truncate(machine: str, flags: int) -> None:
-    verdict = judge(filter_program(machine), OPENAT[machine], AUDIT_ARCH[machine], (0, 0, flags))
+    action = run_filter(filter_program(machine), OPENAT[machine], AUDIT_ARCH[machine], (0, 0, flags))
     hidden = flags & os.O_TRUNC and flags & 3 == os.O_RDONLY
-    assert verdict == (DENY if hidden else ALLOW)
+    assert action == (DENY if hidden else ALLOW)
 
 
 @given(st.sampled_from(sorted(AUDIT_ARCH)), st.integers(0, 1100))
 def test_file_control_cannot_send_signals(machine: str, command: int) -> None:
-    verdict = judge(filter_program(machine), FCNTL[machine], AUDIT_ARCH[machine], (1, command))
-    assert verdict == (ALLOW if command in (0, 1, 2, 3, 1030) else DENY)
+    action = run_filter(filter_program(machine), FCNTL[machine], AUDIT_ARCH[machine], (1, command))
+    assert action == (ALLOW if command in (0, 1, 2, 3, 1030) else DENY)
 
 
 @given(st.sampled_from(sorted(AUDIT_ARCH)), st.integers(0, 110))
-def test_d7_only_an_allocators_advice_about_memory_passes(machine: str, advice: int) -> None:
-    verdict = judge(filter_program(machine), MADVISE[machine], AUDIT_ARCH[machine], (0, 4096, advice))
-    assert verdict == (ALLOW if advice in (0, 1, 2, 3, 4, 8, 14, 15, 16, 17) else DENY)
+def test_only_an_allocators_advice_about_memory_passes(machine: str, advice: int) -> None:
+    action = run_filter(filter_program(machine), MADVISE[machine], AUDIT_ARCH[machine], (0, 4096, advice))
+    assert action == (ALLOW if advice in (0, 1, 2, 3, 4, 8, 14, 15, 16, 17) else DENY)
 
 
 @pytest.mark.parametrize("machine", AUDIT_ARCH)
 def test_numbers_agree_with_libseccomp(machine: str) -> None:
-    found = ctypes.util.find_library("seccomp")
-    if not found:
+    library = ctypes.util.find_library("seccomp")
+    if not library:
         pytest.skip("libseccomp is not installed")
-    resolve = ctypes.CDLL(found).seccomp_syscall_resolve_name_arch
+    resolve = ctypes.CDLL(library).seccomp_syscall_resolve_name_arch
     column = list(AUDIT_ARCH).index(machine)
     others = {
         "fcntl": FCNTL[machine],

@@ -1,6 +1,18 @@
-"""Tables, verdicts and notes of a comparison, as plain text that every output draws in its own way."""
+"""Runs by task and method: one row per task, one column per method.
 
+    python -m benchmarks.compare_by_task [NAME=]RUN ... [--depth N] [--markdown FILE] [--html FILE]
+
+As in Table 1 of EMPO² (arXiv 2602.23008), each task may have a model of its own. Runs of ``outrider eval
+--adapt`` also have curves over the trials of the adaptation (Fig. 8 of the paper).
+
+The task of the variation ``scienceworld/find-animal/3`` is ``scienceworld/find-animal``, or its first N parts
+with ``--depth N``. A run counts in the row of every task of its evaluation. NAME is the name of the column;
+without it, the method of the run is the name.
+"""
+
+import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,25 +21,22 @@ from typing import Final
 
 import numpy as np
 
-from outrider.errors import ConfigError
+from outrider.commands import positive
+from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import (
-    AXES,
-    SCORE,
+    STARTS,
     ComparedRun,
-    Comparison,
-    Curves,
     Incomparable,
+    algorithm_name,
+    comparable,
     is_trained,
     load_run,
-    method_name,
     run_names,
-    same_method,
     unfinished,
 )
+from outrider.evaluation.compare_report import CONDITIONS, MAX_SERIES, Figure, Report, TextTable, show_report
 from outrider.evaluation.statistics import (
-    ALPHA,
     COVERAGE,
-    MIN_SEEDS,
     UNBOUNDED,
     Band,
     Estimate,
@@ -36,260 +45,12 @@ from outrider.evaluation.statistics import (
     iqm_band,
     iqm_estimate,
 )
-from outrider.printing import is_graded, points, score
+from outrider.printing import Terminal, score
 from outrider.rollout.evaluate import interval
-from outrider.viewer.report_parts import number
+from outrider.viewer.run_reader import read_run
 
-MAX_SERIES: Final = 8  # as many as the page has line styles for
-_COST_RATIO: Final = 1.1  # from this ratio of mean costs on, a note says that the groups did not pay the same
-CONDITIONS: Final = ("environment.", "rollout.")  # settings that training and the test have in common
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextTable:
-    """A table of plain text that every output draws in its own way."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    caption: str
-
-
-def verdicts(comparison: Comparison) -> list[str]:
-    """One sentence per pair of groups."""
-    sentences: list[str] = []
-    for pair in comparison.pairs:
-        winner = pair.verdict.winner
-        if winner is None:
-            reasons = "; ".join(pair.verdict.reasons)
-            sentences.append(f"No winner between {pair.first} and {pair.second}: {reasons}.")
-        else:
-            loser = pair.second if winner == pair.first else pair.first
-            gain = f"{_gain(pair.difference)} ({pair.first} - {pair.second})"
-            sentences.append(f"{winner} scores higher than {loser}: {gain}.")
-    return sentences or ["No two groups have scores to compare."]
-
-
-def notes(comparison: Comparison) -> list[str]:
-    """Notes that a reader must know beside the numbers."""
-    runs = [run for group in comparison.groups for run in group.runs]
-    messages = [
-        *comparison.notes,
-        *(f"{run.name} has no evaluation: its group has no score" for run in runs if not run.evaluations),
-    ]
-    if len(comparison.groups) == 1:
-        messages.append("all runs have one configuration: there is nothing to compare but their seeds")
-    scored = [run for run in runs if run.evaluations]
-    messages += [
-        f"{run.name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score"
-        for run in scored
-        if (num := run.evaluations[-1].num_faults)
-    ]
-    if scored and comparison.num_tasks is None:
-        missing = ", ".join(run.name for run in scored if not run.evaluations[-1].task_scores)
-        messages.append(f"no scores of single tasks: {missing or 'the runs have no scored task in common'}")
-    elif comparison.num_left_out:
-        messages.append(
-            f"{comparison.num_left_out} task(s) are left out: a fault kept them from being scored in some run"
-        )
-    if few := sorted({len(group.runs) for group in comparison.groups if group.score} & COVERAGE.keys()):
-        shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
-        messages.append(
-            "a bootstrap interval over so few seeds is too narrow: "
-            f"{shares} of such intervals hold the true value, not 95 %"
-        )
-    if conditions := [key for key, _ in comparison.settings if key.startswith(CONDITIONS)]:
-        messages.append(
-            f"the groups were tested under different conditions ({', '.join(conditions)}): "
-            "their scores are not of one test"
-        )
-    if len(nums := {run.config.get("evaluation.num_samples", "1") for run in runs if run.evaluations}) > 1:
-        messages.append(
-            "the evaluations drew different numbers of samples a task "
-            f"({', '.join(sorted(nums))}): their noise differs"
-        )
-    if len({run.config.get("num_threads") for run in runs}) > 1:
-        messages.append("the runs used different numbers of threads: their seconds do not compare")
-    messages += [line for axis in AXES for line in _cost_notes(comparison, axis)]
-    if len(comparison.groups) > MAX_SERIES:
-        messages.append(f"the figures show the first {MAX_SERIES} of {len(comparison.groups)} groups")
-    return messages
-
-
-def _cost_notes(comparison: Comparison, axis: str) -> list[str]:
-    spent = {group.label: group.costs[axis] for group in comparison.groups if axis in group.costs}
-    if not spent or not max(spent.values()):
-        return []
-    most, least = max(spent, key=lambda label: spent[label]), min(spent, key=lambda label: spent[label])
-    if not spent[least]:
-        return [f"final scores are not at equal {axis}: {most} took {number(spent[most])}, {least} none"]
-    if spent[most] < _COST_RATIO * spent[least]:
-        return []
-    return [
-        (
-            f"final scores are not at equal {axis}: {most} took "
-            f"{spent[most] / spent[least]:.2f} times those of {least}"
-        )
-    ]
-
-
-def tables(comparison: Comparison) -> list[TextTable]:
-    """Groups, pairs, scores at equal cost, runs, and the settings that differ; empty ones are left out."""
-    labels = tuple(group.label for group in comparison.groups)
-    settings = TextTable(
-        title="Settings that differ", columns=("setting", *labels),
-        rows=tuple((key, *values) for key, values in comparison.settings),
-        caption=("Seeds, starting weights, the size of a token budget and what only changes speed, "
-                 "checkpoints or evaluation do not count."),
-    )  # fmt: skip
-    every = [
-        _group_table(comparison),
-        _pair_table(comparison),
-        _cost_table(comparison),
-        _run_table(comparison),
-        settings,
-    ]
-    return [table for table in every if table.rows]
-
-
-def _group_table(comparison: Comparison) -> TextTable:
-    conditions = comparison.conditions
-    intro = (
-        f"Split {conditions.split}, panel {conditions.panel_hash[:12]}, temperature "
-        f"{conditions.temperature:g}. "
-        if conditions
-        else ""
-    )
-    over = "seeds" if comparison.num_tasks is None else f"seeds and {comparison.num_tasks} tasks"
-    graded = _is_graded(comparison)
-    rows = tuple(
-        (group.label, str(len(group.runs)), "not measured" if group.score is None else _percent(group.score),
-         *((_mean_return(group.runs),) if graded else ()),
-         *(number(group.costs[axis]) if axis in group.costs else "not measured" for axis in AXES))
-        for group in comparison.groups
-    )  # fmt: skip
-    return TextTable(
-        title="Groups",
-        columns=("group", "seeds", "score", *(("mean return",) if graded else ()), *AXES),
-        rows=rows,
-        caption=f"{intro}Score: interquartile mean over seeds of the last evaluation [95 % bootstrap "
-        f"interval over {over}]. Costs: means over runs, of training steps only: no cold start, "
-        "no evaluation, and a step that was taken again after a stop counts once.",
-    )
-
-
-def _pair_table(comparison: Comparison) -> TextTable:
-    rows = tuple(
-        (f"{pair.first} - {pair.second}", _gain(pair.difference), _range(pair.improvement, "{:.2f}"),
-         "none" if pair.test is None else f"{pair.test.p:.3g} ({pair.test.name})",
-         *("none" if p is None else f"{p:.3g}" for p in (pair.p_corrected, pair.p_seeds)),
-         pair.verdict.winner or "none")
-        for pair in comparison.pairs
-    )  # fmt: skip
-    return TextTable(
-        title="Differences",
-        columns=(
-            "groups",
-            "difference",
-            "chance that the first is higher",
-            "p over tasks",
-            "p over tasks, Holm",
-            "p over seeds, Holm",
-            "winner",
-        ),
-        rows=rows,
-        caption=f"A winner needs {MIN_SEEDS} seeds a side, both corrected p below {ALPHA:g} and an interval "
-        "of the difference without 0. The test over tasks takes the trained policies as given; the "
-        "one over seeds (Welch's) and the interval ask for other seeds. A chance of 1.00 [1.00, "
-        "1.00] says that every run of one side is higher, not that every other run would be.",
-    )
-
-
-def _cost_table(comparison: Comparison) -> TextTable:
-    rows = tuple(
-        (
-            curve.quantity,
-            f"{number(float(curve.x[-1]))} {curve.axis}",
-            *(_end_of_curve(curve, group.label) for group in comparison.groups),
-        )
-        for curve in comparison.curves
-    )
-    return TextTable(
-        title="At equal cost",
-        columns=("quantity", "at", *(group.label for group in comparison.groups)),
-        rows=rows,
-        caption="The end of each curve: the largest cost that every run reached, with 95 % intervals over "
-        "seeds. A held-out score between two evaluations lies on the straight line between them; "
-        "a training reward is the mean of the curve's last bin.",
-    )
-
-
-def _run_table(comparison: Comparison) -> TextTable:
-    graded = _is_graded(comparison)
-    rows = tuple(
-        (run.name, group.label, run.config["seed"],
-         *((score(run.evaluations[-1].score), str(run.evaluations[-1].step)) if run.evaluations
-           else ("not measured", "")),
-         *((_mean_return([run]),) if graded else ()),
-         *(number(run.cost_at_step(axis, run.num_steps)) if axis in run.costs else "not measured"
-           for axis in AXES))
-        for group in comparison.groups
-        for run in group.runs
-    )  # fmt: skip
-    caption = "Score: mean success over the tasks that the run's last evaluation scored."
-    columns = ("run", "group", "seed", "score", "at step", *(("mean return",) if graded else ()), *AXES)
-    return TextTable(title="Runs", columns=columns, rows=rows, caption=caption)
-
-
-def _is_graded(comparison: Comparison) -> bool:
-    """Whether the last evaluation of some run has a mean return other than its share of solved tasks."""
-    last = [run.evaluations[-1] for group in comparison.groups for run in group.runs if run.evaluations]
-    return any(
-        evaluation.task_returns and is_graded(evaluation.score, fmean(evaluation.task_returns.values()))
-        for evaluation in last
-    )
-
-
-def _mean_return(runs: Sequence[ComparedRun]) -> str:
-    """Mean over runs of the mean return over the tasks of the last evaluation."""
-    last = [run.evaluations[-1].task_returns for run in runs if run.evaluations]
-    means = [fmean(returns.values()) for returns in last if returns]
-    return number(fmean(means)) if means else "not measured"
-
-
-def _percent(estimate: Estimate) -> str:
-    return score(estimate.value, estimate.low, estimate.high) + _one_seed_mark(estimate)
-
-
-def _gain(difference: Estimate) -> str:
-    return points(difference.value, difference.low, difference.high) + _one_seed_mark(difference)
-
-
-def _one_seed_mark(estimate: Estimate) -> str:
-    return "" if estimate.has_interval else " (one seed: no interval)"
-
-
-def _range(estimate: Estimate, form: str) -> str:
-    value, low, high = (form.format(part) for part in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]" if estimate.has_interval else f"{value}{_one_seed_mark(estimate)}"
-
-
-def _end_of_curve(curves: Curves, label: str) -> str:
-    band = curves.bands[label]
-    estimate = Estimate(value=float(band.value[-1]), low=float(band.low[-1]), high=float(band.high[-1]))
-    if not math.isfinite(estimate.value):
-        return "not measured"
-    return _percent(estimate) if curves.quantity == SCORE else _range(estimate, "{:.4g}")
-
-
-# Runs by task and method (``outrider compare --by-task``): one row per task, one column per method, as in
-# Table 1 of EMPO² (arXiv 2602.23008), where each task may have a model of its own; and curves over the trials
-# of an adaptation (its Fig. 8).
-#
-# The task of the variation ``scienceworld/find-animal/3`` is ``scienceworld/find-animal``. A run counts in
-# the row of every task of its evaluation.
-
-
+UNTRAINED: Final = "no training"
+_WITHOUT_TIPS: Final = ("algorithm.memory_probability", "algorithm.intrinsic_coefficient")
 _SHARES: Final = (0.0, 1.0)
 _AVERAGE: Final = "mean over tasks"
 _NOTHING: Final = "not measured"
@@ -298,6 +59,46 @@ _MIDDLE: Final = (
     "Interquartile mean over seeds of each run's last evaluation [95 % bootstrap interval over seeds and "
     "variations]; the mean over tasks over the seeds that every task has [over seeds]."
 )
+
+
+def method_name(run: ComparedRun) -> str:
+    """The algorithm of a training. For an evaluation, the algorithm of the training that produced its
+    weights, and its memory for adaptation, or the engine if the engine is a method of its own.
+    """
+    config = run.config
+    if is_trained(config):
+        return _training_method(config)
+    checkpoint = run.settings.get("model.initial_checkpoint", "none")
+    parts: list[str] = []
+    if checkpoint != "none":  # the method of the checkpoint's run, or the run's name if its folder is gone
+        folder = Path(checkpoint).parent.parent
+        trained = read_run(folder).config
+        parts.append(_training_method(trained) if "algorithm.type" in trained else folder.name)
+    if config.get("engine.type") == "retrospex":
+        parts.append("retrospex")
+    if config.get("evaluation.num_trials", "0") != "0":
+        parts.append(config.get("evaluation.memory", "tips"))
+    names = [part for part in parts if part != UNTRAINED]
+    return ", ".join(names) or UNTRAINED
+
+
+def same_method(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Keys of the settings that determine the trained policy and differ between two runs, comparing absolute
+    paths. Seeds and the folder of the starting weights are ignored.
+    """
+    ours, theirs = (
+        {key: value for key, value in comparable(config).items() if key not in STARTS}
+        for config in (first, second)
+    )
+    return sorted(key for key in ours.keys() | theirs if ours.get(key) != theirs.get(key))
+
+
+def _training_method(config: Mapping[str, str]) -> str:
+    if config.get("train.num_steps") == "0":
+        return "imitation"
+    if all(config.get(key) in ("0", "0.0") for key in _WITHOUT_TIPS):
+        return "grpo"  # the same, bit for bit
+    return algorithm_name(config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -694,3 +495,51 @@ def _trial_gain(method: str, values: Scores) -> str:
 
 def _number(estimate: Estimate) -> str:
     return score(estimate.value, estimate.low, estimate.high, is_share=False)
+
+
+def task_report(comparison: TaskComparison) -> Report:
+    """Report of a comparison by task."""
+    figures = [
+        Figure(
+            title=f"{curves.task}: mean return over trials", x_label="trial", y_label="return",
+            caption="Trials with a memory that fills, no weight moves; the first has nothing to read.",
+            x=curves.x, bands=curves.bands,
+        )
+        for curves in comparison.curves
+    ]  # fmt: skip
+    return Report(
+        title="Runs by task",
+        tables=task_tables(comparison),
+        notes=task_notes(comparison),
+        figures=figures,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 the runs cannot be compared, 2 bad configuration."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        comparison = compare_by_task(parsed.runs, depth=parsed.depth)
+        return show_report(
+            task_report(comparison), markdown=parsed.markdown, html=parsed.html, console=Terminal()
+        )
+    except OutriderError as error:
+        print(f"benchmarks.compare_by_task: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare_by_task")
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN")
+    parser.add_argument(
+        "--depth", type=positive, metavar="N",
+        help="parts of a task's key that name its row (default: all but the last)",
+    )  # fmt: skip
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="with figures of the trials")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
