@@ -74,9 +74,7 @@ def test_hostile_text_is_shown_as_text_in_every_kind_of_node(page: Page) -> None
     assert "arithmetic <b>tools</b>" in page.text
 
 
-def test_header_tells_algorithm_model_and_time_but_no_folder_of_the_machine(
-    page: Page, run_dir: Path
-) -> None:
+def test_the_header_has_algorithm_model_and_time_but_no_folder(page: Page, run_dir: Path) -> None:
     for part in ("rapo", ".../tiny-agent", "720", "240k"):
         assert part in page.text
     whole = (run_dir / "report.html").read_text()
@@ -232,7 +230,7 @@ def test_damage_is_a_note_and_the_rest_of_the_page_is_there(
     assert str(tmp_path) not in (run / "report.html").read_text()
 
 
-def test_rollouts_without_a_path_to_a_root_are_said_and_left_out(tmp_path: Path) -> None:
+def test_rollouts_without_a_path_to_a_root_are_noted_and_left_out(tmp_path: Path) -> None:
     for make in (orphan_nodes, circular_nodes):
         make(tmp_path)
         notes: list[str] = []
@@ -285,9 +283,7 @@ def with_evaluations(run_dir: Path, scores: list[float], **more: object) -> Page
 
 
 @pytest.mark.parametrize("scores", [[float("nan"), 0.1, 0.3], [0.1, float("nan"), 0.3], [float("nan")]])
-def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(
-    tmp_path: Path, scores: list[float]
-) -> None:
+def test_an_evaluation_with_only_faults_is_noted_and_not_drawn(tmp_path: Path, scores: list[float]) -> None:
     page = with_evaluations(tmp_path / "run", scores, num_faults=5)
     assert "evaluations.jsonl: 'step " in page.text and "has no score: 5 fault(s)" in page.text
     assert "nan" not in page.text.split()
@@ -300,12 +296,12 @@ def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(
     assert drawn == []
 
 
-def test_faults_stand_beside_the_score_that_they_are_not_in(tmp_path: Path) -> None:
+def test_faults_are_shown_with_the_score(tmp_path: Path) -> None:
     assert "5 tasks, 3 FAULTS in no score" in with_evaluations(tmp_path / "a", [0.1, 0.3], num_faults=3).text
     assert "FAULTS" not in with_evaluations(tmp_path / "b", [0.1, 0.3], num_faults=0).text
 
 
-def test_an_evaluation_with_an_infinite_count_is_left_out_and_said(tmp_path: Path) -> None:
+def test_an_evaluation_with_an_infinite_count_is_noted_and_left_out(tmp_path: Path) -> None:
     page = with_evaluations(tmp_path / "run", [0.1, 0.3], num_tasks=float("inf"))
     assert (
         "an evaluation was left out (OverflowError" in page.text
