@@ -44,7 +44,7 @@ cluster = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with crew_of(session, folder, tmp_path_factory.mktemp("flight"), **ALOFT) as made:
+    with crew_of(session, folder, tmp_path_factory.mktemp("async"), num_engines=1, **ALOFT) as made:
         yield made
 
 
@@ -97,7 +97,7 @@ def test_groups_of_a_lost_process_start_again(crew: Crew, kind: str, how: signal
 
     def kill(step: int) -> None:
         if step == 1:
-            os.kill(pids[1], how)
+            os.kill(pids[-1], how)
 
     flown(crew, num_steps=4, between=kill)
     counts = crew.remote.repairs.pop_counts()
