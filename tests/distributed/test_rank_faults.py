@@ -65,7 +65,7 @@ def test_a_rank_that_dies_or_hangs_is_reported_within_the_limit(
 ) -> None:
     ranks = rank_group(session, folder, 2, timeout_s=300.0)
     ranks._timeout_s = 4.0 if kind is signal.SIGSTOP else 60.0  # a start may take longer
-    pids = ranks.pids
+    pids = [pid for pid, _ in ranks.built]
     os.kill(pids[1], kind)
     began = time.monotonic()
     told = "rank . did not end" if kind is signal.SIGSTOP else "rank . (broke|died) in found"
