@@ -8,13 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from synthetic_run import HOSTILE, trace, write_config, write_run
 
 from outrider.metrics import MetricsWriter
 from outrider.types import Origin
 from outrider.viewer.records import TraceWriter
 from outrider.viewer.report import MAX_BYTES, write_report
 from outrider.viewer.report_parts import ENTROPY_EDGES, pick_samples
+from tests.viewer.synthetic_run import HOSTILE, trace, write_config, write_run
 
 
 class Page(HTMLParser):

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from synthetic_run import write_run
 
 from outrider import cli
 from outrider.commands import watch as following
@@ -16,6 +15,7 @@ from outrider.files import FileLock
 from outrider.viewer.progress import Progress
 from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress
 from outrider.viewer.summary import read_snapshot, summary_lines
+from tests.viewer.synthetic_run import write_run
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e"
 
