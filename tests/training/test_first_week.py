@@ -341,12 +341,12 @@ def test_an_evaluation_with_tools_plays_as_the_run(
     assert main([*common, "--run", str(tmp_path / "off"), "rollout.max_turn_tokens=3"]) in (0, 1)
     assert "OTHER PROMPT THAN IN TRAINING" in capsys.readouterr().out
     for refused in (outrider.load_run, lambda run: Catalogue([run])):
-        with pytest.raises(DataError, match="holds an evaluation of eval --tasks, no run"):
+        with pytest.raises(DataError, match="is an evaluation of eval --tasks, no run"):
             refused(tmp_path / "on")
     for command in (["report"], ["watch", "--once"], ["view"]):
         assert main([*command, str(tmp_path / "on")]) == 1
         [line] = capsys.readouterr().err.splitlines()
-        assert "holds an evaluation of eval --tasks, no run" in line
+        assert "is an evaluation of eval --tasks, no run" in line
     assert not (tmp_path / "on/report.html").exists()
 
 
