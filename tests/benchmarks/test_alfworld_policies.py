@@ -8,7 +8,7 @@ from benchmarks import alfworld_policies
 from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment
 
 
-def test_a_row_a_type_and_one_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_per_task_type_and_a_total(capsys: pytest.CaptureFixture[str]) -> None:
     assert alfworld_policies.main(["--games", "8", "--samples", "2", "--max-moves", "5"]) == 0
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()
@@ -18,7 +18,7 @@ def test_a_row_a_type_and_one_of_all(capsys: pytest.CaptureFixture[str]) -> None
     assert [float(found[1]) for found in plans if found] == [100, 100, 0, 0, 0, 0, 50]
 
 
-def test_chance_is_the_same_for_a_sample_and_another_for_another() -> None:
+def test_random_play_depends_on_the_sample_number() -> None:
     def won(sample: int, max_moves: int = 500) -> bool:
         settings = AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=max_moves)
         return alfworld_policies.chance(settings, AlfworldEnvironment.tasks(settings, "test")[0], sample)

@@ -42,7 +42,7 @@ from tests.environments.agents.harness import (  # noqa: E402
     task,
 )
 from tests.environments.agents.programs import BREAKS  # noqa: E402
-from tests.rollout.test_branch import Forking  # noqa: E402
+from tests.rollout.fakes import Forking  # noqa: E402
 
 
 def halve(request: Any, text: str) -> str:

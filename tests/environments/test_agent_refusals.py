@@ -26,7 +26,7 @@ from tests.environments.agents.harness import (  # noqa: E402
     task,
     turns_of,
 )
-from tests.rollout.test_branch import Forking  # noqa: E402
+from tests.rollout.fakes import Forking  # noqa: E402
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
 
 STRICT = (

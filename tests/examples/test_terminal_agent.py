@@ -99,7 +99,7 @@ def machines() -> list[str]:
         pytest.param("printf blue > colour.txt; touch logs", "", 0.0, marks=pytest.mark.slow),
     ],
 )
-def test_what_the_commands_leave_is_paid(
+def test_the_reward_depends_on_the_files_of_the_commands(
     command: str, shown: str, value: float, tasks: tuple[Task, ...]
 ) -> None:
     seen, ends = played(tasks, call(command), "done")
@@ -109,7 +109,7 @@ def test_what_the_commands_leave_is_paid(
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_gone_is_a_fault_and_no_reward(tasks: tuple[Task, ...]) -> None:
+def test_a_lost_machine_is_a_fault(tasks: tuple[Task, ...]) -> None:
     _, ends = played(tasks, call('rm -r "$PWD"'), "done")
     assert ends == [(Outcome.ENVIRONMENT_FAULT, None)] * 2
 
