@@ -218,40 +218,28 @@ def test_an_unknown_action_is_invalid_and_an_ambiguous_one_is_not() -> None:
     assert (metrics["num_invalid"], metrics["num_ambiguous"], metrics["num_turns"]) == (1, 1, 2)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        *(
-            "The door is not open.",
-            "It's not clear how to get there from here.",
-            "The door is already open.\n",
-        ),
-        *(
-            "The sink is not moveable.",
-            "The fridge isn't open, so you can't see inside.",
-            "It's not clear how to read that.",
-        ),
-        *(
-            "The table is not edible.",
-            "I'm not sure how to use the table.",
-            "The inventory the thermometer is in is not movable.",
-        ),
-        *(
-            "The sink is already activated.",
-            "The table is not closeable.",
-            "You can't move something into itself.",
-        ),
-        *(
-            "Something can't be connected to itself.",
-            "You can't pick up a gas directly.",
-            "There is only one thing (glass cup)",
-        ),
-        *(
-            "That can't be moved there, because the fridge isn't open.",
-            "The sink does not contain any liquids to dunk into.",
-        ),
-    ],
-)
+REFUSALS = """\
+The door is not open.
+It's not clear how to get there from here.
+The door is already open.
+The sink is not moveable.
+The fridge isn't open, so you can't see inside.
+It's not clear how to read that.
+The table is not edible.
+I'm not sure how to use the table.
+The inventory the thermometer is in is not movable.
+The sink is already activated.
+The table is not closeable.
+You can't move something into itself.
+Something can't be connected to itself.
+You can't pick up a gas directly.
+There is only one thing (glass cup)
+That can't be moved there, because the fridge isn't open.
+The sink does not contain any liquids to dunk into.
+""".splitlines()
+
+
+@pytest.mark.parametrize("said", REFUSALS)
 def test_actions_that_the_simulator_did_not_execute_are_refused(said: str) -> None:
     """Only the text shows it. A question waits for its answer, so it is no refusal."""
     others = (
@@ -260,9 +248,11 @@ def test_actions_that_the_simulator_did_not_execute_are_refused(said: str) -> No
         "Ambiguous request: Please enter the number for the action you intended",
         "In your inventory, you see:\n\tan orange",
     )  # fmt: skip
-    environment = play_one(ScriptedSimulator(replies=[reply(0, text=text) for text in (said, *others)]))
-    results = [act(environment) for _ in range(1 + len(others))]
-    assert [result.refused for result in results] == [True] + [False] * len(others)
+    environment = play_one(
+        ScriptedSimulator(replies=[reply(0, text=text) for text in (said, f"{said}\n", *others)])
+    )
+    results = [act(environment) for _ in range(2 + len(others))]
+    assert [result.refused for result in results] == [True, True] + [False] * len(others)
     assert all(not result.invalid and result.reward == 0 and not result.done for result in results)
 
 
