@@ -290,10 +290,6 @@ def halved(task: Any, messages: list[dict[str, str]]) -> str:
     return str((low + high) // 2)
 
 
-def one(task: Any, messages: list[dict[str, str]]) -> str:
-    return "1"
-
-
 def cold(task: Any) -> float:
     """Sends sampling settings, and a field that is refused by default."""
     for _ in range(2):
