@@ -433,11 +433,11 @@ def test_a_copy_is_independent_and_a_replay_is_exact(data: Any) -> None:
     if done[-1][1].done:
         return
     twin = environment.copy()
-    state = environment.environment.game.state.copy()  # type: ignore[union-attr]
+    state = environment.environment.game.state.copy()
     for command in walk(data, twin.environment.game, 5):  # type: ignore[arg-type]
         if act(twin, command).done:
             break
-    assert environment.environment.game.state == state == again.environment.game.state  # type: ignore[union-attr]
+    assert environment.environment.game.state == state == again.environment.game.state
     assert act(environment, "inventory") == act(again, "inventory")
 
 

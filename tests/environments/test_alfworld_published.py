@@ -173,12 +173,12 @@ def test_a_copy_is_made_by_replay_and_is_independent(data: Path) -> None:
     task = ours.tasks("train")[0]
     environment = ours.make()(task)
     environment.reset(0)
-    there = next(one for one in environment.environment.game.commands() if one.startswith("go to"))  # type: ignore[union-attr]
+    there = next(one for one in environment.environment.game.commands() if one.startswith("go to"))
     act(environment, there)
     assert act(environment, "dance").invalid
     twin = environment.copy()
     assert twin.result() == environment.result() and act(twin, "look") == act(environment, "look")
-    act(twin, next(one for one in twin.environment.game.commands() if one.startswith("go to")))  # type: ignore[union-attr]
+    act(twin, next(one for one in twin.environment.game.commands() if one.startswith("go to")))
     assert there.removeprefix("go to ") in act(environment, "look").text
     environment.close()
     assert act(twin, "look").carried_out
@@ -313,7 +313,7 @@ def test_the_package_plays_a_made_game_the_same(package: None, tmp_path: Path, t
     assert made.opening in environment.reset(0)[0].content
     for command in shortest_plan(scene)[:-1]:
         assert act(environment, command).text == made.act(command).text
-        assert environment.environment.game.commands() == made.commands()  # type: ignore[union-attr]
+        assert environment.environment.game.commands() == made.commands()
     twin = environment.copy()
     assert act(twin, "fly").invalid
     last = act(environment, shortest_plan(scene)[-1])
