@@ -68,10 +68,10 @@ def test_an_answer_behind_a_mark(tmp_path: Path) -> None:
         ('\n{"question": "q"}\n', r"qa\.jsonl:2: no column 'answer'; the row has question"),
         ('{"question": "", "answer": "a"}\n', r"qa\.jsonl:1: column 'question' must hold a string"),
         ('{"question": 3, "answer": "a"}\n', r"qa\.jsonl:1: column 'question' must hold a string"),
-        ('{"question": "q", "answer": []}\n', r"qa\.jsonl:1: column 'answer' holds no answer"),
-        ('{"question": "q", "answer": " "}\n', r"qa\.jsonl:1: column 'answer' holds a blank answer"),
-        ('{"question": "q", "answer": null}\n', r"qa\.jsonl:1: column 'answer' must hold text or numbers"),
-        ('{"question": "q", "answer": true}\n', r"qa\.jsonl:1: column 'answer' must hold text or numbers"),
+        ('{"question": "q", "answer": []}\n', r"qa\.jsonl:1: column 'answer' contains no answer"),
+        ('{"question": "q", "answer": " "}\n', r"qa\.jsonl:1: column 'answer' contains a blank answer"),
+        ('{"question": "q", "answer": null}\n', r"qa\.jsonl:1: column 'answer' must contain text or numbers"),
+        ('{"question": "q", "answer": true}\n', r"qa\.jsonl:1: column 'answer' must contain text or numbers"),
     ],
 )
 def test_bad_rows_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
@@ -198,5 +198,5 @@ def test_a_named_column_is_not_replaced(tmp_path: Path) -> None:
     config = write(tmp_path, json.dumps({"question": "Who?", "answers": ["A"]}))
     with pytest.raises(DataError, match="no column 'gold'; the row has answers, question"):
         load_tasks(config.model_copy(update={"answer": "gold"}))
-    with pytest.raises(DataError, match="column 'answers' holds no answer"):
+    with pytest.raises(DataError, match="column 'answers' contains no answer"):
         load_tasks(write(tmp_path, json.dumps({"question": "Who?", "answers": []})))

@@ -158,7 +158,7 @@ def test_what_the_simulator_raises_is_a_fault_and_never_a_reward() -> None:
     environment = started(of("Broken"))
     with pytest.raises(EnvironmentFault, match="step raised RuntimeError: the simulator is gone"):
         say(environment, "<action>raise</action>")
-    with pytest.raises(EnvironmentFault, match="gave the reward nan"):
+    with pytest.raises(EnvironmentFault, match="returned the reward nan"):
         say(environment, "<action>x</action>")
     assert environment.result().episode_return == 0
     environment.close()

@@ -49,7 +49,7 @@ def _no_record(self: HouseEnvironment) -> EpisodeResult:
         ({"step": _draws}, "with the same seed"),
         ({"result": _no_record}, "no finite number"),
         ({"copy": lambda self: self}, "changes the record of the original"),
-        ({"reset": lambda self, task, seed: ()}, "reset gives no message"),
+        ({"reset": lambda self, task, seed: ()}, "reset returned no message"),
         ({"step": lambda self, action: StepResult(message=None)}, "the episode goes on"),
         ({"step": lambda self, action: "done"}, "no StepResult"),
     ],

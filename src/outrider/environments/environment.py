@@ -131,8 +131,8 @@ class Environment(ABC):
 
     def copy(self) -> Self:
         """Return a copy in the same state, with the same ``settings``, ``task`` and ``shared``."""
-        kept = (self.settings, self.shared, getattr(self, "task", None))
-        return copy.deepcopy(self, {id(value): value for value in kept})
+        not_copied = (self.settings, self.shared, getattr(self, "task", None))
+        return copy.deepcopy(self, {id(value): value for value in not_copied})
 
     def close(self) -> None:  # noqa: B027 - a default that does nothing
         """Release the resources of this episode."""

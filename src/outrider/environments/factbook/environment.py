@@ -46,7 +46,7 @@ class FactbookConfig(EpisodeConfig):
     seed: int = 0
     """Seed of the order within a split; it does not change which tasks are in a split."""
     passages: Literal["fields", "facts"] = "fields"
-    """Texts that are searched: the book's fields, or one line per fact that questions ask for."""
+    """Texts that are searched: the book's fields, or one line per fact of the questions."""
     tuning: bool = False
     """Split only the training countries (a third of them is ``test``), to tune without the real test tasks.
     """
