@@ -17,7 +17,6 @@ from outrider.environments.base import (
 )
 from outrider.environments.environment import Environment
 from outrider.errors import ConfigError, DataError, InvalidResult, NonFiniteResult
-from outrider.plugins.listing import require_kinds
 from outrider.rollout.faults import locate_invalid_result
 from outrider.testing import check_environment
 from outrider.types import Message, Step, Task
@@ -127,7 +126,7 @@ def test_texts_of_an_expert_are_played() -> None:
     ]
 
 
-def test_what_episodes_share_is_opened_once_and_closed_with_the_factory() -> None:
+def test_the_shared_object_is_opened_once_and_closed_with_the_factory() -> None:
     class Simulator:
         opened: ClassVar[list["Simulator"]] = []
 
@@ -257,7 +256,7 @@ _NUMBERS = count()
         ({"tasks": classmethod(lambda *_: [Task(key="a", question="1")])}, "is in 'train' and in 'test'"),
     ],
 )
-def test_the_check_reports_what_a_run_would_meet(members: dict[str, Any], message: str) -> None:
+def test_check_environment_reports_problems(members: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_environment(type("Wrong", (Guess,), members))
 
@@ -302,9 +301,8 @@ def test_a_class_without_a_method_is_an_error_before_the_run() -> None:
         "environment": {"type": f"{__name__}:Unfinished"},
         "algorithm": {"type": "grpo"},
     }
-    settings = load_settings(RunSettings, file=None, overrides=[], sections=sections)
     with pytest.raises(ConfigError, match=r"Unfinished .* is not an environment: it has no method step"):
-        require_kinds(settings)
+        load_settings(RunSettings, file=None, overrides=[], sections=sections)
 
 
 class Unfinished(Environment):
