@@ -147,7 +147,7 @@ def test_a_run_that_is_killed_goes_on_with_the_groups_that_had_ended(tmp_path: P
     num_open = sum(len(step["tasks"]) for step in head["steps"])
     told = runs.run("train", "--resume", run, "--progress", "plain")
     if num_anew := num_open - len(groups):
-        assert f"{num_anew} groups that had not ended at the checkpoint begin anew" in told
+        assert f"{num_anew} groups that had not ended at the checkpoint start again" in told
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = {one["step"]: one for one in records if one["kind"] == "train"}
     assert sorted(steps) == list(range(1, STEPS + 1))

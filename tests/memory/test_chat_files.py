@@ -433,12 +433,12 @@ def test_errors_of_other_kinds_of_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError, match=reason):
             import_trajectories(tmp_path / name)
-    with pytest.raises(DataError, match="is a folder that datasets has not saved: name a file"):
+    with pytest.raises(DataError, match="is no folder that datasets saved: name a file"):
         import_trajectories(tmp_path)
     (tmp_path / "dataset_dict.json").write_text("{}")
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "state.json").write_text("{}")
-    with pytest.raises(DataError, match="holds the splits train: name the folder of one of them"):
+    with pytest.raises(DataError, match="contains the splits train: name the folder of one of them"):
         import_trajectories(tmp_path)
 
 

@@ -48,6 +48,7 @@ class Forgets(Hermes):
 
 class NoFormat:
     markers = ()
+    read = write = str
 
 
 @pytest.mark.parametrize("name", [*CALL_FORMATS, MINE])

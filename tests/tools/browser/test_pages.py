@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt
+from outrider.environments.environment import EnvironmentTaskSet
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig, system_prompt
 from outrider.errors import ToolUnavailable
 from outrider.testing import check_tool
 from outrider.tools.base import ToolContext
@@ -116,12 +117,12 @@ def test_missing_pages_stop_the_run_before_its_first_rollout(tmp_path: Path) -> 
         Browser.build(BrowserSettings(), context_with(corpus=bad))
 
 
-def _family(folder: Path, **settings: Any) -> ToolsTaskSet:
+def _family(folder: Path, **settings: Any) -> EnvironmentTaskSet:
     corpus, data = folder / "corpus.jsonl", folder / "qa.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     data.write_text('{"question": "How high?", "answer": "330"}\n')
     tree = {"corpus": corpus, "train": {"path": data}, "tools": ["search", "browser"]} | settings
-    return ToolsTaskSet(ToolsConfig.model_validate(tree))
+    return ToolEnvironment.build(ToolsConfig.model_validate(tree))
 
 
 def test_an_episode_searches_then_reads_and_both_are_calls(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_an_episode_searches_then_reads_and_both_are_calls(tmp_path: Path) -> No
 
 def test_the_short_prompt_names_the_browser(tmp_path: Path) -> None:
     family = _family(tmp_path, tools=[{"type": "browser", "reader": {"type": "none"}}], prompt="short")
-    assert "<browser>...</browser>" in system_prompt(family.config)
+    assert "<browser>...</browser>" in system_prompt(family.settings)
     family.make().close()
 
 
