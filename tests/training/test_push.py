@@ -97,7 +97,7 @@ def test_what_is_to_be_private_is_not_sent_to_a_public_repository(
     """The hub takes the wish for one that is there already, and leaves it public."""
     with hub_server({f"models/{REPO}": Repository(files={})}, token=TOKEN) as server:
         api = HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("outrider.evaluation.hub.hub", lambda: api)
+        monkeypatch.setattr("outrider.evaluation.hub.HfApi", lambda **given: api)
         monkeypatch.setattr("outrider.evaluation.hub.get_token", lambda: TOKEN)
         with pytest.raises(ConfigError, match="exists and is public; nothing was sent"):
             push_run(run, REPO, private=True)
