@@ -43,7 +43,7 @@ def _no_record(self: House) -> EpisodeResult:
 
 
 @pytest.mark.parametrize(
-    ("methods", "told"),
+    ("methods", "message"),
     [
         ({"step": _raises}, "step raises for '': IndexError"),
         ({"step": _draws}, "with the same seed"),
@@ -54,8 +54,8 @@ def _no_record(self: House) -> EpisodeResult:
         ({"step": lambda self, action: "done"}, "no StepResult"),
     ],
 )
-def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], told: str) -> None:
-    with pytest.raises(AssertionError, match=told):
+def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         check_environment(type("Broken", (House,), methods))
 
 
@@ -72,7 +72,7 @@ class Upper:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"name": "Up per"}, "is no tag"),
         ({"run_text": lambda self, text: text}, "no ToolOutput"),
@@ -81,9 +81,9 @@ class Upper:
         ({"usage": "Just call it."}, "usage does not show <upper>"),
     ],
 )
-def test_faults_of_a_tool(changed: dict[str, Any], told: str) -> None:
+def test_faults_of_a_tool(changed: dict[str, Any], message: str) -> None:
     check_tool(Upper())
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_tool(type("Broken", (Upper,), changed)())
 
 
@@ -123,7 +123,7 @@ class StatelessHook(Grpo):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         (type("Broken", (Grpo,), {"assign_step_advantages": _infinite}), "an advantage is not finite"),
         (type("Broken", (Grpo,), {"assign_step_advantages": _undeclared}), "mine/secret.* is not declared"),
@@ -132,9 +132,9 @@ class StatelessHook(Grpo):
         (StatelessHook, "other credit after state and restore"),
     ],
 )
-def test_faults_of_an_algorithm(kind: type[Grpo], told: str) -> None:
+def test_faults_of_an_algorithm(kind: type[Grpo], message: str) -> None:
     check_algorithm(Grpo(GrpoSettings()))
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_algorithm(lambda: kind(GrpoSettings()))
 
 
@@ -164,7 +164,7 @@ def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"generate": _shuffled}, "not in the order of the requests"),
         ({"generate": _too_long}, "asked for 1 to"),
@@ -172,9 +172,9 @@ def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
         ({"generate": lambda self, requests: []}, "not in the order"),
     ],
 )
-def test_faults_of_an_engine(changed: dict[str, Any], told: str) -> None:
+def test_faults_of_an_engine(changed: dict[str, Any], message: str) -> None:
     check_engine(Script())
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_engine(type("Broken", (Script,), changed)())
 
 
