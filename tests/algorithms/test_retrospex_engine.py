@@ -285,7 +285,7 @@ def test_what_is_no_critic_is_refused(tmp_path: Path) -> None:
         [(name, told)] = opened.metadata().items()
     for wrong in ("{", "[]", "{}", told.replace('"dim"', '"dam"')):
         save_file(weights, path, metadata={name: wrong})
-        with pytest.raises(DataError, match="does not say what it was trained on"):
+        with pytest.raises(DataError, match="does not record what it was trained on"):
             load_critic(path, load_embedder)
 
 

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, ClassVar
 
 import pytest
@@ -226,6 +227,17 @@ def _raises(self: Any, *_: Any) -> Any:
     raise KeyError("lamp")
 
 
+class _Required(Guess.Settings):
+    lowest: int
+
+
+def _new_tasks(cls: Any, settings: Any, split: str) -> list[Task]:
+    return [Task(key=f"{split}/{next(_NUMBERS)}", question="1")]
+
+
+_NUMBERS = count()
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
@@ -234,6 +246,14 @@ def _raises(self: Any, *_: Any) -> Any:
         ({"reset": _raises}, "reset raises KeyError: 'lamp'"),
         ({"copy": _raises}, r"copy raises KeyError: 'lamp'; define copy\(\) or set can_copy = False"),
         ({"expert": _raises}, "the expert: KeyError: 'lamp'"),
+        ({"Settings": type("Settings", (), {"highest": 7})}, "write class Settings.outrider.Environment"),
+        ({"Settings": _Required}, r"check an instance, Wrong\(Wrong.Settings\(...\)\): 1 validation error"),
+        ({"tasks": classmethod(_raises)}, "tasks raises for the split 'train': KeyError: 'lamp'"),
+        ({"tasks": classmethod(lambda *_: ["a"])}, "task 1 is a value of type str, no Task"),
+        ({"tasks": classmethod(lambda *_: None)}, r"Wrong.tasks returned None, no list of Task"),
+        ({"tasks": classmethod(lambda *_: [Task(key="a", question="1")] * 2)}, "the same key 'a'"),
+        ({"tasks": classmethod(_new_tasks)}, "differs when its tasks are read again"),
+        ({"tasks": classmethod(lambda *_: [Task(key="a", question="1")])}, "is in 'train' and in 'test'"),
     ],
 )
 def test_the_check_reports_what_a_run_would_meet(members: dict[str, Any], message: str) -> None:

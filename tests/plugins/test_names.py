@@ -221,7 +221,7 @@ def test_a_registered_name_and_one_that_two_packages_claim(
 
 def test_built_in_names_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     _register(monkeypatch, EntryPoint("house", "json:JSONDecoder", "outrider.environments"))
-    assert resolve("environments", "house").__name__ == "House"
+    assert resolve("environments", "house").__name__ == "HouseEnvironment"
 
 
 def test_a_tool_by_its_import_path_with_and_without_settings(tmp_path: Path, module: str) -> None:

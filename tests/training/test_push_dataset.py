@@ -172,7 +172,7 @@ def test_what_is_not_ours_is_not_sent(hub: Hub, tmp_path: Path) -> None:
     assert not hub.asked
 
 
-def test_a_broken_push_goes_on_and_a_public_one_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_a_broken_push_continues_and_a_public_one_is_refused(hub: Hub, tmp_path: Path) -> None:
     path = buffer_at(tmp_path / "mine.sqlite", "a")
     hub.failures = 1
     with pytest.raises(HubError, match="the same command continues"):
@@ -188,8 +188,10 @@ def test_a_broken_push_goes_on_and_a_public_one_is_refused(hub: Hub, tmp_path: P
 def test_the_command(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(lines_at(tmp_path / "mine.jsonl", RECORD))
     assert main(["push", "--dataset", path, "--repo", REPO, "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "# steps" in told and "trajectories.jsonl: " in told and f"nothing was sent to {REPO}" in told
+    output = capsys.readouterr().out
+    assert (
+        "# steps" in output and "trajectories.jsonl: " in output and f"nothing was sent to {REPO}" in output
+    )
     assert not hub.asked
     assert main(["push", "--dataset", path, "--repo", REPO]) == 0
     assert f"pushed to {hub.url}/datasets/{REPO}" in capsys.readouterr().out
