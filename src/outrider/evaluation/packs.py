@@ -456,7 +456,7 @@ def eval_tasks_rows(folder: Path, name: str) -> list[dict[str, Any]]:
         panel_hash, num_samples = str(summary["panel_hash"]), int(summary["num_samples"])
         identity, results = read_results(folder / RESULTS)
         scores = task_set_scores(
-            cast(Scorer | None, identity["metric"]),  # another value is a KeyError
+            cast("Scorer | None", identity["metric"]),
             summarise_samples(results, num_samples, rules=find_variant(str(identity["rules"]))),
             num_samples=num_samples,
         )
