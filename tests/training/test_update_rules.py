@@ -50,7 +50,7 @@ def disagreeing(gap: float) -> list[Trace]:
     return traces
 
 
-@pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
+@pytest.mark.parametrize("max_tokens", [40, 10_000])
 def test_the_engine_check_uses_the_whole_mini_batch(max_tokens: int) -> None:
     """A short rollout in a micro-batch of its own is noisier than the mean that the setting bounds."""
     objective, calm = (
