@@ -12,7 +12,6 @@ from outrider.training.settings import RunSettings
 from tests.training.short_runs import assert_same, begin, interrupted, resume, same_weights
 from tests.training.tool_run import teach, write_tool_run
 
-
 ARCHITECTURE = {one.title: one for one in ARCHITECTURES}
 
 
