@@ -1,6 +1,4 @@
-"""What an update must not do: depend on the micro-batches, leave a term out in silence, or add up what it
-says to be a mean.
-"""
+"""An update does not depend on the micro-batches, ignores no term silently, and reports means as means."""
 
 import random
 from dataclasses import replace
