@@ -13,7 +13,7 @@ from outrider.errors import EnvironmentFault
 from outrider.rollout.settings import Limits
 from outrider.runs import Run
 from outrider.trace import Trace
-from outrider.types import Origin
+from outrider.types import Origin, Task
 from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
 from tests.training.tool_run import write_tool_run
 
@@ -82,7 +82,7 @@ def test_a_trial_shows_its_tokens_and_without_any_result_it_is_an_error(
         "tips, trial 1: start, 3 to do" in output and "generated" in output and "tips, trial 2 3/3" in output
     )
 
-    def refuse(environment: ToolEnvironment, seed: int) -> None:
+    def refuse(environment: ToolEnvironment, task: Task, seed: int) -> None:
         raise EnvironmentFault("no simulator today")
 
     monkeypatch.setattr(ToolEnvironment, "reset", refuse)

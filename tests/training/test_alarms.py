@@ -24,7 +24,7 @@ from outrider.types import Message, Origin, Outcome, Task
 from tests.training.tool_run import write_tool_run
 
 HYBRID = 'type = "rapo"\ngroup_size = 4\nnum_hybrid = 2'
-Reset = Callable[[ToolEnvironment, int], Sequence[Message]]
+Reset = Callable[[ToolEnvironment, Task, int], Sequence[Message]]
 Record = Callable[[ToolEnvironment], EpisodeResult]
 
 
@@ -50,12 +50,12 @@ def test_a_run_reports_lost_and_retried_rollouts(
     reset: Reset = ToolEnvironment.reset
     num_calls = 0
 
-    def flaky(environment: ToolEnvironment, seed: int) -> Sequence[Message]:
+    def flaky(environment: ToolEnvironment, task: Task, seed: int) -> Sequence[Message]:
         nonlocal num_calls
         num_calls += 1
         if num_calls % 3 == 0:
             raise EnvironmentFault("the simulator hung up")
-        return reset(environment, seed)
+        return reset(environment, task, seed)
 
     monkeypatch.setattr(ToolEnvironment, "reset", flaky)
     run = train(recipe, "flaky", "train.max_retries=1")
@@ -103,7 +103,7 @@ def test_an_evaluation_in_which_every_rollout_was_lost_is_no_result(
     assert not (run / "evaluations.jsonl").exists() or not (run / "evaluations.jsonl").read_text()
 
 
-def _refuse(environment: object, seed: int) -> None:
+def _refuse(environment: object, task: Task, seed: int) -> None:
     raise EnvironmentFault("no simulator today")
 
 

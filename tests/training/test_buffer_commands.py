@@ -270,7 +270,7 @@ def test_an_import_prints_what_it_left_out(tmp_path: Path, capsys: Any) -> None:
     counts = table(text)
     assert counts["left out: column 'tools'"] == "1" and counts["num_malformed"] == "1"
     assert counts["left out: 'weight' of messages of the role assistant"] == "1"
-    assert "a.jsonl:2: message 0 holds a part of the type 'image_url': Outrider trains on text" in text
+    assert "a.jsonl:2: message 0 contains a part of the type 'image_url': Outrider trains on text" in text
 
 
 def test_an_import_that_was_stopped_continues_to_the_same_contents(

@@ -341,12 +341,12 @@ def test_an_evaluation_with_tools_plays_as_the_run(
     assert main([*common, "--run", str(tmp_path / "off"), "rollout.max_turn_tokens=3"]) in (0, 1)
     assert "OTHER PROMPT THAN IN TRAINING" in capsys.readouterr().out
     for refused in (outrider.load_run, lambda run: Catalogue([run])):
-        with pytest.raises(DataError, match="holds an evaluation of eval --tasks, no run"):
+        with pytest.raises(DataError, match="is an evaluation of eval --tasks, no run"):
             refused(tmp_path / "on")
     for command in (["report"], ["watch", "--once"], ["view"]):
         assert main([*command, str(tmp_path / "on")]) == 1
         [line] = capsys.readouterr().err.splitlines()
-        assert "holds an evaluation of eval --tasks, no run" in line
+        assert "is an evaluation of eval --tasks, no run" in line
     assert not (tmp_path / "on/report.html").exists()
 
 
@@ -433,7 +433,7 @@ def test_an_object_of_another_kind_is_one_line(kind: str, reason: str, recipe: P
         ),
         ("buffer.embedder='tests.training.test_first_week:NoEnvironment'", "is not an embedder"),
         ("environment.protocol='tests.training.test_first_week:NoEnvironment'", "is not a call format"),
-        ("environment.tools=['tests.training.test_first_week:NoEnvironment']", "is no tool"),
+        ("environment.tools=['tests.training.test_first_week:NoEnvironment']", "is not a tool"),
         ("environment.tools=['tests.training.test_first_week:DATA']", "is no class and no function"),
     ],
 )

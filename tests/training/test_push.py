@@ -85,7 +85,7 @@ def test_a_broken_upload_is_one_line_and_the_second_call_continues(
     server, (first, second, *_) = pushed
     assert first["status"] == 1 and len(first["stderr"].strip().splitlines()) == 1
     assert f"{REPO} was not pushed" in first["stderr"] and "the disk is full" in first["stderr"]
-    assert "the same command goes on" in first["stderr"] and TOKEN not in first["stderr"]
+    assert "the same command continues" in first["stderr"] and TOKEN not in first["stderr"]
     assert second["status"] == 0 and f"pushed to {server.url}/{REPO}" in second["stdout"]
     assert sum(one.startswith("PUT /lfs/") for one in server.asked) == 1
     assert server.repositories[f"models/{REPO}"].private
@@ -97,9 +97,9 @@ def test_what_is_to_be_private_is_not_sent_to_a_public_repository(
     """The hub takes the wish for one that is there already, and leaves it public."""
     with hub_server({f"models/{REPO}": Repository(files={})}, token=TOKEN) as server:
         api = HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("outrider.evaluation.hub.hub", lambda: api)
+        monkeypatch.setattr("outrider.evaluation.hub.HfApi", lambda **given: api)
         monkeypatch.setattr("outrider.evaluation.hub.get_token", lambda: TOKEN)
-        with pytest.raises(ConfigError, match="can be read by everybody; nothing was sent"):
+        with pytest.raises(ConfigError, match="exists and is public; nothing was sent"):
             push_run(run, REPO, private=True)
         assert not server.repositories[f"models/{REPO}"].files
         assert not any("commit" in one or "preupload" in one for one in server.asked)

@@ -14,8 +14,8 @@ from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings, UpdateSettings
 from outrider.training.update import update
 from outrider.types import Message, Origin, Outcome, Task
-from tests.algorithms.tip_groups import vector
 from tests.tiny import tiny_model
+from tests.vectors import load_vector
 
 
 def group(lm: Any, *, off: bool, num_with_tips: int = 2) -> Trace:
@@ -199,7 +199,7 @@ def test_a_step_makes_one_optimizer_step_per_mini_batch_and_drops_no_rollout() -
     """The released trainer makes one for every 128 rows and drops the rows that do not fill 16: up to 2 of
     the vector's 130.
     """
-    given, expected = vector("optimizer_steps_per_iteration")
+    given, expected = load_vector("empo2", "optimizer_steps_per_iteration")
     kept = [one[0] for one in expected["kept_steps_lastpartial"]]
     assert [rows - left for rows, left in zip(given["rows"], kept, strict=True)] == [0, 8, 2]
     for num_mini_batches in (1, 2, 3):
