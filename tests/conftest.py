@@ -28,7 +28,7 @@ LONGEST = (
     "environments/test_agent.py",
     "plugins/test_foreign_package.py",
     "test_first_day.py",
-    "training/test_empo2_run.py",
+    "training/test_algorithm_runs.py",
     "training/test_families_run.py",
     "distributed/test_rank_run.py",
     "test_papers_smoke.py",

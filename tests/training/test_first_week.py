@@ -1,5 +1,5 @@
-"""A first week with one's own questions and tools: data that --dry-run opens, prompts as the policy sees
-them, evaluations on training tasks, resumes from another folder, evaluations of a run, and notebooks.
+"""Commands with a user's questions and tools: data that --dry-run reads, prompts as the policy sees them,
+evaluations on training tasks, resuming from another folder, evaluations of a run, and notebooks.
 """
 
 import inspect
