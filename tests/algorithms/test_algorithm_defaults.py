@@ -40,7 +40,7 @@ class Page(Algorithm):
         return f"of {trace}"
 
 
-def test_a_page_that_only_writes_advantages_has_everything_else() -> None:
+def test_an_algorithm_that_only_writes_advantages_has_defaults_for_everything_else() -> None:
     page: Any = Page()
     assert page.assign_step_advantages(["a", "b"]) == ["of a", "of b"] and page.asked == ["a", "b"]
     assert page.choose_tasks([], step=3, num_groups=7) == TaskChoice(num_groups=7)
@@ -51,7 +51,7 @@ def test_a_page_that_only_writes_advantages_has_everything_else() -> None:
         Algorithm().assign_advantages(page)
 
 
-def test_who_has_a_state_remembers() -> None:
+def test_algorithms_with_a_state_are_stored_in_checkpoints() -> None:
     assert all(Empo2.state is not Algorithm.state and kind.remembers.fget for kind in (Empo2, RolloutReplay))
 
     class Remembers(Page):
@@ -61,7 +61,7 @@ def test_who_has_a_state_remembers() -> None:
     assert Remembers().remembers  # also where it has nothing to tell yet
 
 
-def test_objectives_say_what_a_run_asks() -> None:
+def test_objectives_declare_the_needs_of_a_run() -> None:
     plain = ObjectiveSettings()
     assert not (
         plain.rewards_kl or plain.depends_on_num_steps or plain.executes_retrieved or plain.tip_memory

@@ -151,7 +151,7 @@ def play(inner: Inner, critic: Sayings, on_step: Any = chat, **given: Any) -> tu
 
 
 @pytest.mark.parametrize("ending", ["</a>", ""])
-def test_the_critic_is_told_while_it_plays_what_it_was_told_in_training(ending: str) -> None:
+def test_the_critic_sees_the_same_situations_in_rollouts_as_in_training(ending: str) -> None:
     """Turns that a stop string ends, and turns that the policy closes itself."""
     inner = Inner(lambda r, _: f"hm <a>x{number_of(r) * 'x'}{ending}")
     critic = Sayings(lambda action: float(action.count("x")))
@@ -169,7 +169,7 @@ def test_the_critic_is_told_while_it_plays_what_it_was_told_in_training(ending: 
     }
 
 
-def test_the_critic_is_told_of_rules_as_the_trace_keeps_them() -> None:
+def test_the_critic_sees_system_messages_as_the_trace_stores_them() -> None:
     """A system message and the user's are one text in a trace, whatever the template writes between them."""
 
     class Ruled(Fake):
@@ -217,7 +217,7 @@ def test_a_rollout_that_is_tried_again_begins_at_turn_0() -> None:
     assert all(leaf.episode_return is not None for trace in traces for leaf, _ in trace.rollouts())
 
 
-def test_what_is_no_turn_of_an_episode_passes_as_it_is() -> None:
+def test_requests_that_are_no_turns_of_an_episode_pass_unchanged() -> None:
     inner = Inner(lambda r, _: "<a>x</a>")
     critic = Sayings(lambda action: 0.0)
     chosen = engine(inner, critic, num_candidates=3)
@@ -232,7 +232,7 @@ class Failing(Fake):
         return EpisodeResult(episode_return=0.0, success=False)
 
 
-def test_reflexion_s_plans_are_asked_for_once() -> None:
+def test_plans_of_reflexion_are_requested_once() -> None:
     """The name of such a request is what tells it from a turn."""
     inner = Inner(lambda r, _: "a plan." if r.request_id.endswith("/reflection") else "<a>x</a>")
     critic = Sayings(lambda action: 0.0)
@@ -264,7 +264,7 @@ def test_a_saved_critic_says_the_same(tmp_path: Path) -> None:
     assert critic.advantages(situation, ["stay"])[0] == pytest.approx(said[1], abs=1e-5)
 
 
-def test_what_is_no_critic_is_refused(tmp_path: Path) -> None:
+def test_invalid_critic_files_are_errors(tmp_path: Path) -> None:
     for content in (None, b"", b"x" * 100):
         path = tmp_path / "critic.safetensors"
         if content is not None:
@@ -290,7 +290,7 @@ def test_what_is_no_critic_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [nan, inf])
-def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
+def test_weights_that_are_not_finite_are_errors(tmp_path: Path, value: float) -> None:
     """They would choose the first candidate in every turn, without a word."""
     critic = critic_of()
     next(critic.networks.parameters()).data.view(-1)[-1] = value
@@ -299,7 +299,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -
         load_critic(tmp_path / "critic", load_embedder)
 
 
-def test_training_on_what_a_critic_chooses_is_refused() -> None:
+def test_training_on_rescored_turns_is_an_error() -> None:
     run = {"environment": {"type": "webshop"}, "algorithm": {"type": "grpo"}, "train": {"num_steps": 1}}
     chosen = {"type": "retrospex", "critic": "none.file"}
     with pytest.raises(ConfigError, match="is for evaluations"):

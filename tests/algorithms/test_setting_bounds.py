@@ -186,7 +186,7 @@ def test_rejections_that_have_no_meaning(wrong: dict[str, Any]) -> None:
     assert accepts(RejectionMask, {"lower": 0.5, "upper": 0.75})
 
 
-def test_the_buffer_of_the_overlong_punishment_is_a_fifth_in_whole_tokens() -> None:
+def test_the_buffer_of_the_overlong_penalty_is_a_fifth_in_whole_tokens() -> None:
     assert [OverlongSettings().bounds(limit) for limit in (4, 5, 9, 20480)] == [
         (4, 1),
         (5, 1),
@@ -201,7 +201,7 @@ def test_the_buffer_of_the_overlong_punishment_is_a_fifth_in_whole_tokens() -> N
 @pytest.mark.parametrize(
     "loss", [{"loss": "gppo"}, {"clip_low": 0.1}, {"ratio_cap": 2.0}, {"sampler_level": "token"}]
 )
-def test_a_flat_key_of_before_is_refused_with_its_new_name(loss: dict[str, Any]) -> None:
+def test_a_flat_key_of_earlier_versions_is_an_error_with_its_new_name(loss: dict[str, Any]) -> None:
     told = {
         "loss": "loss.type = gppo",
         "clip_low": "loss.clip_low",
@@ -212,7 +212,7 @@ def test_a_flat_key_of_before_is_refused_with_its_new_name(loss: dict[str, Any])
         validate(ObjectiveSettings, loss)
 
 
-def test_a_section_that_sets_one_key_keeps_the_method_s_own_others() -> None:
+def test_a_section_with_one_key_has_the_defaults_of_the_method_for_the_others() -> None:
     found = validate(RapoSettings, {"loss": {"clip_high": 0.4}}).loss
     assert found == ClipLoss(clip_low=0.28, clip_high=0.4)
     assert validate(RapoSettings, {"loss": {"type": "gspo"}, "ratio_weight": 0.0}).loss == GspoLoss()
@@ -221,7 +221,7 @@ def test_a_section_that_sets_one_key_keeps_the_method_s_own_others() -> None:
     assert validate(ObjectiveSettings, {"sampler_correction": "none"}).sampler_correction is None
 
 
-def test_a_preset_s_loss_is_merged_with_one_of_its_kind_and_replaced_by_another() -> None:
+def test_the_loss_of_a_preset_is_merged_with_one_of_its_type_and_replaced_by_another() -> None:
     one = validate(GrpoSettings, {"preset": "gppo-official", "loss": {"clip_low": 0.1}}).loss
     assert one == GppoLoss(clip_low=0.1, clip_high=0.28, dual_clip=10.0)
     other = validate(GrpoSettings, {"preset": "gppo-official", "loss": {"type": "reinforce"}}).loss
