@@ -30,7 +30,6 @@ LONGEST = (
     "test_first_day.py",
     "training/test_empo2_run.py",
     "training/test_families_run.py",
-    "distributed/test_async_rollouts.py",
     "distributed/test_rank_run.py",
     "test_papers_smoke.py",
     "rollout/test_branch.py",
@@ -56,8 +55,6 @@ LONGEST = (
     "environments/test_scienceworld_java.py",
     "training/test_damaged_runs.py",
     "algorithms/test_rapo_rollout.py",
-    "distributed/test_replacements.py",
-    "distributed/test_partial_training.py",
     "packaging/test_extras.py",
     "learning/test_three_learn.py",
 )

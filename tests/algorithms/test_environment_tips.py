@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.tips import PLAIN, TIPS_ON, TipHook, environment_tip
-from outrider.environments.house import House, HouseConfig, make_house
+from outrider.environments.house import HouseConfig, HouseEnvironment, make_house
 from outrider.environments.text_games import render_action
 from outrider.rollout.scheduler import RolloutReport
 from outrider.rollout.settings import Limits
@@ -17,7 +17,7 @@ from tests.algorithms.builders import add_node, build_episodes, tip_hook
 from tests.rollout.fakes import scheduler, scripted
 
 SETTINGS = HouseConfig(num_train=2, max_moves=6)
-FAMILY = House.build(SETTINGS)
+FAMILY = HouseEnvironment.build(SETTINGS)
 TASKS = FAMILY.tasks("train")
 LIMITS = Limits(max_turns=6, max_response_tokens=2000, max_observation_tokens=400)
 

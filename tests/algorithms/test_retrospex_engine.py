@@ -24,7 +24,7 @@ from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError, EnvironmentFault
-from outrider.evaluation.recorded import build_trajectories
+from outrider.evaluation.critic_training import build_trajectories
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, decode_text

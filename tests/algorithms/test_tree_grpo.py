@@ -19,9 +19,14 @@ from outrider.training.packing import RolloutPath
 from outrider.training.settings import RunSettings, UpdateSettings
 from outrider.training.update import update
 from tests.objectives import nested
-from tests.rollout.fakes import Factory, scheduler, tasks
-from tests.rollout.test_branch import Copying, answers
-from tests.rollout.test_scheduler import chatty
+from tests.rollout.fakes import (
+    CopyableFake,
+    Factory,
+    random_ids_engine,
+    scheduler,
+    tasks,
+    three_observations,
+)
 from tests.tiny import tiny_model
 from tests.training.test_pack_update import (  # noqa: F401
     Recorder,
@@ -41,7 +46,8 @@ CASES = load_vectors("advantages")
 def grown(algorithm: TreeGrpo, returns: list[float], *, seed: int = 0) -> Trace:
     """A group of real trees whose leaves have these returns."""
     runs = scheduler(
-        chatty(), Factory(lambda task, number: Copying(on_step=answers)), hooks=algorithm.hooks,
+        random_ids_engine(),
+        Factory(lambda task, number: CopyableFake(on_step=three_observations)), hooks=algorithm.hooks,
         limits=Limits(step_timeout_s=60), seed=seed,
     )  # fmt: skip
     [trace] = runs.run(tasks(1), modes=algorithm.modes, training_step=0).traces

@@ -90,7 +90,7 @@ def test_vllm_gets_the_names_and_shapes_of_the_folder(
         pytest.skip("it is refused")
     lora = None if targets is None else LoraSettings(rank=2, target_modules=targets)
     policy = Policy(found, OptimizerSettings(), lora=lora)
-    learner = cast(Any, SimpleNamespace(language_model=found, trained=frozenset(policy.masters)))
+    learner = cast(Any, SimpleNamespace(language_model=found, trained_parameters=frozenset(policy.masters)))
     with safe_open(folder / "model.safetensors", "pt") as file:
         wanted = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     sent = engine_weights(learner, VllmSettings())
@@ -117,7 +117,7 @@ def test_a_weight_that_is_in_no_file_is_named(tmp_path: Path) -> None:
         sharding.fill(folder, given)
 
 
-def test_a_model_that_no_rank_can_hold_is_refused_before_any_process(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
     layers = Architecture(
         title="GPT-2", model_type="gpt2",
         settings={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
@@ -135,12 +135,12 @@ def test_a_model_that_no_rank_can_hold_is_refused_before_any_process(tmp_path: P
         sharding.require_shardable(str(folder))
 
 
-def test_an_adapter_that_parts_tied_weights_is_refused_for_engines_elsewhere(tmp_path: Path) -> None:
+def test_an_adapter_that_separates_tied_weights_is_refused_for_remote_engines(tmp_path: Path) -> None:
     one = architecture("llama", tie_word_embeddings=True)
     found = load(one, saved(one, tmp_path / "model"))
     assert not isinstance(found, OutriderError)
     policy = Policy(found, OptimizerSettings(), lora=LoraSettings(target_modules=("lm_head",)))
-    learner = cast(Any, SimpleNamespace(language_model=found, trained=frozenset(policy.masters)))
+    learner = cast(Any, SimpleNamespace(language_model=found, trained_parameters=frozenset(policy.masters)))
     with pytest.raises(ConfigError, match=r"one tied weight"):
         engine_weights(learner, VllmSettings())
     with pytest.raises(ConfigError, match=r"one tied weight"):

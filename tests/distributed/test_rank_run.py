@@ -53,7 +53,7 @@ def whole(root: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(root: Path, whole: Path) -> None:
     run = root / "killed"
     runs = CommandRuns()
     process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *command(root, run))
@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
+def test_a_run_restarts_after_a_lost_rank_and_ends_in_the_same_bits(
     root: Path, whole: Path, how: signal.Signals
 ) -> None:
     run = root / f"broken-{how.name}"
@@ -88,7 +88,7 @@ def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
     os.kill(int(ranks[0].split()[0]), how)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr + stdout
-    assert "begin anew from the newest checkpoint, repair 1 of 3 within an hour" in stdout
+    assert "restart from the newest checkpoint, repair 1 of 3 within an hour" in stdout
     assert runs.left_behind() == set()
     last = Path("checkpoints") / f"step-{STEPS:06d}"
     one, other = (shards(folder / last) for folder in (whole, run))

@@ -91,7 +91,7 @@ def test_several_steps_and_the_same_bits_twice(ranks_of: RanksOf, folder: Path, 
     assert all(again.weights[name].equal(one) for name, one in found.weights.items())
 
 
-def test_ranks_without_work_wait_with_the_others(ranks_of: RanksOf, folder: Path) -> None:
+def test_ranks_without_work_take_part(ranks_of: RanksOf, folder: Path) -> None:
     """One group of one rollout with a gradient: two of three ranks have nothing to compute."""
     policy, _ = alone(folder)
     [trace] = near_the_truth(policy, groups(1, rollouts=2, seed=_SPREAD))

@@ -46,7 +46,7 @@ def test_a_training_run_is_refused_at_set_up_with_setting_value_and_limit(
     assert re.search(says, line) and not (tmp_path / "run").exists()
 
 
-def test_what_fits_exactly_is_not_told(recipe: Path) -> None:
+def test_limits_that_fit_exactly_are_not_reported(recipe: Path) -> None:
     for override in (
         "rollout.max_response_tokens=512",
         "model.context_length=512",
@@ -64,7 +64,7 @@ def test_turn_limits_are_held_against_the_positions_too() -> None:
         check_positions(turns, model="m", longest=8192, note=lambda text: None)
 
 
-def test_a_default_is_told_and_not_refused() -> None:
+def test_a_default_is_reported_and_not_refused() -> None:
     """``eval --tasks`` has room for long answers; a model with less room is evaluated all the same."""
     settings = EvalTasksSettings.model_validate(
         {"tasks": "gsm8k", "model": {}, "rollout": {"max_turn_tokens": 1024}}
@@ -76,7 +76,7 @@ def test_a_default_is_told_and_not_refused() -> None:
     ]  # fmt: skip
 
 
-def test_what_a_run_began_with_goes_on_and_is_told(
+def test_a_resumed_run_keeps_its_limits_and_reports_them(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = load_settings(RunSettings, file=recipe, overrides=["rollout.max_response_tokens=4096"])

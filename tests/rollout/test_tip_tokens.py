@@ -110,7 +110,7 @@ def stripped(ids: list[int]) -> list[int]:
     return ids
 
 
-def test_the_released_way_leaves_the_tips_of_the_present_turn() -> None:
+def test_the_released_code_leaves_the_tips_of_the_current_turn() -> None:
     block = TIP + "\n\n"
     for separator, expected in (
         ("\n\n", "tips_left_by_released_code"),
@@ -122,7 +122,7 @@ def test_the_released_way_leaves_the_tips_of_the_present_turn() -> None:
         assert [holds(stripped(ids), START) for ids in encoded] == EXPECTED[expected]
 
 
-def test_ours_leaves_none_and_is_a_plain_rollout_s() -> None:
+def test_removing_memory_nodes_leaves_a_plain_rollout() -> None:
     tipped, plain = episode([Shows()]), episode([])
     turns = [list(nodes) for acted, nodes in groupby(tipped, key=lambda node: node.trainable) if not acted]
     assert [holds([i for node in turn for i in node.token_ids], START) for turn in turns] == [True] * 3

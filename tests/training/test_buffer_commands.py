@@ -132,7 +132,7 @@ def test_a_real_expert_gets_the_real_return() -> None:
     factory.close()
 
 
-def test_an_endpoint_fills_the_buffer_and_a_second_run_asks_nothing(
+def test_an_endpoint_fills_the_buffer_and_a_second_build_requests_nothing(
     family: ToyTaskSet, tmp_path: Path, capsys: Any
 ) -> None:
     with chat_server(lambda asked: models() if asked.path.endswith("models") else solver(asked)) as server:
