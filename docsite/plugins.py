@@ -11,9 +11,9 @@ from outrider.plugins.registry import KINDS, Kind, load_settings_class, preset_t
 
 _HEAD: Final = """# Plug-ins
 
-This page is generated when the site is built, from the registry that `outrider list` prints: built-in plug-ins
-and those of packages that are installed where the site is built. [Your own](../plugins.md) are registered in
-the same way. The column of settings omits those that all plug-ins of a kind share.
+This page is generated when the site is built, from the registry that `outrider list` prints: built-in
+plug-ins and those of packages that are installed where the site is built. [Your own](../plugins.md) are
+registered in the same way. The column of settings omits those that all plug-ins of a kind share.
 """
 # The setting of a recipe that selects a plug-in, by kind.
 _NAMED: Final[Mapping[Kind, str]] = {
