@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-long test-lesser fuzz test-slow test-wheel test-lowest test-vllm test-verifiers test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
+.PHONY: setup setup-docs setup-viewer textworld alfworld demo demo-cluster demo-compare test test-long test-fast-and-long test-lesser fuzz test-slow test-wheel test-lowest test-vllm test-verifiers test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
 # Images for containers often forbid to keep what was compiled: then each process of the tests compiles torch and
@@ -69,10 +69,15 @@ test: setup
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'long and not slow'
 
+# Both in one call, as CI does: files are collected once, and Ray and other shared fixtures are built once.
+test-fast-and-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		-m 'not slow and not vllm and not wheel and not viewer'
+
 # The engine, the update and their bits as on a processor with SSE only (docs/portability.md says which variable acts where).
 LESSER := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE
 LESSER_TESTS := $(patsubst %,tests/engines/test_%.py,few_rows fused local model packed processor sampling) \
-	$(patsubst %,tests/training/test_%.py,continuing determinism mixed_update pack_update versions)
+	$(patsubst %,tests/training/test_%.py,resumed_runs determinism mixed_update pack_update versions)
 
 test-lesser: setup
 	OMP_NUM_THREADS=1 $(LESSER) $(BIN)/python -m pytest -n 2 --dist loadfile $(LESSER_TESTS)
@@ -140,10 +145,15 @@ $(AXE):
 	@if command -v npm > /dev/null; then cd build/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz; \
 	else echo "no npm here: accessibility is not tested"; fi
 
-test-viewer: setup $(AXE)
+$(VENV)/.viewer: $(VENV)/.complete
 	$(PIP) -e '.[viewer-tests]'
 	@if ! command -v chromium > /dev/null && command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	apt-get install --yes --quiet --no-install-recommends chromium > /dev/null || echo "chromium cannot be installed here"; fi
+	@touch $@
+
+setup-viewer: $(VENV)/.viewer $(AXE)
+
+test-viewer: setup-viewer
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m viewer tests/viewer/pages -rs
 
 lint: setup
@@ -174,7 +184,9 @@ $(VENV)/.docs: $(VENV)/.complete
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-docs: $(VENV)/.docs
+setup-docs: $(VENV)/.docs
+
+docs: setup-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 docs-serve: $(VENV)/.docs

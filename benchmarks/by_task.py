@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.by_task_runs import METHODS, TRAINED, Piece, Plan, play, play_smoke
+from benchmarks.compare_by_task import compare_by_task, task_report
 from outrider.errors import ConfigError, OutriderError
-from outrider.evaluation.compare_report import compare_tasks
+from outrider.evaluation.compare_report import show_report
 from outrider.printing import Terminal
 
 TASKS: Final = (
@@ -121,7 +122,7 @@ def _report(out: Path, name: str, pieces: Sequence[Piece]) -> None:
     if pieces:
         given = [f"{piece.column}={piece.run}" for piece in pieces]
         markdown, html = out / f"{name}.md", out / f"{name}.html"
-        compare_tasks(given, markdown=markdown, html=html, console=Terminal())
+        show_report(task_report(compare_by_task(given)), markdown=markdown, html=html, console=Terminal())
 
 
 if __name__ == "__main__":

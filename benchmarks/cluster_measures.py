@@ -107,7 +107,9 @@ def two_ranks(model: str, folder: Path, num: int) -> list[Figure]:
 def _algorithm(settings: RunSettings) -> Any:
     from outrider.training.setup import make_algorithm
 
-    return make_algorithm(settings, None, vocabulary_size=100, stateful=False, num_tokens=len, train_tasks=())
+    return make_algorithm(
+        settings, None, vocabulary_size=100, stateful=False, count_tokens=len, train_tasks=()
+    )
 
 
 def _timed(call: Callable[[], Any]) -> float:

@@ -141,7 +141,7 @@ def _updated(shape: str, device: str) -> dict[str, torch.Tensor]:
     made = make_model(shape, device=device, dtype=torch.bfloat16)
     policy = Policy(made.language_model, OptimizerSettings(learning_rate=1e-5))
     settings = UpdateSettings(max_tokens=1024, max_logprob_gap=1e9)
-    update(policy, groups(4), objective=ObjectiveSettings(), settings=settings, reference=None, first=True)
+    update(policy, groups(4), objective=ObjectiveSettings(), settings=settings, reference=None)
     return {name: one.cpu() for name, one in policy.masters.items()}
 
 

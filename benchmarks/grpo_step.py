@@ -129,7 +129,6 @@ def ours(name: str, precision: str) -> Callable[[], None]:
             objective=algorithm.objective,
             settings=UpdateSettings(),
             reference=None,
-            first=False,
         )
         engine.load(engine.weight_version + 1)
 

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.learning_methods import BASELINE, Method
 from benchmarks.markdown_table import markdown
 from outrider.evaluation.compare import Comparison, Pair
-from outrider.evaluation.compare_tables import notes
+from outrider.evaluation.compare_report import notes
 from outrider.evaluation.statistics import (
     Estimate,
     PairedTest,

@@ -54,7 +54,7 @@ class _Assembled(ToyRun):
             train=TrainSettings(num_steps=1, tasks_per_step=1),
         )
         actions = len(self.model.action_ids)
-        return make_algorithm(run, self.buffer, vocabulary_size=actions, stateful=True, num_tokens=len)
+        return make_algorithm(run, self.buffer, vocabulary_size=actions, stateful=True, count_tokens=len)
 
     def scheduler(self, *, training: bool) -> Any:
         """Return the scheduler. LUFFY's demonstrations are rollouts of the expert; evaluations have none."""

@@ -20,11 +20,12 @@ import pyarrow.parquet as pq
 from outrider.types import Origin, Outcome
 from outrider.viewer.records import (
     FORMAT,
+    ROLLOUT_SCHEMA,
+    SCHEMA,
     RolloutRow,
     TraceRow,
-    node_table,
     rollout_row,
-    rollout_table,
+    rows_to_table,
     step_file,
 )
 
@@ -62,7 +63,7 @@ def write_run(folder: Path, num_rollouts: int) -> Path:
     num_steps = -(-num_rollouts // PER_STEP)
     (folder / "config.toml").write_text(CONFIG.format(num_steps=num_steps))
     nodes, rollouts = one_step()
-    node_base, rollout_base = node_table(nodes), rollout_table(rollouts)
+    node_base, rollout_base = rows_to_table(nodes, SCHEMA), rows_to_table(rollouts, ROLLOUT_SCHEMA)
     traces, index = (_made(folder / name) for name in ("traces", "rollouts"))
     random = np.random.default_rng(1)
     returns = rollout_base["episode_return"].to_numpy(zero_copy_only=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from docsite.characters import CharacterTokenizer
-from outrider.algorithms.base import assign_advantages, outcome_advantages
+from outrider.algorithms.base import outcome_advantages, write_advantages
 from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
@@ -117,5 +117,5 @@ def play(hooks: Sequence[Hook] | None = None, *, seed: int = 3, group_size: int 
     )
     modes = ("on_policy", "hybrid", *["on_policy"] * (group_size - 2))
     trace = scheduler.run([TASK], modes=modes, training_step=0).traces[0]
-    assign_advantages(trace, outcome_advantages(trace, "group_normalized"), attribution="soft")
+    write_advantages(trace, outcome_advantages(trace, "group_normalized"), attribution="soft")
     return trace

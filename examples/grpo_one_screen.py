@@ -8,7 +8,7 @@ This example uses the parts below the public names of ``outrider``, which may ch
 import sys
 
 from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
-from outrider.algorithms.base import assign_advantages
+from outrider.algorithms.base import write_advantages
 from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import load_model
@@ -61,7 +61,7 @@ def train(language_model, *, num_steps=8, group_size=8, learning_rate=1e-5, max_
         returns = [[leaf.episode_return for leaf, _ in group.rollouts()] for group in groups]
         # 2. Advantages: how much better than the other rollouts of the same task, on every token.
         for group, of_group in zip(groups, returns, strict=True):
-            assign_advantages(group, group_normalized_advantages_per_rollout(returns=of_group))
+            write_advantages(group, group_normalized_advantages_per_rollout(returns=of_group))
         # 3. The token loss: max(-A r, -A clip(r, 0.8, 1.2)), with r the ratio of now to the sampling policy.
         [batch] = pack(rollout_paths(groups), max_tokens=1_000_000)
         logprobs = policy.score(batch).logprobs_T

@@ -55,7 +55,7 @@ class PastBaseline(o.Algorithm):
         advantages = o.group_advantages(returns, "group_centered")
         known_returns = [value for value in returns if value is not None]
         if not known_returns:
-            o.assign_advantages(trace, advantages)
+            o.write_advantages(trace, advantages)
             return o.GroupAdvantages(advantages=advantages, measurements={})
         mean = sum(known_returns) / len(known_returns)
         known = self._known.get(trace.task.key, mean)
@@ -64,7 +64,7 @@ class PastBaseline(o.Algorithm):
         # with_values marks the group as having a signal even if all of its returns are equal
         advantages = o.with_values(advantages, advantages.values + shift)
         self._known[trace.task.key] = (known + mean) / 2
-        o.assign_advantages(trace, advantages)
+        o.write_advantages(trace, advantages)
         return o.GroupAdvantages(advantages=advantages, measurements={"past_baseline/known": [known]})
 
     def token_loss(self, inputs: "o.TokenLossInputs") -> "o.TokenLoss":

@@ -21,17 +21,16 @@ settings.load_profile(os.environ.get("OUTRIDER_EXAMPLES", "same"))
 # `make test` gives each worker whole files. These take longest, and the first of them longest: one that
 # began last would leave the other worker without work.
 LONGEST = (
-    "scale/test_same_update.py",  # the first of the files that share one Ray
-    "train/test_resume.py",
+    "distributed/test_rank_updates.py",  # the first of the files that share Ray and ranks
+    "training/test_resume.py",
     "golden/test_golden.py",
     "environments/test_factbook.py",
     "environments/test_agent.py",
     "plugins/test_foreign_package.py",
     "test_first_day.py",
-    "train/test_empo2_run.py",
-    "train/test_families_run.py",
-    "scale/test_flight.py",
-    "scale/test_whole_run.py",
+    "training/test_empo2_run.py",
+    "training/test_families_run.py",
+    "distributed/test_rank_run.py",
     "test_papers_smoke.py",
     "rollout/test_branch.py",
     "learning/test_rapo_learns.py",
@@ -43,28 +42,21 @@ LONGEST = (
     "tools/mcp/test_faults.py",
     "plugins/test_new.py",
     "benchmarks/test_gpu.py",
-    "scale/test_remote_run.py",
-    "evals/test_panel_endpoint.py",
+    "distributed/test_remote_run.py",
+    "evaluation/test_endpoint.py",
     "tools/mcp/test_calls.py",
     "environments/test_agent_clients.py",
-    "train/test_push.py",
+    "training/test_push.py",
     "learning/test_native_calls_learn.py",
     "learning/test_empo2_learns.py",
     "rollout/test_expansion.py",
-    "train/test_pack_update.py",
+    "training/test_pack_update.py",
     "benchmarks/test_learning_toys.py",
     "environments/test_scienceworld_java.py",
-    "train/test_damaged_runs.py",
+    "training/test_damaged_runs.py",
     "algorithms/test_rapo_rollout.py",
-    "scale/test_gone_between.py",
-    "scale/test_part_trains.py",
     "packaging/test_extras.py",
     "learning/test_three_learn.py",
-)
-# Their fixtures start Ray, and ranks: once, if one worker has them all.
-OF_ONE_RAY = tuple(
-    f"scale/test_{name}.py"
-    for name in ("checkpoints", "faults", "programs", "remote_faults", "same_update", "stream")
 )
 
 
@@ -84,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The one of ``--dist loadfile``, for which the files of one Ray are one file."""
+    """The one of ``--dist loadfile``, for which the files that share Ray and ranks are one file."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -92,6 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "scale" if file.endswith(OF_ONE_RAY) else file
+            has_shared = "tests/distributed/" in file and not file.endswith("_run.py")
+            return "distributed" if has_shared else file
 
     return Files(config, log)

@@ -176,7 +176,7 @@ def test_every_recipe_loads_and_its_resolved_form_is_equal(recipe: Path, tmp_pat
         (["algorithm.type=ppo"], "algorithm"),
         (["algorithm.num_hybrid=99"], "num_hybrid 99 exceeds group_size"),
         (["algorithm.aggregation=constant_length"], "max_length"),
-        (["algorithm.quality=false", "algorithm.timing=none"], "leaves no retrieval reward"),
+        (["algorithm.quality=false", "algorithm.timing=none"], "is no retrieval reward"),
         (["algorithm.retrieval.mode=execute"], "stateful"),
         (["environment.type=scienceworld", "algorithm.retrieval.form=turn"], "tag protocol"),
         (["algorithm.num_hybrid=0", "buffer.evolve=true"], "num_hybrid of at least 1"),

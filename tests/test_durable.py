@@ -89,8 +89,9 @@ def test_comparing_follows_no_link(tmp_path: Path, victim: Path, monkeypatch: py
     for name in ("compare_runs", "page"):
         (tmp_path / f"{name}.html.tmp").symlink_to(victim)
     monkeypatch.setattr(compare_render, "compare", lambda paths: None)
-    monkeypatch.setattr(compare_render, "_contents", lambda comparison: ([], [], []))
-    monkeypatch.setattr(compare_render, "html_page", lambda comparison: "page \ud800")
+    report = compare_render.Report(title="", tables=[], notes=[], figures=[])
+    monkeypatch.setattr(compare_render, "make_report", lambda comparison: report)
+    monkeypatch.setattr(compare_render, "to_html", lambda report: "page \ud800")
     compare_runs([], markdown=None, html=tmp_path / "page.html", console=Console(quiet=True))
     assert (tmp_path / "page.html").read_text() == "page ?" and victim.read_text() == "precious"
 

@@ -66,7 +66,7 @@ def test_the_ray_address_is_a_setting_of_a_new_run(
     assert cli.main(["train", "recipes/house-empo2.toml", "--ray-address", "auto", "--dry-run"]) == 0
     assert 'ray_address = "auto"' in capsys.readouterr().out
     assert cli.main(["train", "--resume", "runs/none", "--ray-address", "auto"]) == 2
-    assert "keeps its model, its directory and the address of its Ray" in capsys.readouterr().err
+    assert "has its own model, directory and Ray address" in capsys.readouterr().err
 
 
 def test_submitted_commands_start_a_run() -> None:

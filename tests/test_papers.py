@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks.by_task import make_parser as by_task_parser
+from benchmarks.compare_by_task import make_parser as compare_by_task_parser
 from benchmarks.diversity import make_parser as diversity_parser
 from benchmarks.learning import make_parser as learning_parser
 
@@ -29,7 +30,7 @@ CODE = re.findall(r"`([^`\n]+)`", TEXT)
 COMMANDS = [one for one in CODE if one.startswith(("outrider ", "python ")) and one.count(" ") > 1]
 PARSERS = {
     "benchmarks.learning": learning_parser, "benchmarks.diversity": diversity_parser,
-    "benchmarks.by_task": by_task_parser,
+    "benchmarks.by_task": by_task_parser, "benchmarks.compare_by_task": compare_by_task_parser,
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewing, "require_run", lambda folder: None)  # nor are runs
     for module, name in (
         (buffer_commands, "build_buffer"), (buffer_commands, "import_trajectories"),
-        (compare_render, "compare_runs"), (compare_render, "compare_tasks"),
+        (compare_render, "compare_runs"),
         (critic_training, "train_critic"), (report, "write_report"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stop)

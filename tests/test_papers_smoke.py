@@ -35,6 +35,7 @@ SMALL = {
         "--draws",
         "2",
     ),
+    "benchmarks.compare_by_task": (),
     "benchmarks.by_task": (
         "--smoke",
         "--tasks",

@@ -172,7 +172,7 @@ class ExpeditionRun(ToyRun):
             algorithm=settings,
             train=TrainSettings(num_steps=1, tasks_per_step=1),
         )
-        return make_algorithm(run, self.buffer, vocabulary_size=len(ACTIONS), stateful=True, num_tokens=len)
+        return make_algorithm(run, self.buffer, vocabulary_size=len(ACTIONS), stateful=True, count_tokens=len)
 
     def expected_return(self) -> float:
         """Exact, without memory, retrieval and forks: every right action in a row."""

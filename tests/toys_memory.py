@@ -211,7 +211,7 @@ class HiddenRun(ToyRun):
     def _algorithm(self, settings: Any) -> Any:
         if isinstance(settings, Empo2Settings):
             return Empo2(
-                settings, embedder=HashEmbedder(), num_tokens=len, groups_per_step=1, seed=self.toy.seed
+                settings, embedder=HashEmbedder(), count_tokens=len, groups_per_step=1, seed=self.toy.seed
             )
         return Grpo(settings)
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES_
     from outrider.algorithms.base import GroupFilter as GroupFilter
     from outrider.algorithms.base import ObjectiveSettings as ObjectiveSettings
     from outrider.algorithms.base import TaskChoice as TaskChoice
-    from outrider.algorithms.base import assign_advantages as assign_advantages
     from outrider.algorithms.base import group_advantages as group_advantages
     from outrider.algorithms.base import total_returns as total_returns
     from outrider.algorithms.base import with_values as with_values
+    from outrider.algorithms.base import write_advantages as write_advantages
     from outrider.algorithms.losses import TokenLoss as TokenLoss
     from outrider.algorithms.losses import TokenLossInputs as TokenLossInputs
     from outrider.api import compare as compare
@@ -98,7 +98,7 @@ _NAMES_BY_MODULE: Final = {
     "outrider.algorithms.advantages": "RolloutAdvantages",
     "outrider.algorithms.base": (
         "Algorithm AlgorithmContext Augmentation GroupAdvantages GroupFilter ObjectiveSettings "
-        "TaskChoice assign_advantages group_advantages total_returns with_values"
+        "TaskChoice group_advantages total_returns with_values write_advantages"
     ),
     "outrider.algorithms.losses": "TokenLoss TokenLossInputs",
     "outrider.api": "compare evaluate evaluate_tasks load_run train",
@@ -134,6 +134,9 @@ deprecated.install()
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
+    if name not in _MODULES and (new_name := deprecated.NAMES.get(name)) in _MODULES:
+        deprecated.warn(f"outrider.{name}", f"outrider.{new_name}")
+        name = str(new_name)
     if name not in _MODULES:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)

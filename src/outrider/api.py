@@ -19,7 +19,6 @@ from outrider.config import Settings, load_settings, require_paths
 from outrider.environments.environment import Environment
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import add_search_folder, search_folders
-from outrider.plugins.listing import require_kinds
 from outrider.plugins.registry import Kind, substitute
 from outrider.runs import Run
 from outrider.signals import stop_on_interrupt
@@ -328,7 +327,6 @@ def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
 
     folder = _new_folder(run)
     require_free(folder)
-    require_kinds(settings)
     require_experts(settings)
     require_paths(settings, search_folders())
     require_known_model(settings.model.name)

@@ -37,10 +37,12 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 """Old module names and the modules that define their names now."""
 NAMES: Final[Mapping[str, str]] = {
     "GroupCredit": "GroupAdvantages",
-    "write_credit": "assign_advantages",
+    "write_credit": "write_advantages",
+    "assign_advantages": "write_advantages",
     "Environment": "Env",
     "TaskFamily": "TaskSet",
     "FoundCalls": "ParsedCalls",
+    "LimitedForm": "CallFormat",
     "fault_of": "find_call_error",
     "flaw_of": "find_schema_flaw",
     "form_named": "get_call_format",
@@ -64,10 +66,20 @@ def keep_old_names(module: str) -> None:
         new_name = NAMES.get(name)
         if new_name is None or new_name not in vars(sys.modules[module]):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", f"{module}.{new_name}")
+        warn(f"{module}.{name}", f"{module}.{new_name}")
         return vars(sys.modules[module])[new_name]
 
     sys.modules[module].__getattr__ = find  # type: ignore[method-assign]
+
+
+def rename_methods(cls: type, **new_names: str) -> None:
+    """Let a new class define and call methods by their old names as well; the keywords are old=new."""
+    for old, new in new_names.items():
+        if old in vars(cls) and new not in vars(cls):
+            warn(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
+            setattr(cls, new, vars(cls)[old])
+        elif new in vars(cls):
+            setattr(cls, old, vars(cls)[new])
 
 
 def warn_old_environment(cls: type) -> None:
@@ -83,7 +95,8 @@ def warn_old_environment(cls: type) -> None:
         )
 
 
-def _warn(old: str, new: str) -> None:
+def warn(old: str, new: str) -> None:
+    """Warn that a name changed."""
     warnings.warn(f"{old} is now {new}; the old name goes with the next version", FutureWarning, stacklevel=4)
 
 
@@ -103,7 +116,7 @@ class _MovedModules(MetaPathFinder, Loader):
             new_name = NAMES.get(name, name)
             for target in MODULES[old]:
                 if not name.startswith("__") and hasattr(import_module(target), new_name):
-                    _warn(f"{old}.{name}", f"{target}.{new_name}")
+                    warn(f"{old}.{name}", f"{target}.{new_name}")
                     return getattr(import_module(target), new_name)
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
@@ -35,9 +34,10 @@ from outrider.environments.base import (
     TaskSet,
     make_task_set,
     open_episode,
+    split_tasks,
 )
 from outrider.environments.environment import Environment
-from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
+from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult, OutriderError
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.plugins.registry import read_settings
 from outrider.rollout.hooks import Hook, as_hooks
@@ -113,16 +113,13 @@ def check_environment(
     Raises:
         AssertionError: with the problem that a run would encounter.
     """
-    if isinstance(environment, Environment):
-        task_set = environment.build(environment.settings)
-    elif isinstance(environment, type):
-        task_set = environment.build(environment.Settings())
+    if isinstance(environment, Environment | type):
+        task_set = environment.build(_settings(environment))
     elif isinstance(environment, Mapping):
         task_set = make_task_set(cast(EnvironmentSettings, read_settings("environments", environment)))
     else:
         task_set = environment
-    _check_task_set(task_set, split)
-    tasks = list(islice(task_set.tasks(split), num_tasks))
+    tasks = _check_task_set(task_set, split)[:num_tasks]
     factory = task_set.make()
     try:
         for task in tasks:
@@ -145,7 +142,46 @@ def check_environment(
         task_set.close()
 
 
-def _check_task_set(task_set: TaskSet, split: str) -> None:
+def _settings(environment: Environment | type[Environment]) -> EnvironmentSettings:
+    """Return the settings of an instance, or the default settings of a class."""
+    cls = environment if isinstance(environment, type) else type(environment)
+    name = cls.__qualname__
+    require(
+        issubclass(cls, Environment), f"{name} is no environment: write class {name}(outrider.Environment)"
+    )
+    require(
+        isinstance(cls.Settings, type) and issubclass(cls.Settings, EnvironmentSettings),
+        f"{name}.Settings is no subclass of outrider.EnvironmentSettings: "
+        "write class Settings(outrider.EnvironmentSettings)",
+    )
+    if isinstance(environment, Environment):
+        require(
+            isinstance(environment.settings, EnvironmentSettings),
+            f"the settings of the instance are {environment.settings!r}, no {name}.Settings",
+        )
+        return cast(EnvironmentSettings, environment.settings)
+    try:
+        return cls.Settings()
+    except ValueError as error:
+        raise AssertionError(
+            f"{name}.Settings() has no valid defaults; check an instance, {name}({name}.Settings(...)): "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+def _read_tasks(task_set: TaskSet, split: str) -> list[Task]:
+    try:
+        return split_tasks(task_set, split)
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"tasks raises for the split {split!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_task_set(task_set: TaskSet, split: str) -> list[Task]:
+    """Check the attributes of the task set and its tasks. Returns the tasks of the split."""
     require(isinstance(task_set.name, str) and task_set.name, "name is not a non-empty string")
     require(
         all(isinstance(stop, str) and stop for stop in task_set.stop),
@@ -154,23 +190,25 @@ def _check_task_set(task_set: TaskSet, split: str) -> None:
     require(
         isinstance(task_set.stateful, bool), f"stateful is {task_set.stateful!r}, but must be True or False"
     )
-    tasks = task_set.tasks(split)
+    require(isinstance(task_set.stateful, bool), f"stateful is {task_set.stateful!r}, not True or False")
+    try:
+        tasks = _read_tasks(task_set, split)
+    except DataError as error:
+        raise AssertionError(str(error)) from error
     require(len(tasks) > 0, f"the split {split!r} has no task")
     require(
-        list(tasks) == list(task_set.tasks(split)),
-        f"tasks({split!r}) returns another list when it is called again",
+        tasks == _read_tasks(task_set, split),
+        f"the split {split!r} differs when its tasks are read again",
     )
-    keys = [task.key for task in tasks]
-    require(len(set(keys)) == len(keys), "two tasks have the same key")
-    others = {"train", "test"} - {split}
-    for other in others:
+    for other in {"train", "test"} - {split}:
         with suppress(DataError):  # not every environment has both splits
-            shared = set(keys) & {task.key for task in task_set.tasks(other)}
+            shared = {task.key for task in tasks} & {task.key for task in _read_tasks(task_set, other)}
             require(not shared, f"the task {min(shared, default='')!r} is in {split!r} and in {other!r}")
     for task in tasks[:2]:
         require_picklable(f"the task {task.key!r}", task)
     if (settings := find_settings(task_set)) is not None:
         require_picklable("the settings", settings)
+    return tasks
 
 
 def _scripts(task_set: TaskSet, texts: Sequence[str]) -> list[list[str]]:
@@ -726,7 +764,7 @@ def build_group(
 
 def _assign_advantages(algorithm: Algorithm, groups: Sequence[Trace]) -> list[GroupAdvantages]:
     try:
-        results = algorithm.advantages(groups)
+        results = algorithm.assign_step_advantages(groups)
     except Exception as error:
         raise AssertionError(f"advantages raises {type(error).__name__}: {error}") from error
     require(len(results) == len(groups), f"advantages of {len(groups)} groups has {len(results)} entries")

@@ -42,7 +42,7 @@ class Page(Algorithm):
 
 def test_a_page_that_only_writes_advantages_has_everything_else() -> None:
     page: Any = Page()
-    assert page.advantages(["a", "b"]) == ["of a", "of b"] and page.asked == ["a", "b"]
+    assert page.assign_step_advantages(["a", "b"]) == ["of a", "of b"] and page.asked == ["a", "b"]
     assert page.choose_tasks([], step=3, num_groups=7) == TaskChoice(num_groups=7)
     assert page.augment([], step=3, play=None) == Augmentation() and page.measure([]) == {}
     assert page.modes_of(5, 6) == page.modes and page.hooks == () and page.counts() == []
@@ -89,7 +89,6 @@ def test_the_update_takes_the_loss_of_the_algorithm() -> None:
             token_loss=token_loss,
             settings=ONE_BATCH,
             reference=None,
-            first=False,
         )
         norms.append(report.metrics["grad/norm"])
         assert ("ratio/num_rejected" in report.metrics) == (token_loss is not None)

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from outrider.algorithms.base import Attribution, assign_advantages, outcome_advantages
+from outrider.algorithms.base import Attribution, outcome_advantages, write_advantages
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.packing import RolloutPath, advantages_by_rollout
 from outrider.types import Message, Origin, Outcome, Task
@@ -77,7 +77,7 @@ def expected_estimate(
     total = np.zeros((1 + ACTIONS, ACTIONS))
     for chance, tops, belows in groups(first, second):
         trace = trace_of(tops, belows, returns)
-        assign_advantages(trace, outcome_advantages(trace, "leave_one_out"), attribution=attribution)
+        write_advantages(trace, outcome_advantages(trace, "leave_one_out"), attribution=attribution)
         for leaf, path in trace.rollouts():
             own = RolloutPath(nodes=path, rollout_index=leaf.rollout, rollout=leaf.rollout)
             turns = [node for node in path if node.trainable]

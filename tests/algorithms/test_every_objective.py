@@ -1,7 +1,8 @@
-"""Rules of credit for every page and every preset, as a run builds them: lone rollouts, no spread, faults,
-sums, shift and scale.
+"""Rules for the advantages of every algorithm and preset, as a run builds them: lone rollouts, no spread,
+faults, sums, shift and scale. docs/algorithms/objectives.md lists the rules with their tests.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +14,10 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings
 from outrider.algorithms.exploration import ARPO_PRESETS, EMPO2_PRESETS
-from outrider.algorithms.loss_settings import CispoLoss, ClipLoss, SamplerCorrection
+from outrider.algorithms.loss_settings import CispoLoss, SamplerCorrection
 from outrider.algorithms.luffy import PRESETS as LUFFY_PRESETS
 from outrider.algorithms.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
 from outrider.algorithms.rollout_replay import PRESETS as REPLAY_PRESETS
-from outrider.algorithms.sampler_correction import LOG_RATIO_LIMIT
 from outrider.algorithms.tree_grpo import PRESETS as TREE_PRESETS
 from outrider.config import validate
 from outrider.errors import ConfigError
@@ -25,10 +25,10 @@ from outrider.plugins.registry import BUILT_IN
 from outrider.trace import Trace
 from outrider.training.settings import RunSettings
 from outrider.training.setup import make_algorithm
-from tests.algorithms.grouped import Played, token_credit, trace_of
+from tests.algorithms.builders import Rollout, build_trace, token_advantages
 from tests.objectives import nested
 
-# what is not a function of the returns alone
+# without the parts that are no function of the returns alone
 PLAIN: dict[str, Any] = {"reward_kl_weight": 0.0, "overlong": "none"}
 EVERY: dict[str, dict[str, Any]] = (
     {name: {"type": "grpo", "preset": name, **PLAIN} for name in GRPO_PRESETS}
@@ -48,40 +48,52 @@ EVERY: dict[str, dict[str, Any]] = (
     | {name: {"type": "rollout_replay", "preset": name} for name in REPLAY_PRESETS}
 )  # fmt: skip
 BATCH = [name for name, table in EVERY.items() if table["type"] == "reinforce++"]
-UNCENTRED = [*BATCH, "rejection"]  # credit against the batch, and against a threshold
-GROUPS_ = [name for name in EVERY if name not in UNCENTRED]
+UNCENTRED = [*BATCH, "rejection"]  # advantages relative to the batch, and to a threshold
 
 
-def credited(name: str, groups: Sequence[Sequence[Played]]) -> tuple[list[Trace], list[GroupAdvantages]]:
-    """A step's groups with the credit of that page."""
-    run = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": EVERY[name]})
-    page = make_algorithm(run, None, vocabulary_size=9, stateful=False, num_tokens=len)
-    traces = [trace_of(rollouts, key=str(number)) for number, rollouts in enumerate(groups)]
+@functools.cache
+def run_settings(name: str) -> RunSettings:
+    return validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": EVERY[name]})
+
+
+def build(groups: Sequence[Sequence[Rollout]]) -> list[Trace]:
+    traces = [build_trace(rollouts, key=str(number)) for number, rollouts in enumerate(groups)]
     for trace, rollouts in zip(traces, groups, strict=True):
         trace.modes = ("plain",) * len(rollouts)
-    return traces, page.advantages(traces)
+    return traces
 
 
-def advantages(traces: Sequence[Trace]) -> list[list[float]]:
+def assign_to(name: str, traces: list[Trace], **options: Any) -> list[GroupAdvantages]:
+    """Assign the advantages of a step; ``options`` change settings of the algorithm."""
+    run = run_settings(name)
+    if options:
+        run = run.model_copy(update={"algorithm": run.algorithm.model_copy(update=options)})
+    algorithm = make_algorithm(run, None, vocabulary_size=9, stateful=False, count_tokens=len)
+    return algorithm.assign_step_advantages(traces)
+
+
+def assign(name: str, groups: Sequence[Sequence[Rollout]]) -> tuple[list[Trace], list[GroupAdvantages]]:
+    traces = build(groups)
+    return traces, assign_to(name, traces)
+
+
+def rollout_advantages(traces: Sequence[Trace]) -> list[list[float]]:
     return [
         [leaf.advantage for leaf, _ in trace.rollouts() if leaf.advantage is not None] for trace in traces
     ]
 
 
-def test_no_page_is_missing() -> None:
+def test_no_algorithm_is_missing() -> None:
     assert set(BUILT_IN["algorithms"]) == {table["type"] for table in EVERY.values()}
 
 
-def chosen(name: str) -> ObjectiveSettings:
-    return validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": EVERY[name]}).algorithm
-
-
 @pytest.mark.parametrize("name", EVERY)
-def test_what_is_on_by_default_is_what_the_specification_chose(name: str) -> None:
-    """Token weights up to 2 against the engine, no KL, no dual clip; scripts say where theirs differ, EMPO²'s
-    dual clip is its paper's.
+def test_presets_that_follow_papers_have_the_defaults_of_the_specification(name: str) -> None:
+    """Token weights up to 2 against the engine, no KL, no dual clip (except EMPO²'s, which is its paper's).
+    Presets that follow released scripts may differ.
     """
-    settings_, is_script = chosen(name), any(mark in name for mark in ("official", "released", "verl", "trl"))
+    settings_ = run_settings(name).algorithm
+    is_script = any(mark in name for mark in ("official", "released", "verl", "trl"))
     if not is_script and name != "rejection":
         expected = SamplerCorrection(upper=2.0, lower=None, level="token", outside="truncate")
         assert settings_.sampler_correction == expected
@@ -92,23 +104,13 @@ def test_what_is_on_by_default_is_what_the_specification_chose(name: str) -> Non
 
 
 def test_the_other_defaults_of_the_specification() -> None:
-    """Sample std with 1e-6 on it, one value a rollout, global token mean, a constant length, an absolute cap,
-    the clamp at 20.
-    """
-    plain = ObjectiveSettings()
-    assert (plain.advantage, plain.loss.type, plain.aggregation, plain.kl_estimator) == (
-        "group_normalized",
-        "clip",
-        "token_mean",
-        "k2",
-    )
-    assert plain.loss == ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None)
-    assert plain.positive_nll == 0.0 and LOG_RATIO_LIMIT == 20.0
-    long = [Played(value=1.0, mask=[1, 0, 1, 0, 1]), Played(value=0.0)]  # three turns are one value
-    traces, _ = credited("grpo", [long])
+    """The sample std with 1e-6 added, one value per rollout, a constant length, an absolute cap."""
+    long = [Rollout(value=1.0, mask=[1, 0, 1, 0, 1]), Rollout(value=0.0)]  # three turns are one value
+    traces, _ = assign("grpo", [long])
     z = 0.5 / (math.sqrt(0.5) + 1e-6)
-    assert token_credit(traces).tolist() == pytest.approx([z, z, z, -z], rel=1e-12)
-    assert chosen("dr-grpo").max_length == 3000 and chosen("cispo-paper").loss == CispoLoss(ratio_cap=5.0)
+    assert token_advantages(traces).tolist() == pytest.approx([z, z, z, -z], rel=1e-12)
+    assert run_settings("dr-grpo").algorithm.max_length == 3000
+    assert run_settings("cispo-paper").algorithm.loss == CispoLoss(ratio_cap=5.0)
     for missing in ({"loss": "cispo"}, {"aggregation": "constant_length"}):
         with pytest.raises(ConfigError):
             validate(ObjectiveSettings, nested(missing))
@@ -116,30 +118,30 @@ def test_the_other_defaults_of_the_specification() -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_lone_rollout_never_gets_its_raw_return(name: str) -> None:
-    """Alone in its group, or what faults have left of it; its neighbours have credit of their own."""
-    others = [Played(value=0.0), Played(value=1.0)]
-    for lone in ([Played(value=7.0)], [Played(value=None), Played(value=7.0), Played(value=None)]):
-        traces, credits_ = credited(name, [lone, others])
-        [value] = advantages(traces[:1])[0]
+    """Alone in its group, or the only one left by faults, beside a group with advantages of its own."""
+    others = [Rollout(value=0.0), Rollout(value=1.0)]
+    for lone in ([Rollout(value=7.0)], [Rollout(value=None), Rollout(value=7.0), Rollout(value=None)]):
+        traces, results = assign(name, [lone, others])
+        [value] = rollout_advantages(traces[:1])[0]
         if name not in UNCENTRED:
-            assert value == 0.0 and credits_[0].advantages.reason == "singleton"
-            assert token_credit(traces[:1]).tolist() == [0.0]
+            assert value == 0.0 and results[0].advantages.reason == "singleton"
+            assert token_advantages(traces[:1]).tolist() == [0.0]
         assert name == "rejection" or abs(value) < 2.0
-        traces, _ = credited(name, [lone])  # nothing beside it
-        assert advantages(traces) == [[1.0 if name == "rejection" else 0.0]]
+        traces, _ = assign(name, [lone])  # nothing beside it
+        assert rollout_advantages(traces) == [[1.0 if name == "rejection" else 0.0]]
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "rejection"])
 def test_no_spread_is_exactly_zero_and_a_fault_is_unassigned(name: str) -> None:
-    constant = [Played(value=0.3), Played(value=0.1 + 0.2), Played(value=0.3)]
-    traces, credits_ = credited(name, [constant, constant])
-    assert not token_credit(traces).any()
-    assert all((one.advantages.has_signal, one.advantages.reason) == (False, "no_spread") for one in credits_)
-    traces, [credit] = credited(name, [[Played(value=None)] * 3])
-    assert credit.advantages.reason == "unscorable" and advantages(traces) == [[]]
+    constant = [Rollout(value=0.3), Rollout(value=0.1 + 0.2), Rollout(value=0.3)]
+    traces, results = assign(name, [constant, constant])
+    assert not token_advantages(traces).any()
+    assert all((one.advantages.has_signal, one.advantages.reason) == (False, "no_spread") for one in results)
+    traces, [credit] = assign(name, [[Rollout(value=None)] * 3])
+    assert credit.advantages.reason == "unscorable" and rollout_advantages(traces) == [[]]
     assert all(node.credit is None for node in traces[0].nodes)
     with pytest.raises(ValueError, match=r"infinite|finite"):
-        credited(name, [[Played(value=0.0), Played(value=math.inf)]])
+        assign(name, [[Rollout(value=0.0), Rollout(value=math.inf)]])
 
 
 RETURN = st.floats(-5.0, 5.0).map(lambda value: round(value, 2))
@@ -157,29 +159,28 @@ def is_spread(groups: Sequence[Sequence[float]]) -> bool:
     return np.ptp(every) > 0.1 and all(np.ptp(part) == 0.0 or np.ptp(part) > 0.1 for part in parts)
 
 
+def from_returns(groups: Sequence[Sequence[float]]) -> list[list[Rollout]]:
+    return [[Rollout(value=value) for value in own] for own in groups]
+
+
 @pytest.mark.parametrize("name", EVERY)
 @settings(max_examples=10)
 @given(groups=GROUPS, num_faults=st.integers(1, 3))
 def test_faults_change_no_bit_of_the_others(groups: Any, name: str, num_faults: int) -> None:
-    """They come last here, so that the leaves of a tree keep their tree."""
-    base, _ = credited(name, [[Played(value=value) for value in own] for own in groups])
-    faulty = [
-        [*(Played(value=value) for value in own), *[Played(value=None, mask=[1, 1])] * num_faults]
-        for own in groups
-    ]
-    found, _ = credited(name, faulty)
-    assert token_credit(found).tolist() == token_credit(base).tolist() and advantages(found) == advantages(
-        base
-    )
+    """The faults come last, so that the leaves of a tree stay in their tree."""
+    base, _ = assign(name, from_returns(groups))
+    lost = [Rollout(value=None, mask=[1, 1])] * num_faults
+    found, _ = assign(name, [[*own, *lost] for own in from_returns(groups)])
+    assert token_advantages(found).tolist() == token_advantages(base).tolist()
+    assert rollout_advantages(found) == rollout_advantages(base)
 
 
-@pytest.mark.parametrize("name", GROUPS_)
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in UNCENTRED])
 @settings(max_examples=10)
 @given(groups=GROUPS)
 def test_the_advantages_of_a_group_sum_to_zero(groups: Any, name: str) -> None:
-    traces, _ = credited(name, [[Played(value=value) for value in own] for own in groups])
-    for trace in traces:
-        assert abs(math.fsum(token_credit([trace]))) < 1e-6
+    for trace in assign(name, from_returns(groups))[0]:
+        assert abs(math.fsum(token_advantages([trace]))) < 1e-6
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "rejection"])
@@ -188,21 +189,64 @@ def test_the_advantages_of_a_group_sum_to_zero(groups: Any, name: str) -> None:
 def test_returns_may_be_shifted_and_scaled(groups: Any, name: str, shift: float, scale: float) -> None:
     assume(is_spread(groups))
 
-    def found(by: float, to: float) -> np.ndarray:
-        return token_credit(
-            credited(name, [[Played(value=by * value + to) for value in own] for own in groups])[0]
-        )
+    def found(factor: float, offset: float) -> np.ndarray:
+        moved = [[factor * value + offset for value in own] for own in groups]
+        return token_advantages(assign(name, from_returns(moved))[0])
 
     base = found(1.0, 0.0)
     if name in BATCH:
         assume(np.ptp(base) > 0.1)
     np.testing.assert_allclose(found(1.0, shift), base, atol=1e-3)
-    divides_by_no_std = name in (
-        "dr-grpo",
-        "luffy-official",
-        "empo2-centered",
-        *GIGPO_PRESETS,
-    ) or name.startswith("rloo")
-    np.testing.assert_allclose(
-        found(scale, 0.0), (scale if divides_by_no_std else 1.0) * base, rtol=1e-3, atol=1e-3
+    unscaled = ("dr-grpo", "luffy-official", "empo2-centered", *GIGPO_PRESETS)  # no division by a std
+    factor = scale if name in unscaled or name.startswith("rloo") else 1.0
+    np.testing.assert_allclose(found(scale, 0.0), factor * base, rtol=1e-3, atol=1e-3)
+
+
+def test_a_kl_in_the_reward_has_a_scale_of_its_own() -> None:
+    """The exception: the scale of the reward determines the weight of the KL."""
+    found = []
+    for scale in (1.0, 10.0):
+        group = [Rollout(value=0.0, kl=[1.0]), Rollout(value=scale, mask=[1, 1], kl=[0.5, 0.0])]
+        assign_to("reinforce++", traces := build([group]), reward_kl_weight=0.5)
+        found.append(token_advantages(traces))
+    assert np.abs(found[0] - found[1]).max() > 0.05
+
+
+NAMES = [*GRPO_PRESETS, *REINFORCE_PLUS_PLUS_PRESETS]
+MASKED = st.lists(
+    st.lists(st.tuples(RETURN, st.lists(st.integers(0, 1), min_size=1, max_size=6)), min_size=2, max_size=4),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(groups=MASKED, name=st.sampled_from(NAMES), holes=st.lists(st.integers(0, 3), min_size=8, max_size=8))
+def test_observation_tokens_change_no_advantage(groups: Any, name: str, holes: list[int]) -> None:
+    """Observations of other lengths and with other rewards: a discount, a whitening or a mean that included
+    them would differ.
+    """
+    options = {"gamma": 0.9} if name == "reinforce++" else {}
+
+    def stuffed(mask: Sequence[int]) -> list[int]:
+        runs = [[1] * one + [0] * num for one, num in zip(mask, holes, strict=False)]
+        return [one for run in runs for one in run] or [0]
+
+    plain, other = (
+        build([[Rollout(value=value, mask=change(mask)) for value, mask in own] for own in groups])
+        for change in (list, stuffed)
     )
+    for node in (node for trace in other for node in trace.nodes):
+        node.reward, node.kl = (0.0, ()) if node.trainable else (77.0, (5.0,))
+    for traces in (plain, other):
+        assign_to(name, traces, **options)
+    assert token_advantages(other).tolist() == token_advantages(plain).tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_of_the_groups_changes_no_advantage(name: str) -> None:
+    groups = [
+        [Rollout(value=0.0), Rollout(value=1.0, mask=[1, 1])],
+        [Rollout(value=3.0, mask=[1, 0, 1]), Rollout(value=2.5)],
+    ]
+    base, found = (token_advantages(assign(name, order)[0]) for order in (groups, groups[::-1]))
+    np.testing.assert_allclose(np.concatenate([found[3:], found[:3]]), base, atol=1e-12)

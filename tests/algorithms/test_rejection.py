@@ -11,7 +11,7 @@ from outrider.algorithms.grpo import Rejection, RejectionSettings
 from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.trace import Trace
-from tests.algorithms.grouped import Played, token_credit, trace_of
+from tests.algorithms.builders import Rollout, build_trace, token_advantages
 from tests.algorithms.test_exact_gradient import bias
 
 
@@ -23,9 +23,9 @@ def kept(trace: Trace, **options: Any) -> list[int]:
 def group() -> Trace:
     """Rollouts 1 and 3 wrote the same; 4 is the best; 5 is a fault."""
     values = [0.5, 1.0, 1.5, 1.0, 2.0, None]
-    return trace_of(
+    return build_trace(
         [
-            Played(value=value, mask=[1, 0, 1], first_token=5 if row in (1, 3) else 10 * row + 5)
+            Rollout(value=value, mask=[1, 0, 1], first_token=5 if row in (1, 3) else 10 * row + 5)
             for row, value in enumerate(values)
         ]
     )
@@ -43,7 +43,7 @@ def test_options_by_hand() -> None:
         ({"threshold": -1.0, "deduplicate": False}, [0, 1, 2, 3, 4]),
     ):
         assert kept(group(), **options) == expected, options
-    ties = trace_of([Played(value=1.0, first_token=10 * row) for row in range(3)])
+    ties = build_trace([Rollout(value=1.0, first_token=10 * row) for row in range(3)])
     assert kept(ties, keep="best") == [0]
 
 
@@ -52,7 +52,7 @@ def test_what_is_written_and_reported() -> None:
     credit = Rejection(validate(RejectionSettings, {})).assign_advantages(trace)
     assert [leaf.advantage for leaf, _ in trace.rollouts()] == [0.0, 1.0, 1.0, 0.0, 1.0, None]
     # rejected tokens have no credit: they are in no denominator
-    assert token_credit([trace]).tolist() == [1.0] * 6
+    assert token_advantages([trace]).tolist() == [1.0] * 6
     assert (credit.advantages.has_signal, credit.advantages.reason) == (True, None)
     means = {name: np.mean(values) for name, values in credit.measurements.items()}
     assert means == {
@@ -62,10 +62,10 @@ def test_what_is_written_and_reported() -> None:
     }
     nobody = Rejection(validate(RejectionSettings, {"threshold": 3.0})).assign_advantages(trace := group())
     assert (nobody.advantages.reason, nobody.measurements["rejection/task_fraction"]) == ("rejected", [0.0])
-    assert token_credit([trace]).size == 0 and trace.leaves[0].advantage == 0.0
-    faults = Rejection(validate(RejectionSettings, {})).assign_advantages(trace_of([Played(value=None)]))
+    assert token_advantages([trace]).size == 0 and trace.leaves[0].advantage == 0.0
+    faults = Rejection(validate(RejectionSettings, {})).assign_advantages(build_trace([Rollout(value=None)]))
     assert faults.advantages.reason == "unscorable" and not any(faults.measurements.values())
-    with pytest.raises(ValueError, match="already has credit"):
+    with pytest.raises(ValueError, match="already has an advantage"):
         kept(credited_trace)
 
 
@@ -78,8 +78,8 @@ def test_what_is_written_and_reported() -> None:
 def test_no_rollout_below_the_threshold_is_ever_kept(
     values: Any, keep: str, deduplicate: bool, tokens: list[int]
 ) -> None:
-    trace = trace_of(
-        [Played(value=value, first_token=token) for value, token in zip(values, tokens, strict=False)]
+    trace = build_trace(
+        [Rollout(value=value, first_token=token) for value, token in zip(values, tokens, strict=False)]
     )
     found = kept(trace, threshold=0.5, keep=keep, deduplicate=deduplicate)
     good = [row for row, value in enumerate(values) if value is not None and value >= 0.5]
@@ -91,7 +91,7 @@ def test_no_rollout_below_the_threshold_is_ever_kept(
         assert {tokens[row] for row in found} == {tokens[row] for row in good}
     elif found:
         assert found == [good[0] if keep == "first" else max(good, key=lambda row: (values[row], -row))]
-    assert set(token_credit([trace]).tolist()) <= {1.0}
+    assert set(token_advantages([trace]).tolist()) <= {1.0}
 
 
 def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
@@ -103,7 +103,7 @@ def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
 
     def credit(paths: Any) -> Any:
         return algorithm.assign_advantages(
-            trace_of([Played(value=float(tree.returns[path])) for path in paths])
+            build_trace([Rollout(value=float(tree.returns[path])) for path in paths])
         ).advantages
 
     found = bias.expected_gradient(tree, credit, group_size=2)
@@ -115,11 +115,11 @@ def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"advantage": "leave_one_out"}, "leave advantage out"),
+        ({"advantage": "leave_one_out"}, "remove advantage"),
         ({"aggregation": "sequence_mean_token_mean"}, "token_mean"),
-        ({"keep": "best", "max_kept": 2}, "leave max_kept out"),
+        ({"keep": "best", "max_kept": 2}, "remove max_kept"),
         ({"group_size": 1}, "group_size"),
-        ({"positive_nll": 0.1}, "leave positive_nll out"),
+        ({"positive_nll": 0.1}, "remove positive_nll"),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from outrider.types import Message, Origin, Outcome, Task
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "advantages.json").read_text())
 }
 TEXT = Message(role="assistant", content="said")
 

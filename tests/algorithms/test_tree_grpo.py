@@ -43,7 +43,7 @@ from tests.training.test_pack_update import (  # noqa: F401
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "advantages.json").read_text())
 }
 
 
@@ -125,9 +125,7 @@ def test_a_shared_tokens_gradient_is_the_sum_over_its_leaves(
     model = tiny_model(dtype=torch.float64)
     plain, policy = eager(model), Recorder(model, shift)
     settings = UpdateSettings(num_epochs=2, max_tokens=max_tokens)
-    report = update(
-        policy, [trace], objective=chosen.objective, settings=settings, reference=None, first=False
-    )
+    report = update(policy, [trace], objective=chosen.objective, settings=settings, reference=None)
     with torch.no_grad():
         olds = padded_logprobs(plain, paths)
     for found in policy.gradients:
@@ -164,9 +162,9 @@ def test_the_size_of_a_group_follows_and_presets_fill_in() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"group_size": 7}, "follows from the trees"), ({"num_kept": 4}, "exceeds the 3 leaves"),
+        ({"group_size": 7}, "derived from the trees"), ({"num_kept": 4}, "exceeds the 3 leaves"),
         ({"advantage": "group_centered"}, "combination"), ({"loss": "gspo"}, "shares tokens"),
-        ({"combination": "inner", "num_kept": 1}, "two leaves a tree"),
+        ({"combination": "inner", "num_kept": 1}, "two leaves per tree"),
         ({"sampler_rejection": {"scope": "sum"}}, "shares tokens"),
         ({"num_trees": 1, "num_rounds": 0}, "greater than or equal to 2"),
         ({"num_expansions": "two"}, "integer"),

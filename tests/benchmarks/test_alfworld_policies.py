@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks import alfworld_policies
-from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldTaskSet
+from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment
 
 
 def test_the_table_has_a_row_per_task_type_and_a_total(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,10 +20,8 @@ def test_the_table_has_a_row_per_task_type_and_a_total(capsys: pytest.CaptureFix
 
 def test_random_play_depends_on_the_sample_number() -> None:
     def won(sample: int, max_moves: int = 500) -> bool:
-        family = AlfworldTaskSet(
-            AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=max_moves)
-        )
-        return alfworld_policies.chance(family, family.tasks("test")[0], sample)
+        settings = AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=max_moves)
+        return alfworld_policies.chance(settings, AlfworldEnvironment.tasks(settings, "test")[0], sample)
 
     assert [won(sample) for sample in (0, 3, 0, 3)] == [False, True, False, True]
     assert not won(3, max_moves=2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.figure_records import Score, render_all
-from benchmarks.figures import differences, main, rewritten
+from benchmarks.figures import differences, documents, main, rewritten
 
 from outrider.errors import DataError, PackError
 from outrider.evaluation.packs import make_pack
@@ -62,7 +62,7 @@ def root(tmp_path: Path) -> Path:
 def test_every_record_is_used_in_a_document() -> None:
     marks = re.findall(
         r"<!-- figures?: (\S+) -->",
-        "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]),
+        "".join(path.read_text() for path in documents(ROOT)),
     )
     assert {name.partition("/")[0] for name in marks} == {
         file.stem for file in (ROOT / "records").glob("*.json")

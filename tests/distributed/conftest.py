@@ -1,4 +1,4 @@
-"""One Ray for the tests that need it, and groups of ranks that live as long as they are asked for."""
+"""One Ray and one group of ranks per size for all tests of the folder."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from outrider.distributed.ray_session import Session
     from tests.distributed.forked_ranks import ForkedRanks
 
-# an older torch, on which a run says what it needs
+# an older torch, with which a run with ranks is refused
 collect_ignore_glob = [] if find_spec("torch.distributed.checkpoint.hf_storage") else ["test_*.py"]
 
 
@@ -37,11 +37,13 @@ def session() -> "Iterator[Session]":
 def ranks_of(folder: Path) -> "Iterator[Callable[[int], ForkedRanks]]":
     from tests.distributed.forked_ranks import ForkedRanks
 
-    # All at once: they load beside each other.
-    made = {size: ForkedRanks(folder, size) for size in (1, 2, 3)}
+    made: dict[int, ForkedRanks] = {}
 
     def of(size: int) -> ForkedRanks:
-        made[size].call("anew")
+        if size in made:
+            made[size].call("anew")
+        else:
+            made[size] = ForkedRanks(folder, size)
         return made[size]
 
     yield of

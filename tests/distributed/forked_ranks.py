@@ -10,9 +10,9 @@ from typing import Any
 from tests.distributed.probe import ProbedRank, rank_settings
 
 _LIMIT_S = 200.0
-_context = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 # one server for these and for tests/training/forked.py, whichever comes first
-_context.set_forkserver_preload(["tests.training.forked_imports", "tests.distributed.probe"])
+CONTEXT.set_forkserver_preload(["tests.training.forked_imports", "tests.distributed.probe"])
 
 
 class ForkedRanks:
@@ -22,8 +22,8 @@ class ForkedRanks:
         self._pipes = []
         self._processes = []
         for rank in range(size):
-            own, theirs = _context.Pipe()
-            process = _context.Process(
+            own, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve, args=(theirs, rank_settings(folder, **changed), rank, size), daemon=True
             )
             process.start()

@@ -1,16 +1,37 @@
-"""Groups of rollouts with forks, ragged lengths and groups without a signal, for updates of any kind."""
+"""Groups of rollouts with forks, ragged lengths and groups without a signal, and every kind of update."""
 
 import random
 
 import numpy as np
 
 from outrider.algorithms.advantages import RolloutAdvantages
-from outrider.algorithms.base import assign_advantages
+from outrider.algorithms.base import ObjectiveSettings, write_advantages
+from outrider.config import validate
 from outrider.trace import Leaf, Node, Trace
+from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="user", content="")
 VOCABULARY = 99  # of the tiny model
+_OF_THE_UPDATE = {
+    "loss", "aggregation", "max_length", "kl_weight", "kl_estimator", "sampler_correction",
+    "sampler_rejection", "positive_nll", "old_context", "student_mask", "shaping", "clip_own", "weight_cap",
+}  # fmt: skip
+
+
+def distinct_objectives() -> dict[str, ObjectiveSettings]:
+    """Every algorithm and preset, without those whose update equals that of an earlier one."""
+    from tests.algorithms.test_every_objective import EVERY
+
+    found: dict[str, ObjectiveSettings] = {}
+    seen: set[str] = set()
+    for name, table in EVERY.items():
+        algorithm = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": table}).algorithm
+        update = str((algorithm.type, algorithm.model_dump(include=_OF_THE_UPDATE)))
+        if update not in seen:
+            found[name] = algorithm
+        seen.add(update)
+    return found
 
 
 def groups(num: int, *, rollouts: int = 4, seed: int = 0, longest: int = 40) -> list[Trace]:
@@ -66,4 +87,4 @@ def credit(trace: Trace) -> None:
     values = (returns - returns.mean()) / (returns.std() + 1e-6)
     assigned = np.ones(len(values), dtype=bool)
     given = RolloutAdvantages(values=values, assigned=assigned, has_signal=bool(values.any()), reason=None)
-    assign_advantages(trace, given, attribution="soft")
+    write_advantages(trace, given, attribution="soft")

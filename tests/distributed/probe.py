@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.distributed.fsdp import fill
 from outrider.distributed.learner import Rank, RankGroup, RankSettings, _whole
 from outrider.distributed.ray_session import Session
 from outrider.engines.local.model import Precision, load_model
@@ -41,7 +40,6 @@ def run(
     settings: UpdateSettings,
     *,
     keep: bool = True,
-    first: bool = True,
 ) -> Found:
     """One update of any policy from where it stands."""
     found, step = Found(), policy.step
@@ -55,9 +53,7 @@ def run(
 
     policy.step = watched  # type: ignore[method-assign]
     try:
-        report = update(
-            policy, traces, objective=objective, settings=settings, reference=reference, first=first
-        )
+        report = update(policy, traces, objective=objective, settings=settings, reference=reference)
     finally:
         policy.step = step  # type: ignore[method-assign]
     found.metrics, found.num_computed = report.metrics, report.num_computed_tokens
@@ -72,11 +68,17 @@ def whole(tensors: dict[str, Any], *, keep: bool) -> dict[str, torch.Tensor]:
 
 
 class ProbedRank(Rank):
-    """Begins anew whenever it is asked."""
+    """A rank that tests can reset to its first weights."""
 
+    def build(self, host: str, port: int) -> tuple[int, int]:
+        built = super().build(host, port)
+        self._first = {name: one.detach().clone() for name, one in self.policy.masters.items()}
+        return built
+
+    @torch.no_grad()
     def anew(self) -> None:
-        assert self._settings.lora is None
-        fill(Path(self._settings.folder), self.policy.masters)
+        for name, one in self.policy.masters.items():
+            one.copy_(self._first[name])
         self.policy.fresh_optimizer()
         self.policy.scoring.reshard()  # type: ignore[operator]
 
@@ -85,12 +87,14 @@ class ProbedRank(Rank):
         traces: Sequence[Trace],
         objective: ObjectiveSettings,
         settings: UpdateSettings,
-        first: bool = True,
+        num_steps: int | None = None,
     ) -> Found:
-        """``first``: log-probs are compared with the engine's."""
+        """``num_steps``: of the policy so far; the engine is checked before the first step only."""
+        if num_steps is not None:
+            self.policy.num_steps = num_steps
         reference = self.reference if objective.kl_weight > 0 else None
         keep = self._rank == 0
-        return run(self.policy, reference, traces, objective, settings, keep=keep, first=first)
+        return run(self.policy, reference, traces, objective, settings, keep=keep)
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.weights(list(self.policy.masters))

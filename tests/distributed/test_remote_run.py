@@ -4,14 +4,12 @@ left behind.
 """
 
 import json
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.traces import Traces
+from tests.distributed.command_runs import CommandRuns
 from tests.training.forked import forked_outrider
 from tests.training.whole_runs import command, differences, metrics, write_data
 
@@ -41,7 +39,7 @@ def given(root: Path, run: Path, *overrides: str) -> list[str | Path]:
 
 
 def played(root: Path, name: str, *overrides: str) -> Path:
-    Traces().played(*given(root, root / name, *overrides))
+    CommandRuns().run(*given(root, root / name, *overrides))
     assert not list((root / name).rglob("weights-*.safetensors"))
     return root / name
 
@@ -67,17 +65,11 @@ def test_one_engine_and_one_worker_are_one_process_bit_for_bit(root: Path) -> No
 def test_two_of_each_are_the_same_bits_after_a_kill(root: Path) -> None:
     two = played(root, "two", *TWO)
     run = root / "killed"
-    traces = Traces()
-    process = traces.start(*given(root, run, *TWO))
-    until = time.monotonic() + 240
-    while not (run / "checkpoints" / "step-000001" / "state.json").exists():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.05)
-    assert any("ray::EngineActor" in one for one in traces.processes())
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    traces.wait_until_actors_ended()
-    traces.played("train", "--resume", run, "--progress", "plain")
+    runs = CommandRuns()
+    process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *given(root, run, *TWO))
+    assert any("ray::EngineActor" in one for one in runs.processes())
+    runs.kill(process)
+    runs.run("train", "--resume", run, "--progress", "plain")
     assert differences(two, run, num_steps=STEPS) == []
 
 

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outrider.config import validate
-from outrider.errors import ConfigError
-from outrider.training.settings import RunSettings
 from tests.distributed.test_remote_faults import Crew, crew_of
 
 if TYPE_CHECKING:
@@ -57,22 +54,3 @@ def test_an_engine_that_is_gone_is_replaced(crew: Crew, how: signal.Signals) -> 
     counts = crew.remote.repairs.pop_counts()
     assert counts["cluster/engine_deaths"] + counts["cluster/engine_hangs"] == 1.0
     assert counts["rollout/num_groups_replayed"] == 4.0
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"cluster": {"batching": "stream"}}, "batching = stream needs engines in processes of their own"),
-        (
-            {
-                "cluster": {"batching": "stream", "weights": "store"},
-                "environment": {"type": "factbook", "max_batch_calls": 9},
-            },
-            "which environment.max_batch_calls counts",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, object], told: str) -> None:
-    recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}}
-    with pytest.raises(ConfigError, match=told):
-        validate(RunSettings, {**recipe, **changed})

@@ -26,8 +26,8 @@ from outrider.training.packing import pack
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build, local_learner
 from outrider.training.update import rollout_paths
+from tests.distributed.command_runs import CommandRuns
 from tests.distributed.test_remote_faults import Crew
-from tests.distributed.traces import Traces
 from tests.tiny import save_tiny_model
 from tests.training.tool_run import TAGS, save_model, write_tool_run
 from tests.training.whole_runs import metrics
@@ -197,7 +197,7 @@ def test_a_run_of_two_steps_from_the_command_line(tmp_path: Path) -> None:
     recipe = tmp_path / "plain.toml"
     recipe.write_text((tmp_path / "recipe.toml").read_text().replace("num_hybrid = 2", ""))
     before, run = vllm_processes(), tmp_path / "run"
-    Traces().played(
+    CommandRuns().run(
         "train", recipe, "--run", run, "--progress", "plain", "algorithm.type=grpo", "algorithm.group_size=4",
         "engine.type=vllm", "engine.memory=1", "model.lora.rank=2", "optimizer.learning_rate=1e-2",
         "train.num_steps=2", "evaluation.every=0", "evaluation.num_tasks=1", "cluster.num_trainers=2",

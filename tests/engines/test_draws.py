@@ -1,4 +1,4 @@
-"""Part 5 of the portability issue: tokens are drawn exactly from the distribution, and rounding hardly ever
+"""Tokens are drawn exactly from the distribution, and rounding hardly ever
 moves a draw.
 """
 

@@ -1,4 +1,4 @@
-"""Fault D6: servers that dribble, flood, echo the key or steer the terminal; by a mocked transport and by
+"""Servers that dribble, flood, echo the key or steer the terminal; by a mocked transport and by
 sockets.
 """
 
@@ -46,7 +46,7 @@ def complete(
     return chat.complete([Message(role="user", content="q")], max_tokens=5, temperature=0).text
 
 
-def test_d6_one_byte_chunks_are_read_in_linear_time_and_without_waiting_past_the_limit() -> None:
+def test_one_byte_chunks_are_read_in_linear_time_and_without_waiting_past_the_limit() -> None:
     async def slow_end() -> AsyncIterator[bytes]:
         for _ in range(60_000):  # quadratic reading takes minutes here
             yield b" "
@@ -102,7 +102,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     ],
     ids=["chunks", "header", "hints", "error", "long"],
 )
-def test_d6_a_flood_ends(head: bytes, then: bytes) -> None:
+def test_a_flood_ends(head: bytes, then: bytes) -> None:
     with raw_server(head, then, forever=True) as url:
         began = time.monotonic()
         with pytest.raises(EngineFault, match="gave up after 1 tries"):
@@ -110,7 +110,7 @@ def test_d6_a_flood_ends(head: bytes, then: bytes) -> None:
         assert time.monotonic() - began < 60
 
 
-def test_d6_a_held_request_does_not_hold_up_another_one_of_the_same_client() -> None:
+def test_a_held_request_does_not_hold_up_another_one_of_the_same_client() -> None:
     came, release = threading.Event(), threading.Event()
 
     async def held() -> AsyncIterator[bytes]:
@@ -136,7 +136,7 @@ def test_d6_a_held_request_does_not_hold_up_another_one_of_the_same_client() -> 
     assert not first.is_alive()
 
 
-def test_d6_a_compressed_answer_is_not_unpacked() -> None:
+def test_a_compressed_answer_is_not_unpacked() -> None:
     asked: list[str] = []
 
     def bomb(request: httpx2.Request) -> httpx2.Response:
@@ -151,7 +151,7 @@ def test_d6_a_compressed_answer_is_not_unpacked() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400, 401, 500])
-def test_d6_no_server_steers_the_terminal(status: int) -> None:
+def test_no_server_steers_the_terminal(status: int) -> None:
     words = "\x1b[2J\x1b]0;owned\x07\u202e\u2028 \x9b31m no"
     answer = Answer({"error": {"message": words}}, status=status)
     with chat_server([answer]) as server, pytest.raises((EngineFault, ModelError)) as error:
@@ -159,7 +159,7 @@ def test_d6_no_server_steers_the_terminal(status: int) -> None:
     assert str(error.value).isprintable()
 
 
-def test_d6_the_command_line_prints_no_control_character(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_prints_no_control_character(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "/nowhere/\x1b[2J\udcff\n"]) == 1
     said = capsys.readouterr().err
     assert said.endswith("\n") and said[:-1].isprintable()
@@ -179,7 +179,7 @@ def test_d6_the_command_line_prints_no_control_character(capsys: pytest.CaptureF
         b"HTTP/1.1 400 Bad\r\nContent-Length: 320\r\n\r\n" + b"x" * 270 + KEY.encode() + b"y" * 39,
     ],
 )
-def test_d6_an_echoed_key_is_never_shown(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_echoed_key_is_never_shown(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the status line, in a line that is no HTTP, and across the place where a long text is cut."""
     monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
     with raw_server(reply) as url, pytest.raises((EngineFault, ModelError)) as error:
@@ -187,7 +187,7 @@ def test_d6_an_echoed_key_is_never_shown(reply: bytes, monkeypatch: pytest.Monke
     assert "secret" not in str(error.value) and "sk-a" not in str(error.value)
 
 
-def test_d6_a_list_of_models_with_unprintable_or_endless_names() -> None:
+def test_a_list_of_models_with_unprintable_or_endless_names() -> None:
     models = Answer({"data": [{"id": "\x1b[2J"}, {"id": 5}, {"id": "good" * 1000}, {"id": ["x"]}]})
     with chat_server([models]) as server:
         chat = ChatEndpoint(EndpointSettings(base_url=server.url, model="other"))

@@ -29,7 +29,7 @@ GAP = 1e-5
 def plans(draw: st.DrawFn) -> TreePlan:
     """Depth first: the parent of a segment is the one before, or one of its ancestors."""
     segments: list[Segment] = []
-    for index in range(draw(st.integers(1, 8))):
+    for index in range(draw(st.integers(1, 5))):
         line = (*segments[-1].ancestors, index - 1) if segments else ()
         depth = draw(st.integers(0, len(line)))
         length = draw(st.sampled_from((1, 3, 60, BLOCK, BLOCK + 1, 200)))
@@ -72,7 +72,7 @@ def test_whole_blocks_are_whole_and_nothing_is_left_out(plan: TreePlan) -> None:
         assert bool(seen.any(dim=1).all())
 
 
-def test_what_the_update_packs_is_depth_first() -> None:
+def test_the_update_packs_depth_first() -> None:
     for batch in pack(rollout_paths(groups(4, longest=20)), max_tokens=200):
         num_tokens = len(batch.ids_N)
         given_ = inputs(num_tokens)
@@ -112,7 +112,7 @@ def test_on_a_gpu_values_and_gradients_are_the_reference_s() -> None:
         assert float((one.double().cpu() - other).norm()) <= 0.02 * float(other.norm())
 
 
-def test_off_the_cpu_it_is_compiled_once_for_fixed_lengths() -> None:
+def test_other_devices_compile_once_for_fixed_lengths() -> None:
     flex._attention.cache_clear()
     with patch.object(torch, "compile", return_value=len) as compiled:
         assert flex._attention("cuda") is flex._attention("cuda") is len
@@ -149,16 +149,16 @@ def test_each_octave_is_compiled_once_with_and_once_without_gradient(compiled: l
     lengths = [BLOCK * number - 5 for number in (1, 2, 3, 5, 9, 16)]
     for num_tokens in lengths:
         for has_gradient in (False, True):
-            attend(num_tokens, has_gradient=has_gradient)
+            attend(num_tokens, has_gradient=has_gradient, num_heads=2)
     assert sorted(compiled) == sorted([128, 256, 512, 1024, 2048] * 2)
-    attend(700, has_gradient=True)
+    attend(700, has_gradient=True, num_heads=2)
     assert len(compiled) == 10
 
 
 def test_layers_of_other_sizes_have_programs_of_their_own(compiled: list[int]) -> None:
-    for num_heads in (2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22):
+    for num_heads in range(2, 20, 2):  # torch alone allows 8 programs
         attend(100, has_gradient=False, num_heads=num_heads)
-    assert len(compiled) == 11
+    assert len(compiled) == 9
 
 
 def test_too_many_programs_are_an_error_and_no_slow_fallback(

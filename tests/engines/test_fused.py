@@ -209,7 +209,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 @pytest.mark.parametrize("rows", [9, 600])
 def test_scoring_multiplies_with_the_vocabulary_three_times(rows: int) -> None:
-    """A4: once forward and twice backward; before, the backward pass computed all logits again. It still does
+    """Once forward and twice backward; before, the backward pass computed all logits again. It still does
     beyond a block.
     """
     head, hidden = nn.Linear(6, 19, bias=False), torch.randn(rows, 6, requires_grad=True)

@@ -140,7 +140,7 @@ LONGROPE = {
 }  # fmt: skip
 
 
-def test_b7_longrope_stays_within_the_original_length(tmp_path: Path) -> None:
+def test_longrope_stays_within_the_original_length(tmp_path: Path) -> None:
     """Phi-3.5: behind it every position would turn by other factors, also those whose keys are cached."""
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim"} | {
         "max_position_embeddings": 160,
@@ -150,14 +150,14 @@ def test_b7_longrope_stays_within_the_original_length(tmp_path: Path) -> None:
     check_exact_over_the_context(saved(tmp_path, config, scale=5.0), expected=40)
 
 
-def test_b7_dynamic_rotation_stays_within_the_length_where_it_is_constant(tmp_path: Path) -> None:
+def test_dynamic_rotation_stays_within_the_length_where_it_is_constant(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     check_exact_over_the_context(
         saved(tmp_path, LlamaConfig(**SIZES, rope_parameters=rope), scale=5.0), expected=64
     )
 
 
-def test_b7_longrope_in_one_kind_of_layer_binds_them_all() -> None:
+def test_longrope_in_one_kind_of_layer_binds_them_all() -> None:
     rope = {
         "full_attention": dict(LONGROPE),
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -204,13 +204,13 @@ def if_known(model_type: str, **settings: Any) -> list[PreTrainedConfig]:
     ],
     ids=lambda config: config.model_type,
 )
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_layers_that_carry_state_past_the_plan_are_not_packed(
-    config: PreTrainedConfig, precision: Precision, tmp_path: Path
+    config: PreTrainedConfig, tmp_path: Path
 ) -> None:
     """They take any argument and ignore the plan: one sequence's state would flow into the next."""
     # fresh weights would hardly use their context
     folder = saved(tmp_path, config, scale=5.0)
+    precision: Precision = "bfloat16" if isinstance(config, Lfm2Config) else "float32"
     check_unpacked(folder, "recurrent or convolution", precision=precision)
 
 
@@ -261,7 +261,7 @@ def test_a_missing_model_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_auto_precision_is_bfloat16_only_with_a_matrix_unit_for_it(
     flags: set[str], packs: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A1: never where it is slow, and never where it cannot be packed."""
+    """Never where it is slow, and never where it cannot be packed."""
     processor = Processor(model="a test's", instruction_sets=frozenset(flags))
     monkeypatch.setattr("outrider.engines.local.model.read_processor", lambda: processor)
     monkeypatch.setattr(onednn, "can_pack", lambda dtype: packs)

@@ -29,7 +29,7 @@ def test_values_are_those_of_the_plain_layers(dtype: torch.dtype, rows: int) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_operators_the_plain_layers_run(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A1: on a processor without the operators a bfloat16 model crashed at its first decoding step."""
+    """On a processor without the operators a bfloat16 model crashed at its first decoding step."""
     monkeypatch.setattr(onednn, "can_pack", lambda dtype: False)
     monkeypatch.setattr(onednn, "pack", None)  # called by nobody
     model, x = layers(dtype), torch.randn(7, 48).to(dtype)

@@ -1,4 +1,4 @@
-"""F13: a limit that the model has no positions for was taken in silence."""
+"""A limit that the model has no positions for was taken in silence."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.evaluation.tasks import EvalTasksSettings
 from outrider.training.settings import RunSettings
 from tests.chat_server import chat_server, completion
-from tests.evaluation.panel_files import IMPATIENT, MODELS, evaluate, write_rows
+from tests.evaluation.eval_tasks import IMPATIENT, MODELS, evaluate, write_rows
 from tests.training.short_runs import assert_same, begin, interrupted, resume
 from tests.training.tool_run import write_tool_run
 
@@ -37,7 +37,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_f13_a_training_run_is_refused_at_set_up_with_setting_value_and_limit(
+def test_a_training_run_is_refused_at_set_up_with_setting_value_and_limit(
     override: str, says: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "--progress", "none", override]) == 2
@@ -46,7 +46,7 @@ def test_f13_a_training_run_is_refused_at_set_up_with_setting_value_and_limit(
     assert re.search(says, line) and not (tmp_path / "run").exists()
 
 
-def test_f13_what_fits_exactly_is_not_told(recipe: Path) -> None:
+def test_limits_that_fit_exactly_are_not_reported(recipe: Path) -> None:
     for override in (
         "rollout.max_response_tokens=512",
         "model.context_length=512",
@@ -56,7 +56,7 @@ def test_f13_what_fits_exactly_is_not_told(recipe: Path) -> None:
         check_positions(settings, model="m", longest=512, note=pytest.fail)
 
 
-def test_f13_turn_limits_are_held_against_the_positions_too() -> None:
+def test_turn_limits_are_held_against_the_positions_too() -> None:
     turns = EvalTasksSettings.model_validate(
         {"tasks": "gsm8k", "model": {}, "rollout": {"max_turn_tokens": 9000}}
     )
@@ -64,7 +64,7 @@ def test_f13_turn_limits_are_held_against_the_positions_too() -> None:
         check_positions(turns, model="m", longest=8192, note=lambda text: None)
 
 
-def test_f13_a_default_is_told_and_not_refused() -> None:
+def test_a_default_is_reported_and_not_refused() -> None:
     """``eval --tasks`` has room for long answers; a model with less room is evaluated all the same."""
     settings = EvalTasksSettings.model_validate(
         {"tasks": "gsm8k", "model": {}, "rollout": {"max_turn_tokens": 1024}}
@@ -76,7 +76,7 @@ def test_f13_a_default_is_told_and_not_refused() -> None:
     ]  # fmt: skip
 
 
-def test_f13_what_a_run_began_with_goes_on_and_is_told(
+def test_a_resumed_run_keeps_its_limits_and_reports_them(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = load_settings(RunSettings, file=recipe, overrides=["rollout.max_response_tokens=4096"])
@@ -92,7 +92,7 @@ def test_f13_what_a_run_began_with_goes_on_and_is_told(
     assert_same(run, killed)
 
 
-def test_f13_evaluations_of_a_model_are_refused_and_those_of_an_endpoint_are_silent(
+def test_evaluations_of_a_model_are_refused_and_those_of_an_endpoint_are_silent(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     questions = write_rows(tmp_path / "q.jsonl", [{"question": "q0?", "answer": "a"}])

@@ -48,7 +48,7 @@ def segment_by_segment(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor
 
 @given(plan=plans(), dtype=st.sampled_from([torch.float64, torch.bfloat16]))
 def test_any_tree_of_segments_equals_a_written_out_softmax(plan: TreePlan, dtype: torch.dtype) -> None:
-    """A4: values and gradients; in bfloat16, whose backward pass is of plain products, within 5 % in the
+    """Values and gradients; in bfloat16, whose backward pass is of plain products, within 5 % in the
     norm.
     """
     ours = inputs(sum(segment.length for segment in plan.segments), dtype)
@@ -90,7 +90,7 @@ class Calls(TorchDispatchMode):
 def test_neighbours_of_one_shape_are_one_call(
     lengths: tuple[int, ...], ancestors: tuple[tuple[int, ...], ...], wanted: int
 ) -> None:
-    """A4: before, every segment of every layer was a call of its own, which also left threads without
+    """Before, every segment of every layer was a call of its own, which also left threads without
     work.
     """
     segments = tuple(

@@ -1,4 +1,4 @@
-"""B5: a turn ends where the chat template closes it, whatever the tokenizer calls its EOS, and nothing behind
+"""A turn ends where the chat template closes it, whatever the tokenizer calls its EOS, and nothing behind
 it is trained on.
 """
 

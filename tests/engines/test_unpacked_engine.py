@@ -92,7 +92,7 @@ def check_same(ours: Sequence[Generation], theirs: Sequence[Generation]) -> None
 
 
 @pytest.mark.parametrize(("use", "num"), [("stepped", 11), ("none", 11)])
-def test_what_a_cache_cannot_hold_is_computed_anew(model: LanguageModel, use: CacheUse, num: int) -> None:
+def test_a_limited_cache_gives_the_same_tokens(model: LanguageModel, use: CacheUse, num: int) -> None:
     assert model.unpacked is not None and model.unpacked.cache == "extended"
     lesser = UnpackedEngine(replace(model, unpacked=replace(model.unpacked, cache=use)))
     engine = UnpackedEngine(model)

@@ -7,14 +7,16 @@ import pytest
 
 pytest.importorskip("gem", reason="needs the package gem-llm")
 
-from outrider.environments.base import CopyableEnvironment  # noqa: E402
-from outrider.environments.gym.environment import GymEnvironment, GymTaskSet
+from outrider.environments.base import CopyableEnvironment, TaskSet  # noqa: E402
+from outrider.environments.gym.environment import GymEnvironment
 from outrider.environments.gym.making import GymConfig  # noqa: E402
 from outrider.types import Message  # noqa: E402
 
 
-def family(game: str, **settings: Any) -> GymTaskSet:
-    return GymTaskSet(GymConfig(source="gem", id=game, num_train=4, num_test=2, num_valid=0, **settings))
+def family(game: str, **settings: Any) -> TaskSet:
+    return GymEnvironment.build(
+        GymConfig(source="gem", id=game, num_train=4, num_test=2, num_valid=0, **settings)
+    )
 
 
 def say(environment: Any, text: str) -> Any:
@@ -24,7 +26,7 @@ def say(environment: Any, text: str) -> Any:
 def test_a_number_is_found_by_halving() -> None:
     """The hints are the game's, the whole text of a turn reaches it, and its win is a success."""
     found = family("game:GuessTheNumber-v0-easy")
-    environment: GymEnvironment = found.make()(found.tasks("train")[0])
+    environment = found.make()(found.tasks("train")[0])
     assert isinstance(environment, CopyableEnvironment)
     prompt = environment.reset(0)[0].content
     assert prompt.startswith("You are playing Guess The Number.") and prompt.endswith(
@@ -72,7 +74,7 @@ def test_two_games_at_a_time_are_the_games_alone() -> None:
 @pytest.mark.parametrize("settings", [{}, {"action_format": "tag"}, {"action_format": "raw"}])
 def test_a_game_that_lists_its_moves_as_words_is_played(settings: Any) -> None:
     found = family("game:Sokoban-v0-easy", **settings)
-    environment: GymEnvironment = found.make()(found.tasks("train")[0])
+    environment = found.make()(found.tasks("train")[0])
     prompt = environment.reset(0)[0].content
     assert "Sokoban" in prompt
     is_tag = settings.get("action_format") == "tag"

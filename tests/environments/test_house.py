@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, StepResult, make_task_set
+from outrider.environments.base import StepResult, make_task_set
 from outrider.environments.house import (
     FURNITURE,
     HALL,
@@ -19,15 +19,13 @@ from outrider.environments.house import (
     THINGS,
     HouseConfig,
     HouseEnvironment,
-    HouseGame,
     HousePlan,
     HouseSettings,
-    HouseTaskSet,
     make_house,
     solution,
 )
 from outrider.errors import ConfigError
-from outrider.types import Message, Task
+from outrider.types import Task
 
 PLAN = HousePlan(
     parent={"kitchen": HALL, "pantry": "kitchen", "attic": HALL},
@@ -52,20 +50,29 @@ def configs(draw: Any) -> HouseConfig:
     )
 
 
-def start(goal: str = "coin", max_moves: int = 20) -> HouseEnvironment:
-    environment = HouseEnvironment(plan=PLAN, goal=goal, max_moves=max_moves)
-    environment.reset(0)
-    return environment
+class _Settings(HouseConfig):
+    """Settings with one given house; a task's question is the goal."""
+
+    plan: Any = PLAN
+
+    def find(self, task: Task) -> tuple[HousePlan, str]:
+        return self.plan, task.question
 
 
-def act(environment: HouseEnvironment, command: str) -> StepResult:
-    return environment.step(Message(role="assistant", content=f"<action>{command}</action>"))
+def start(goal: str = "coin", max_moves: int = 20, plan: HousePlan = PLAN) -> HouseEnvironment:
+    house = HouseEnvironment(_Settings(max_moves=max_moves, plan=plan))
+    house.reset(Task(key="t", question=goal), 0)
+    return house
+
+
+def act(house: HouseEnvironment, command: str) -> StepResult:
+    return house.step(f"<action>{command}</action>")
 
 
 @settings(max_examples=5)
 @given(config=configs())
 def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseConfig) -> None:
-    family = HouseTaskSet(config)
+    family = HouseEnvironment.build(config)
     for task in (*family.tasks("train"), *family.tasks("test")):
         steps = family.expert(task, seed=0)
         assert (
@@ -76,7 +83,9 @@ def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseCon
         )
         assert len(steps) == fewest_commands(plan, str(task.metadata["thing"]))
         short = (
-            HouseTaskSet(config.model_copy(update={"max_moves": len(steps) - 1})) if len(steps) > 1 else None
+            HouseEnvironment.build(config.model_copy(update={"max_moves": len(steps) - 1}))
+            if len(steps) > 1
+            else None
         )
         assert short is None or short.expert(task, seed=0) is None
 
@@ -88,8 +97,7 @@ def fewest_commands(plan: HousePlan, goal: str) -> int:
     ]
     needed = {goal, plan.locks.get(plan.find_room(goal))} - {None}
     commands += [f"take {one}" for one in needed]
-    environment = HouseEnvironment(plan=plan, goal=goal, max_moves=10**6)
-    environment.reset(0)
+    environment = start(goal, 10**6, plan)
     border, seen, depth = [environment], set(), 0
     while True:
         depth += 1
@@ -100,9 +108,7 @@ def fewest_commands(plan: HousePlan, goal: str) -> int:
                 outcome = act(twin, command)
                 if outcome.done:
                     return depth
-                game = twin._game
-                assert isinstance(game, HouseGame)
-                mark = (game.room, game.opened, game.carried)
+                mark = (twin.room, twin.opened, twin.carried)
                 if not outcome.refused and mark not in seen:
                     seen.add(mark)
                     following.append(twin)
@@ -137,11 +143,11 @@ def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() 
     }
     assert plan.contents == {"studio": "silver key", "stable": "mirror", "kitchen": "book"}
     assert plan.locks == {"stable": "silver key"}
-    first = HouseTaskSet(HouseConfig(num_train=2)).tasks("train")
+    first = HouseEnvironment.tasks(HouseConfig(num_train=2), "train")
     assert {task.key for task in first} < {
-        task.key for task in HouseTaskSet(HouseConfig(num_train=5)).tasks("train")
+        task.key for task in HouseEnvironment.tasks(HouseConfig(num_train=5), "train")
     }
-    others = HouseTaskSet(HouseConfig(num_train=2, house_seed=1)).tasks("train")
+    others = HouseEnvironment.tasks(HouseConfig(num_train=2, house_seed=1), "train")
     assert not {task.key for task in first} & {task.key for task in others}
     houses = [
         make_house(HouseSettings(), 0, split, number) for split in ("train", "test") for number in range(4)
@@ -150,19 +156,20 @@ def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() 
 
 
 def test_tasks_of_one_house_share_a_world_and_come_house_by_house() -> None:
-    tasks = HouseTaskSet(HouseConfig(num_test=3)).tasks("test")
+    tasks = HouseEnvironment.tasks(HouseConfig(num_test=3), "test")
     assert (
         len({task.metadata["world"] for task in tasks[:3]}) == 3
         and len({task.metadata["world"] for task in tasks}) == 3
     )
     assert len({task.key for task in tasks}) == 18
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
-        HouseTaskSet(HouseConfig()).tasks("dev")
+        HouseEnvironment.tasks(HouseConfig(), "dev")
 
 
 def test_what_is_told_is_true_and_what_is_not_done_is_refused() -> None:
     environment = start()
-    assert [environment.reset(seed)[0].content for seed in (0, 1)] == [environment.reset(2)[0].content] * 2
+    task = Task(key="t", question="coin")
+    assert environment.reset(task, 0) == environment.reset(task, 1)
     told = [
         ("go pantry", True, "No door leads from the hall to the pantry."),
         ("go attic", True, "The door to the attic is locked, it needs the iron key."),
@@ -186,12 +193,7 @@ def test_what_is_told_is_true_and_what_is_not_done_is_refused() -> None:
         assert "You look for the coin." in outcome.text
     last = act(environment, "take coin")
     assert (last.reward, last.done, last.truncated, last.text) == (1.0, True, False, "You take the coin.")
-    assert environment.result().success and environment.result().metrics["num_refused"] == 6
-    with pytest.raises(RuntimeError):
-        act(environment, "go hall")
-    environment.close()
-    environment.close()
-    assert environment.result().episode_return == 1.0
+    assert environment.metrics["num_refused"] == 6
 
 
 @pytest.mark.parametrize("text", [
@@ -200,9 +202,9 @@ def test_what_is_told_is_true_and_what_is_not_done_is_refused() -> None:
 ])  # fmt: skip
 def test_text_without_a_command_changes_nothing_and_costs_no_move(text: str) -> None:
     environment = start(max_moves=1)
-    outcome = environment.step(Message(role="assistant", content=text))
+    outcome = environment.step(text)
     assert outcome.invalid and not outcome.refused and not outcome.done and outcome.text
-    assert environment.result().metrics == {
+    assert environment.metrics == {
         "num_moves": 0.0,
         "num_turns": 1.0,
         "num_invalid": 1.0,
@@ -214,29 +216,27 @@ def test_moves_that_run_out_cut_the_episode_and_the_last_one_may_win() -> None:
     cut = start("lamp", max_moves=3)
     outcomes = [act(cut, command) for command in ("go kitchen", "go attic", "go pantry")]
     assert [(one.done, one.truncated) for one in outcomes] == [(False, False), (False, False), (True, True)]
-    assert not cut.result().success
+    assert outcomes[-1].reward == 0.0
     won = start("lamp", max_moves=4)
-    assert [act(won, command).done for command in solution(PLAN, "lamp")] == [False] * 3 + [True]
-    assert won.result().success
+    assert [act(won, command).reward for command in solution(PLAN, "lamp")] == [0.0] * 3 + [1.0]
 
 
 def test_a_copy_goes_its_own_way() -> None:
     environment = start()
-    assert isinstance(environment, CopyableEnvironment)
     act(environment, "go kitchen")
     twin = environment.copy()
     act(twin, "open drawer")
     act(twin, "take iron key")
     assert act(environment, "take iron key").refused and act(twin, "go hall").carried_out
-    assert act(twin, "go attic").carried_out and environment.result().metrics["num_moves"] == 2
+    assert act(twin, "go attic").carried_out and environment.metrics["num_moves"] == 2
     assert re.search("You are in the kitchen", act(environment, "go attic").text)
 
 
 def test_the_family_is_made_from_its_settings_and_knows_its_own_tasks() -> None:
     family = make_task_set(HouseConfig())
-    assert isinstance(family, HouseTaskSet) and family.stateful and family.stop == ("</action>",)
+    assert family.name == "house" and family.stateful and family.stop == ("</action>",)
     with pytest.raises(ConfigError, match="no task of the houses"):
-        family.make()(Task(key="t", question="q", metadata={"houses": "other"}))
+        family.make()(Task(key="t", question="q", metadata={"houses": "other"})).reset(0)
 
 
 @pytest.mark.parametrize("changes", [

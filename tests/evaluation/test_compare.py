@@ -1,14 +1,15 @@
-"""Comparing run directories: who belongs together, what lies on one grid, what is refused, and what the pages
-say.
-"""
+"""Comparison of run directories: groups, curves over common costs, verdicts, errors, notes and reports."""
 
 import json
 import math
 import pickle
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from html import unescape
 from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,8 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evaluation.compare import AXES, STEPS, Comparison, Curves, Incomparable, compare
-from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page
-from outrider.evaluation.compare_tables import notes, verdicts
+from outrider.evaluation.compare import AXES, STEPS, Comparison, Curves, Incomparable, Pair, compare
+from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page, notes, verdicts
 from outrider.metrics import MetricsWriter
 
 HOSTILE = "<script>alert(1)</script>|x"
@@ -86,12 +86,34 @@ def make_run(
     return run
 
 
-def make_group(folder: Path, algorithm: str, shares: Sequence[float], *, by_task: bool = True) -> list[Path]:
+def make_group(
+    folder: Path, algorithm: str, shares: Sequence[float], *settings: str, by_task: bool = True
+) -> list[Path]:
     lasts = [task_scores(share, seed=seed) if by_task else share for seed, share in enumerate(shares)]
     return [
-        make_run(folder / f"{algorithm}-{n}", algorithm=algorithm, seed=n, last=last)
+        make_run(folder / f"{algorithm}-{n}", algorithm=algorithm, seed=n, last=last, settings=settings)
         for n, last in enumerate(lasts)
     ]
+
+
+@pytest.fixture(scope="module")
+def clear_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two groups of three seeds, of which one is better on every task."""
+    folder = tmp_path_factory.mktemp("clear")
+    return make_group(folder, "rapo", [0.85, 0.9, 0.88]) + make_group(folder, "grpo", [0.3, 0.35, 0.32])
+
+
+@pytest.fixture(scope="module")
+def clear(clear_runs: list[Path]) -> Comparison:
+    return compare(clear_runs)
+
+
+def evaluated(run: Path, checkpoint: str, *, seed: int = 0) -> Path:
+    """An evaluation of a checkpoint, without training."""
+    settings = ("train.num_steps = 0", f'model.initial_checkpoint = "{checkpoint}"')
+    write_config(run, seed=seed, settings=settings)
+    write_evaluation(run, 0, task_scores(0.5, seed=seed))
+    return run
 
 
 def curves_of(comparison: Comparison, quantity: str, axis: str) -> Curves:
@@ -99,7 +121,7 @@ def curves_of(comparison: Comparison, quantity: str, axis: str) -> Curves:
     return found
 
 
-def test_groups_are_configurations_whatever_seed_speed_folder_and_evaluation(tmp_path: Path) -> None:
+def test_groups_ignore_seed_speed_folder_and_evaluation(tmp_path: Path) -> None:
     given = "model.initial_checkpoint"
     paths = [
         make_run(
@@ -126,7 +148,7 @@ def test_groups_are_configurations_whatever_seed_speed_folder_and_evaluation(tmp
     assert any("different numbers of threads" in note for note in notes(comparison))
 
 
-def test_rapo_without_hybrid_rollouts_is_called_what_it_is(tmp_path: Path) -> None:
+def test_rapo_without_hybrid_rollouts_is_grpo(tmp_path: Path) -> None:
     paths = [
         make_run(tmp_path / str(n), algorithm="rapo", settings=[f"algorithm.num_hybrid = {n}"])
         for n in (0, 4)
@@ -134,12 +156,11 @@ def test_rapo_without_hybrid_rollouts_is_called_what_it_is(tmp_path: Path) -> No
     assert [group.label for group in compare(paths).groups] == ["grpo", "rapo"]
 
 
-def test_the_order_of_the_paths_changes_nothing(tmp_path: Path) -> None:
-    paths = make_group(tmp_path, "rapo", [0.6, 0.7, 0.8]) + make_group(tmp_path, "grpo", [0.4, 0.5, 0.6])
-    assert markdown_page(compare(paths)) == markdown_page(compare(paths[::-1]))
+def test_the_order_of_the_paths_does_not_matter(clear_runs: list[Path], clear: Comparison) -> None:
+    assert markdown_page(compare(clear_runs[::-1])) == markdown_page(clear)
 
 
-def test_runs_with_the_same_folder_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_with_the_same_folder_name_have_different_names(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(seed) / "run", seed=seed) for seed in (0, 1)]
     assert [run.name for run in compare(paths).groups[0].runs] == ["0/run", "1/run"]
 
@@ -191,7 +212,7 @@ def test_a_resumed_run_has_the_curve_of_the_unbroken_one(tmp_path: Path) -> None
         assert {axis: totals[-1] for axis, totals in run.costs.items()} == ends
 
 
-def test_scores_are_exact_where_evaluated_and_straight_between(tmp_path: Path) -> None:
+def test_scores_between_evaluations_are_interpolated_linearly(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a", algorithm="rapo"), make_run(tmp_path / "b", tokens=200.0)
     for run, scores in ((a, {0: 0.1, 4: 0.3, 12: 0.7}), (b, {0: 0.1, 6: 0.4, 12: 0.8})):
         (run / "evaluations.jsonl").unlink()
@@ -209,7 +230,7 @@ def test_scores_are_exact_where_evaluated_and_straight_between(tmp_path: Path) -
     assert np.isnan(tokens.bands["grpo"].low).all()
 
 
-def test_without_a_curve_of_scores_it_is_said_why(tmp_path: Path) -> None:
+def test_a_missing_curve_of_scores_has_a_note(tmp_path: Path) -> None:
     """Runs that were not evaluated before training (``evaluation.at_start = false``) have one point each."""
     runs = [
         make_run(tmp_path / f"{name}-{seed}", algorithm=name, seed=seed)
@@ -244,7 +265,7 @@ def test_long_curves_are_thinned_to_whole_steps_and_scores_stay_scores(tmp_path:
     assert scores.bands["grpo"].high[-1] == 1.0  # cut: the interval would end above
 
 
-def test_unknown_values_leave_gaps_and_are_said(tmp_path: Path) -> None:
+def test_unknown_values_leave_gaps_and_have_a_note(tmp_path: Path) -> None:
     run, other = make_run(tmp_path / "a", algorithm="rapo"), make_run(tmp_path / "b")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     broken = json.loads(lines[3]) | {
@@ -265,14 +286,11 @@ def test_unknown_values_leave_gaps_and_are_said(tmp_path: Path) -> None:
     assert max(line.count("M") for line in lines) == 2  # broken at the step that is not known
 
 
-def test_a_clear_difference_has_a_winner(tmp_path: Path) -> None:
-    comparison = compare(
-        make_group(tmp_path, "rapo", [0.85, 0.9, 0.88]) + make_group(tmp_path, "grpo", [0.3, 0.35, 0.32])
-    )
-    (pair,) = comparison.pairs
+def test_a_clear_difference_has_a_winner(clear: Comparison) -> None:
+    (pair,) = clear.pairs
     means = {
         g.label: float(np.mean([np.mean(list(r.evaluations[-1].task_scores.values())) for r in g.runs]))
-        for g in comparison.groups
+        for g in clear.groups
     }
     assert (pair.first, pair.second) == ("grpo", "rapo")
     assert pair.verdict.winner == "rapo"
@@ -280,9 +298,9 @@ def test_a_clear_difference_has_a_winner(tmp_path: Path) -> None:
     assert pair.difference.value == pytest.approx(means["grpo"] - means["rapo"], abs=0.05)
     assert pair.improvement.value == 0.0
     assert pair.test is not None
-    assert pair.test.num_tasks == comparison.num_tasks == 60
+    assert pair.test.num_tasks == clear.num_tasks == 60
     assert pair.p_corrected == pair.test.p < 1e-3
-    assert verdicts(comparison)[0].startswith("rapo scores higher than grpo: -")
+    assert verdicts(clear)[0].startswith("rapo scores higher than grpo: -")
 
 
 def test_identical_results_have_no_winner(tmp_path: Path) -> None:
@@ -329,7 +347,7 @@ def without_evaluation(folder: Path) -> list[Path]:
         (without_evaluation, "No two groups have scores", "rapo-1 has no evaluation: its group has no score"),
     ],
 )
-def test_what_the_data_cannot_carry_has_no_winner_and_a_reason(
+def test_insufficient_data_has_no_winner_and_a_reason(
     tmp_path: Path, make: Callable[[Path], list[Path]], sentence: str, note: str
 ) -> None:
     comparison = compare(make(tmp_path))
@@ -356,7 +374,7 @@ def test_three_groups_are_corrected_for_three_comparisons(tmp_path: Path) -> Non
     assert min(pair.p_corrected or 0.0 for pair in pairs) == pytest.approx(3 * raw[0])
 
 
-def test_tasks_that_a_run_could_not_score_are_left_out_everywhere(tmp_path: Path) -> None:
+def test_tasks_that_a_run_could_not_score_are_left_out_of_all(tmp_path: Path) -> None:
     paths = make_group(tmp_path, "rapo", [0.9, 0.9]) + make_group(tmp_path, "grpo", [0.2])
     (paths[0] / "evaluations.jsonl").unlink()
     write_evaluation(paths[0], 12, dict(list(task_scores(0.9).items())[3:]))
@@ -365,7 +383,7 @@ def test_tasks_that_a_run_could_not_score_are_left_out_everywhere(tmp_path: Path
     assert "3 task(s) are left out: a fault kept them from being scored in some run" in notes(comparison)
 
 
-def two(folder: Path, **changes: object) -> list[Path]:
+def two_runs(folder: Path, **changes: object) -> list[Path]:
     return [
         make_run(folder / "a", seed=3),
         make_run(folder / "b", algorithm="rapo", **changes),  # type: ignore[arg-type]
@@ -376,30 +394,30 @@ def two(folder: Path, **changes: object) -> list[Path]:
     ("make", "kind", "message"),
     [
         (
-            lambda f: two(f, panel_hash="0" * 64),
+            lambda f: two_runs(f, panel_hash="0" * 64),
             Incomparable,
             "a and b were not evaluated alike: panels 9f2c9f2c9f2c and 000000000000",
         ),
-        (lambda f: two(f, split="valid"), Incomparable, "splits test and valid"),
-        (lambda f: two(f, temperature=1.0), Incomparable, "temperatures 0 and 1"),
+        (lambda f: two_runs(f, split="valid"), Incomparable, "splits test and valid"),
+        (lambda f: two_runs(f, temperature=1.0), Incomparable, "temperatures 0 and 1"),
         (
-            lambda f: [*two(f), make_run(f / "c", seed=3)],
+            lambda f: [*two_runs(f), make_run(f / "c", seed=3)],
             Incomparable,
             "a and c have one configuration and one seed",
         ),
-        (lambda f: [*two(f), f / "b" / ".." / "a"], Incomparable, "a run directory is given twice"),
-        (lambda f: two(f)[:1], ConfigError, "at least two runs"),
-        (lambda f: [*two(f), f], DataError, "is no run that can be compared"),
+        (lambda f: [*two_runs(f), f / "b" / ".." / "a"], Incomparable, "a run directory is given twice"),
+        (lambda f: two_runs(f)[:1], ConfigError, "at least two runs"),
+        (lambda f: [*two_runs(f), f], DataError, "is no run that can be compared"),
     ],
 )
-def test_refused(
+def test_runs_that_cannot_be_compared_are_an_error(
     tmp_path: Path, make: Callable[[Path], list[Path]], kind: type[OutriderError], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
         compare(make(tmp_path))
 
 
-def test_unequal_costs_are_said(tmp_path: Path) -> None:
+def test_unequal_costs_have_a_note(tmp_path: Path) -> None:
     said = notes(
         compare([make_run(tmp_path / "a"), make_run(tmp_path / "b", algorithm="rapo", tokens=150.0)])
     )
@@ -419,11 +437,10 @@ def text_of(page: str) -> str:
     return unescape(re.sub(r"<[^>]*>", " ", page))
 
 
-def test_the_command_prints_tables_and_writes_both_files(tmp_path: Path) -> None:
-    paths = make_group(tmp_path, "rapo", [0.85, 0.9, 0.88]) + make_group(tmp_path, "grpo", [0.3, 0.35, 0.32])
+def test_the_command_prints_tables_and_writes_both_files(clear_runs: list[Path], tmp_path: Path) -> None:
     console = Console(file=(out := StringIO()), width=200)
     markdown, html = tmp_path / "out.md", tmp_path / "out.html"
-    assert compare_runs(paths, markdown=markdown, html=html, console=console) == 0
+    assert compare_runs(clear_runs, markdown=markdown, html=html, console=console) == 0
     page = html.read_text(encoding="utf-8")
     for text in (out.getvalue(), markdown.read_text(), text_of(page)):
         for part in (
@@ -437,7 +454,6 @@ def test_the_command_prints_tables_and_writes_both_files(tmp_path: Path) -> None
             assert part in text
     assert page.count("<svg") == 2 * len(AXES)
     assert not list(tmp_path.glob("*.tmp"))
-    assert compare_runs(paths, markdown=None, html=None, console=console) == 0
 
 
 def test_every_row_of_a_markdown_table_has_as_many_cells_as_its_head(tmp_path: Path) -> None:
@@ -449,7 +465,7 @@ def test_every_row_of_a_markdown_table_has_as_many_cells_as_its_head(tmp_path: P
         assert len({line.replace("\\|", "").count("|") for line in table}) == 1
 
 
-def test_hostile_names_and_settings_are_text_and_nothing_runs_or_loads(tmp_path: Path) -> None:
+def test_names_and_settings_cannot_inject_html(tmp_path: Path) -> None:
     hostile = make_run(tmp_path / "[bold]x", algorithm=HOSTILE, settings=[f"note = '{HOSTILE}'"])
     comparison = compare([hostile, make_run(tmp_path / "plain")])
     whole = html_page(comparison)
@@ -472,16 +488,12 @@ def test_figures_of_many_groups_use_letters_and_stop_at_eight(tmp_path: Path) ->
     assert "the figures show the first 8 of 9 groups" in notes(comparison)
 
 
-def test_a_comparison_can_be_pickled(tmp_path: Path) -> None:
-    comparison = compare(make_group(tmp_path, "rapo", [0.5, 0.6]) + make_group(tmp_path, "grpo", [0.4]))
-    assert html_page(pickle.loads(pickle.dumps(comparison))) == html_page(comparison)
+def test_a_comparison_can_be_pickled(clear: Comparison) -> None:
+    assert html_page(pickle.loads(pickle.dumps(clear))) == html_page(clear)
 
 
-def test_f10_scores_are_per_cent_and_wide_tables_scroll(tmp_path: Path) -> None:
-    comparison = compare(
-        make_group(tmp_path, "rapo", [0.85, 0.9, 0.88]) + make_group(tmp_path, "grpo", [0.3, 0.35, 0.32])
-    )
-    page = html_page(comparison)
+def test_scores_are_in_per_cent_and_wide_tables_scroll(clear: Comparison) -> None:
+    page = html_page(clear)
     cells = {cell for cell in re.findall("<td>([^<]*)</td>", page) if " % [" in cell or " points [" in cell}
     assert len(cells) >= 3 and all(
         re.match(r"[+-]?\d+\.\d (%|points) \[[+-]?\d+\.\d, [+-]?\d+\.\d\]$", cell) for cell in cells
@@ -490,3 +502,309 @@ def test_f10_scores_are_per_cent_and_wide_tables_scroll(tmp_path: Path) -> None:
     assert (
         ".scroll { overflow-x: auto; max-width: 100%;" in page and "svg { width: 100%; height: auto;" in page
     )
+
+
+def test_checkpoints_of_one_name_in_two_folders_are_two_groups(tmp_path: Path) -> None:
+    """A run directory is named by its user, but its checkpoints are always called ``step-000100``."""
+    runs = [evaluated(tmp_path / name, f"/data/{name}/checkpoints/step-000100") for name in ("a", "b")]
+    comparison = compare(runs)
+    assert [len(group.runs) for group in comparison.groups] == [1, 1]
+    values = {value for _, cells in comparison.settings for value in cells}
+    assert values == {
+        ".../a/checkpoints/step-000100",
+        ".../b/checkpoints/step-000100",
+    }  # no more of the path than tells them apart
+    assert "/data" not in html_page(comparison)
+
+
+def test_models_and_files_of_one_name_in_two_folders_are_not_one_configuration(tmp_path: Path) -> None:
+    for key in ("model.name", "environment.train.path"):
+        folder = tmp_path / key
+        runs = [
+            make_run(folder / str(n), seed=n, settings=[f"{key} = '/data/v{n}/same.jsonl'"]) for n in (1, 2)
+        ]
+        comparison = compare(runs)
+        assert len(comparison.groups) == 2
+        assert len({group.label for group in comparison.groups}) == 2
+        assert (key, (".../v1/same.jsonl", ".../v2/same.jsonl")) in [
+            (k, tuple(sorted(v))) for k, v in comparison.settings
+        ]
+
+
+def test_labels_do_not_depend_on_folders(tmp_path: Path) -> None:
+    def labels(place: str) -> list[str]:
+        runs = [
+            make_run(tmp_path / place / str(n), settings=[f"model.name = '/{place}/m'", f"x = {n}"])
+            for n in (1, 2)
+        ]
+        return [group.label for group in compare(runs).groups]
+
+    assert labels("here") == labels("there")
+
+
+def test_runs_with_and_without_a_token_budget_are_not_one_training(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "a", seed=0, settings=["train.max_policy_tokens = 7"]),
+        make_run(tmp_path / "b", seed=1),
+    ]
+    comparison = compare(runs)
+    assert len(comparison.groups) == 2
+    assert [sorted(cells) for key, cells in comparison.settings if key == "train.max_policy_tokens"] == [
+        ["given", "none"]
+    ]
+
+
+def test_faults_of_the_last_evaluation_have_a_note(tmp_path: Path) -> None:
+    paths = make_group(tmp_path, "rapo", [0.9, 0.9]) + make_group(tmp_path, "grpo", [0.2])
+    write_evaluation(paths[0], 12, task_scores(0.9), num_faults=4)
+    assert "rapo-0: 4 rollout(s) of the last evaluation ended in a fault and are in no score" in notes(
+        compare(paths)
+    )
+
+
+def test_tasks_that_different_runs_lack_are_all_counted(tmp_path: Path) -> None:
+    paths = make_group(tmp_path, "rapo", [0.9]) + make_group(tmp_path, "grpo", [0.2])
+    for path, lacking in zip(paths, ((0, 1, 2), (3, 4)), strict=True):
+        (path / "evaluations.jsonl").unlink()
+        scores = task_scores(0.5)
+        write_evaluation(
+            path, 12, {key: value for n, (key, value) in enumerate(scores.items()) if n not in lacking}
+        )
+    comparison = compare(paths)
+    assert comparison.num_tasks == 55
+    assert "5 task(s) are left out: a fault kept them from being scored in some run" in notes(comparison)
+
+
+def test_an_evaluation_without_a_score_has_a_note(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "a", algorithm="rapo"), make_run(tmp_path / "b")
+    # as a run writes it when every rollout ended in a fault
+    write_evaluation(run, 12, float("nan"), label="after RAPO")
+    comparison = compare([run, other])
+    assert any(
+        note.startswith("a: evaluations.jsonl: ") and "after RAPO" in note for note in comparison.notes
+    )
+
+
+def test_an_evaluation_of_another_panel_has_a_note(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "a", algorithm="rapo"), make_run(tmp_path / "b")
+    (run / "evaluations.jsonl").unlink()
+    for step, panel in ((0, "0" * 64), (6, "0" * 64), (12, "9f2c" * 16)):
+        write_evaluation(run, step, 0.5, panel_hash=panel)
+    assert "a: 2 evaluation(s) on another panel than the last are left out" in compare([run, other]).notes
+
+
+def test_a_group_without_costs_has_a_note(tmp_path: Path) -> None:
+    imitation = make_run(
+        tmp_path / "sft", algorithm="grpo", num_steps=0, settings=["cold_start.num_examples = 4"]
+    )
+    said = notes(compare([imitation, make_run(tmp_path / "rapo", algorithm="rapo")]))
+    assert "final scores are not at equal training steps: rapo took 12, grpo none" in said
+
+
+def test_different_conditions_of_the_test_have_a_note(tmp_path: Path) -> None:
+    settings = ["rollout.max_turns = 4", "environment.max_calls = 2"]
+    said = notes(
+        compare([make_run(tmp_path / "a"), make_run(tmp_path / "b", algorithm="rapo", settings=settings)])
+    )
+    [line] = [line for line in said if "environment.max_calls, rollout.max_turns" in line]
+    assert "not of one test" in line
+
+
+@pytest.mark.parametrize(("num_seeds", "share"), [(3, "80"), (5, "")])
+def test_intervals_over_few_seeds_have_a_note(tmp_path: Path, num_seeds: int, share: str) -> None:
+    paths = make_group(tmp_path, "rapo", [0.5] * num_seeds) + make_group(tmp_path, "grpo", [0.5] * num_seeds)
+    said = [note for note in notes(compare(paths)) if "interval" in note]
+    assert [f"{num_seeds} seeds" in note and f"about {share} %" in note for note in said] == (
+        [True] if share else []
+    )
+
+
+def test_a_damaged_number_of_steps_is_named(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "a"),
+        make_run(tmp_path / "b", algorithm="rapo", settings=["train.num_steps = 'many'"]),
+    ]
+    with pytest.raises(DataError, match=r"b is no run that can be compared: train\.num_steps"):
+        compare(runs)
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing is no run that can be compared: config\.toml is missing"):
+        compare([make_run(tmp_path / "a"), tmp_path / "nothing"])
+
+
+def test_names_can_neither_link_nor_control_a_terminal(tmp_path: Path) -> None:
+    name = "![x](http://evil.example/pixel)\x1b]0;owned\x07\x1b[31m"
+    hostile = make_run(tmp_path / "a", settings=[f"note = {json.dumps(name)}"])
+    comparison = compare([hostile, make_run(tmp_path / "b", algorithm="rapo")])
+    page = markdown_page(comparison)
+    assert "](http" not in page
+    console = Console(file=(out := StringIO()), width=250)
+    compare_runs([hostile, tmp_path / "b"], markdown=None, html=None, console=console)
+    for text in (page, out.getvalue()):
+        assert "evil.example" in text  # it is shown
+        assert "\x1b" not in text and "\x07" not in text
+
+
+def test_a_step_that_cost_more_than_another_run_has_in_all(tmp_path: Path) -> None:
+    """Curves of a run with one step of 5,000 tokens and of one with twelve of 100: on what both have, and
+    nothing made up.
+    """
+    write_config(tmp_path / "a", algorithm="rapo")
+    write_steps(tmp_path / "a", [0.7], tokens=5000.0)
+    comparison = compare([tmp_path / "a", make_run(tmp_path / "b")])
+    [curves] = [
+        one for one in comparison.curves if one.axis == "policy tokens" and one.quantity == "training reward"
+    ]
+    assert curves.x.tolist() == [1200.0]
+    assert curves.bands["rapo"].value.tolist() == pytest.approx([0.7])
+    assert curves.bands["grpo"].value.tolist() == pytest.approx([0.065])
+
+
+def test_large_differences_between_seeds_have_no_winner(tmp_path: Path) -> None:
+    """All of one side are above all of the other, over tasks it is beyond doubt, and still three seeds could
+    have done so.
+    """
+    comparison = compare(
+        make_group(tmp_path, "rapo", [0.5, 0.65, 0.95]) + make_group(tmp_path, "grpo", [0.1, 0.25, 0.42])
+    )
+    [pair] = comparison.pairs
+    assert pair.p_corrected is not None and pair.p_corrected < 0.05
+    assert not pair.difference.low <= 0 <= pair.difference.high
+    assert pair.p_seeds is not None and pair.p_seeds > 0.05
+    assert pair.verdict.winner is None
+    assert any(reason.startswith("over seeds, p = ") for reason in pair.verdict.reasons)
+
+
+def test_different_numbers_of_samples_have_a_note(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(num), algorithm=name, settings=[f"evaluation.num_samples = {num}"])
+            for num, name in ((1, "rapo"), (4, "grpo"))]  # fmt: skip
+    assert "the evaluations drew different numbers of samples a task (1, 4): their noise differs" in notes(
+        compare(runs)
+    )
+
+
+def middle_half(numbers: Sequence[Fraction]) -> Fraction:
+    """Mean of the middle half, by repeating each value four times."""
+    repeated = sorted(number for number in numbers for _ in range(4))
+    return sum(repeated[len(numbers) : -len(numbers)], Fraction(0)) / (2 * len(numbers))
+
+
+def sign_flip_reference(first: Sequence[Fraction], second: Sequence[Fraction]) -> Fraction:
+    gaps = [a - b for a, b in zip(first, second, strict=True)]
+    sums = [
+        abs(sum(sign * gap for sign, gap in zip(signs, gaps, strict=True)))
+        for signs in product((1, -1), repeat=len(gaps))
+    ]
+    return Fraction(sum(one >= abs(sum(gaps)) for one in sums), len(sums))
+
+
+def test_every_number_agrees_with_exact_fractions(tmp_path: Path) -> None:
+    """Three groups of three to five runs on eight tasks, from the files alone: every value but the intervals,
+    exactly.
+    """
+    draw = random.Random(3)
+    solved = {
+        name: [[draw.random() < share for _ in range(8)] for _ in range(num)]
+        for name, share, num in (("arpo", 0.3, 3), ("grpo", 0.4, 4), ("rapo", 0.8, 5))
+    }
+    paths = [
+        make_run(
+            tmp_path / f"{name}-{seed}",
+            algorithm=name,
+            seed=seed,
+            last={f"t{n}": float(ok) for n, ok in enumerate(row)},
+        )
+        for name, rows in solved.items()
+        for seed, row in enumerate(rows)
+    ]
+    comparison = compare(paths)
+    means = {name: [Fraction(sum(row), 8) for row in rows] for name, rows in solved.items()}
+    for group in comparison.groups:
+        assert group.score is not None
+        assert group.score.value == pytest.approx(float(middle_half(means[group.label])), abs=1e-12)
+    raw = []
+    for pair in comparison.pairs:
+        a, b = means[pair.first], means[pair.second]
+        higher = sum((Fraction(x > y) + Fraction(x == y, 2) for x, y in product(a, b)), Fraction(0)) / (
+            len(a) * len(b)
+        )
+        by_task = [
+            [Fraction(sum(row[n] for row in rows), len(rows)) for n in range(8)]
+            for rows in (solved[pair.first], solved[pair.second])
+        ]
+        assert pair.test is not None
+        assert pair.improvement.value == pytest.approx(float(higher), abs=1e-12)
+        assert pair.difference.value == pytest.approx(float(middle_half(a) - middle_half(b)), abs=1e-12)
+        assert pair.test.p == pytest.approx(float(sign_flip_reference(*by_task)), abs=1e-12)
+        raw.append(pair.test.p)
+    smallest, middle, largest = sorted(raw)
+    stepped = [
+        min(1.0, 3 * smallest),
+        min(1.0, max(3 * smallest, 2 * middle)),
+        min(1.0, max(3 * smallest, 2 * middle, largest)),
+    ]
+    assert sorted(pair.p_corrected or 0.0 for pair in comparison.pairs) == pytest.approx(stepped)
+
+
+def test_a_narrow_terminal_folds_and_cuts_nothing(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / f"a-long-name-of-a-run-{name}", algorithm=name) for name in ("grpo", "rapo")]
+    compare_runs(paths, markdown=None, html=None, console=Console(file=(out := StringIO()), width=72))
+    assert "…" not in out.getvalue()
+
+
+def test_an_unfinished_run_has_a_note_without_a_verdict(tmp_path: Path) -> None:
+    """Also where no verdict could say it: with one group there is none."""
+    runs = [
+        make_run(tmp_path / str(seed), seed=seed, settings=["train.num_steps = 100"]) for seed in range(2)
+    ]
+    assert "0 was last evaluated at step 12 of 100" in notes(compare(runs))
+
+
+def test_runs_that_ended_before_their_steps_or_their_budget_have_no_winner(tmp_path: Path) -> None:
+    def result(name: str, *settings: str) -> Pair:
+        other = make_group(tmp_path / name, "grpo", [0.2] * 3, *settings)
+        [pair] = compare([*done, *other]).pairs
+        return pair
+
+    done = make_group(tmp_path, "arpo", [0.9] * 3, "train.num_steps = 12")
+    assert result("finished", "train.num_steps = 12").verdict.winner == "arpo"
+    stopped = result("stopped", "train.num_steps = 100").verdict
+    assert stopped.winner is None and any("of 100" in reason for reason in stopped.reasons)
+    # a token budget ends a run before its steps are done
+    budget = ("train.num_steps = 100", "train.max_policy_tokens = {}")
+    spent = result("spent", budget[0], budget[1].format(1200)).verdict
+    assert spent.winner == "arpo"
+    killed = result("killed", budget[0], budget[1].format(5000)).verdict
+    assert killed.winner is None and "grpo-0 had spent 1200 of 5000 policy tokens" in killed.reasons
+
+
+def test_seeds_of_an_evaluation_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(Incomparable, match="same weights"):
+        compare([evaluated(tmp_path / str(seed), "a/step-1", seed=seed) for seed in range(3)])
+
+
+def test_a_group_has_the_name_of_its_preset(tmp_path: Path) -> None:
+    runs = make_group(tmp_path / "a", "grpo", [0.9], 'algorithm.preset = "dapo-paper"') + make_group(
+        tmp_path / "b", "grpo", [0.2]
+    )
+    assert {one.label for one in compare(runs).groups} == {"dapo-paper", "grpo"}
+
+
+def test_reflections_and_discarded_tries_are_policy_tokens(tmp_path: Path) -> None:
+    runs = []
+    for seed in range(2):
+        run = tmp_path / str(seed)
+        write_config(run, algorithm="empo2", seed=seed)
+        writer = MetricsWriter(run / "metrics.jsonl")
+        for step in (1, 2):
+            writer.write(
+                step,
+                "train",
+                step_values(step, tokens=100.0) | {"tokens/remarks": 30.0, "tokens/discarded": 7.0},
+            )
+        writer.close()
+        write_evaluation(run, 2, 0.5)
+        runs.append(run)
+    [members] = compare(runs).groups
+    assert members.costs["policy tokens"] == 274.0

@@ -214,7 +214,7 @@ def test_a_blank_reply_is_no_verdict_under_any_rule(rule: Any) -> None:
         (Answer({}, status=429), "status 429"),
         (Answer(b"<html>", status=500), "status 500"),
         (Answer(b"garbage"), "the answer is no JSON"),
-        (Answer({"choices": []}), "the answer holds no completion"),
+        (Answer({"choices": []}), "the response has no completion"),
         (Answer(drop=True), "no connection"),
         (Answer({"message": "too long"}, status=400), "status 400"),
     ],

@@ -1,8 +1,9 @@
-"""F3: an evaluation keeps the replies, and they are graded again without the model that wrote them."""
+"""Grading stored replies again, without the model that wrote them."""
 
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from transformers import AutoTokenizer
 from outrider.cli import main
 from outrider.evaluation.results import read_results
 from tests.chat_server import Answer, Asked, chat_server, completion
-from tests.evaluation.panel_files import (
-    IMPATIENT,
-    MODELS,
+from tests.evaluation.eval_tasks import (
     evaluate,
+    play,
     question_in,
     results,
     summary,
+    with_models,
     write_rows,
 )
 from tests.training.tool_run import write_tool_run
@@ -34,7 +35,7 @@ ANSWERS = ("Paris", "Rome", "Oslo", "Bern", "Graz")
 
 
 def agent(asked: Asked) -> Answer:
-    return MODELS if asked.path.endswith("/models") else completion(REPLIES[question_in(asked)])
+    return completion(REPLIES[question_in(asked)])
 
 
 @pytest.fixture
@@ -42,19 +43,9 @@ def run(tmp_path: Path) -> Path:
     """Five questions to an endpoint that is gone by now, with a key in its address."""
     rows = [{"question": f"q{n}?", "answer": answer} for n, answer in enumerate(ANSWERS)]
     file = write_rows(tmp_path / "q.jsonl", rows)
-    with chat_server(agent) as server:
+    with chat_server(with_models(agent)) as server:
         address = server.url.replace("http://", "http://me:secret@")
-        asked = (
-            "--tasks",
-            str(file),
-            "--endpoint",
-            address,
-            "--endpoint-model",
-            "agent",
-            "metric=em",
-            *IMPATIENT,
-        )
-        assert evaluate(tmp_path / "run", *asked) == 0
+        assert play(server, str(file), tmp_path / "run", "metric=em", "--endpoint", address) == 0
     return tmp_path / "run"
 
 
@@ -71,7 +62,7 @@ def found(run: Path, number: int = 1) -> dict[str, Any]:
     return read
 
 
-def test_f3_the_reply_is_in_the_results_and_no_secret_in_the_folder(run: Path) -> None:
+def test_results_have_the_replies_and_no_secret(run: Path) -> None:
     assert {line["task_key"]: line["turns"] for line in results(run)} == {
         f"q-{number}": [reply] for number, reply in enumerate(REPLIES.values())
     }
@@ -81,9 +72,7 @@ def test_f3_the_reply_is_in_the_results_and_no_secret_in_the_folder(run: Path) -
     assert read[0].turns == (REPLIES["q0?"],) and summary(run)["scores"]["exact match"]["value"] == 0.6
 
 
-def test_f3_present_graders_change_no_verdict_that_they_made(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_graders_change_no_verdict(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(run)
     assert regrade(run) == 0
     assert "0 of 5 verdicts changed" in capsys.readouterr().out
@@ -91,17 +80,17 @@ def test_f3_present_graders_change_no_verdict_that_they_made(
     assert {name: data for name, data in content(run).items() if name != "regraded-1.json"} == before
 
 
-def test_f3_other_rules_are_told_with_task_old_and_new_and_the_old_summary_stays(
+def test_other_rules_print_changes_and_keep_the_old_summary(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = content(run)
     capsys.readouterr()
     assert regrade(run, "rules=arpo-eval") == 0
-    told = capsys.readouterr().out
-    assert "1 of 5 verdicts changed\n  q-0, sample 0: was right, 'Paris.'; is wrong, 'Paris.'" in told
-    (row,) = [line for line in told.splitlines() if "exact match" in line]
-    assert "rules: punctuation stays" in told
-    # F10: in per cent, as in the table of the evaluation itself
+    printed = capsys.readouterr().out
+    assert "1 of 5 verdicts changed\n  q-0, sample 0: was right, 'Paris.'; is wrong, 'Paris.'" in printed
+    (row,) = [line for line in printed.splitlines() if "exact match" in line]
+    assert "rules: punctuation stays" in printed
+    # in per cent, as in the table of the evaluation itself
     assert re.search(r"60\.0 % \[\d+\.\d, \d+\.\d\].*40\.0 % \[\d+\.\d, \d+\.\d\]", row)
     (changed,) = found(run)["changed"]
     assert (changed["task_key"], changed["old"]["success"], changed["new"]["success"]) == ("q-0", True, False)
@@ -113,11 +102,9 @@ def test_f3_other_rules_are_told_with_task_old_and_new_and_the_old_summary_stays
     assert {name: data for name, data in content(run).items() if not name.startswith("regraded")} == before
 
 
-def test_f3_graders_that_changed_since_are_the_ones_that_grade(
+def test_changed_graders_are_used(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     from outrider.evaluation import grading as extraction
 
     present = replace(
@@ -125,51 +112,34 @@ def test_f3_graders_that_changed_since_are_the_ones_that_grade(
     )
     monkeypatch.setattr(extraction, "VARIANTS", {**extraction.VARIANTS, "default": present})
     assert regrade(run) == 0
-    told = capsys.readouterr().out
-    assert "4 of 5 verdicts changed" in told and "q-3, sample 0: was wrong, ''; is right, 'Bern'" in told
+    printed = capsys.readouterr().out
+    assert (
+        "4 of 5 verdicts changed" in printed and "q-3, sample 0: was wrong, ''; is right, 'Bern'" in printed
+    )
 
 
-def test_f3_a_judge_grades_the_replies_of_an_evaluation_without_one(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_judge_can_grade_an_evaluation_without_judge(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked_for: list[str] = []
 
     def judge(asked: Asked) -> Answer:
-        if asked.path.endswith("/models"):
-            return MODELS
         asked_for.append(str((asked.body or {})["messages"][-1]["content"]))
         return completion("Fine.\n<judgment>Correct</judgment>")
 
-    with chat_server(judge) as server:
-        judged = (
-            "--judge",
-            server.url,
-            "--judge-model",
-            "judge",
-            "metric=judge",
-            "judge.endpoint.backoff_s=0",
-        )
+    options = ("--judge-model", "judge", "metric=judge", "judge.endpoint.backoff_s=0")
+    with chat_server(with_models(judge)) as server:
+        judged = ("--judge", server.url, *options)
         assert regrade(run, *judged) == 0
     assert found(run)["summary"]["identity"]["judge"]["model"] == "judge" and len(asked_for) > 0
-    told = capsys.readouterr().out
-    assert "correct by the judge" in told and "q-4, sample 0: was wrong, 'Graz in Austria'; is right" in told
+    printed = capsys.readouterr().out
     assert (
-        regrade(
-            run,
-            *judged[:3],
-            "judge",
-            "metric=judge",
-            "judge.endpoint.max_retries=0",
-            "judge.endpoint.backoff_s=0",
-        )
-        == 1
+        "correct by the judge" in printed
+        and "q-4, sample 0: was wrong, 'Graz in Austria'; is right" in printed
     )
+    assert regrade(run, *judged, "judge.endpoint.max_retries=0") == 1
     assert not (run / "regraded-2.json").exists()  # the judge is gone: nothing is written
 
 
-def test_f3_old_results_without_replies_are_one_clear_line(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_without_replies_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head, *lines = (run / "results.jsonl").read_text().splitlines()
     old = [
         {key: value for key, value in json.loads(line).items() if key not in ("turns", "token_ids")}
@@ -178,28 +148,28 @@ def test_f3_old_results_without_replies_are_one_clear_line(
     (run / "results.jsonl").write_text("".join(f"{line}\n" for line in [head, *map(json.dumps, old)]))
     before = content(run)
     assert regrade(run) == 2
-    told = capsys.readouterr().err
-    assert "5 of its 5 answers were kept without the reply" in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert "5 of its 5 answers were kept without the reply" in printed and printed.count("\n") == 1
     assert content(run) == before
 
 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("temperature=1",), "temperature decided what was played; grading again takes these: judge, "),
-        (("--seed", "3"), "seed decided what was played"),
-        (("--run", "x"), "--regrade RUN goes with neither"),
-        (("recipe.toml",), "--regrade RUN goes with neither"),
+        (("temperature=1",), "temperature affects the rollouts; grading again accepts: judge, "),
+        (("--seed", "3"), "seed affects the rollouts"),
+        (("--run", "x"), "--regrade RUN cannot be combined"),
+        (("recipe.toml",), "--regrade RUN cannot be combined"),
     ],
 )
-def test_f3_what_decided_the_play_is_refused(
+def test_settings_of_the_rollouts_cannot_change(
     more: tuple[str, ...], says: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert regrade(run, *more) == 2
     assert says in capsys.readouterr().err and not (run / "regraded-1.json").exists()
 
 
-def test_f3_other_tasks_are_refused_and_moved_ones_are_named(
+def test_other_tasks_are_an_error_and_moved_files_can_be_named(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = run.parent / "q.jsonl"
@@ -213,32 +183,19 @@ def test_f3_other_tasks_are_refused_and_moved_ones_are_named(
     assert regrade(run, "--tasks", str(moved)) == 2
     assert "are not those that" in capsys.readouterr().err
     assert regrade(run.parent) == 2
-    assert "holds no evaluation of tasks" in capsys.readouterr().err
+    assert "has no evaluation of tasks" in capsys.readouterr().err
 
 
-def test_f3_a_model_s_replies_have_their_ids_and_are_graded_without_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replies_of_a_model_have_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write_tool_run(tmp_path / "data").parent
     corpus = (
-        "--tools",
-        "on",
-        f"environment.corpus={root / 'corpus.jsonl'}",
-        'environment.tools=["search"]',
+        "--tools", "on", f"environment.corpus={root / 'corpus.jsonl'}", 'environment.tools=["search"]',
         "environment.prompt=none",
-    )
+    )  # fmt: skip
     limits = (
-        "--temperature",
-        "1",
-        "--samples",
-        "3",
-        "--seed",
-        "5",
-        "rollout.max_turn_tokens=12",
-        "rollout.max_response_tokens=200",
-        "num_threads=1",
-        "model.precision=float32",
-    )
+        "--temperature", "1", "--samples", "3", "--seed", "5", "rollout.max_turn_tokens=12",
+        "rollout.max_response_tokens=200", "num_threads=1", "model.precision=float32",
+    )  # fmt: skip
     asked = ("--model", str(root / "model"), "--tasks", f"hotpotqa={root / 'tasks.jsonl'}", *corpus, *limits)
     assert evaluate(tmp_path / "run", *asked) == 0
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
@@ -259,7 +216,7 @@ def test_f3_a_model_s_replies_have_their_ids_and_are_graded_without_it(
     assert found(tmp_path / "run")["summary"] == summary(tmp_path / "run")
 
 
-def test_f3_the_record_of_an_environment_is_not_graded_again(
+def test_scores_of_an_environment_cannot_be_graded_again(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = run / "evaluation.toml"
@@ -270,4 +227,4 @@ def test_f3_the_record_of_an_environment_is_not_graded_again(
     )
     settings.write_text(text)
     assert regrade(run) == 2
-    assert "factbook was scored by its environment while it was played" in capsys.readouterr().err
+    assert "factbook was scored by its environment" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_one_step_equals_the_update_of_the_library(
     example.train(short, num_steps=1, learning_rate=1e-2)
     update(
         Policy(whole, OptimizerSettings(learning_rate=1e-2)), played, objective=ObjectiveSettings(),
-        settings=UpdateSettings(), reference=None, first=True,
+        settings=UpdateSettings(), reference=None,
     )  # fmt: skip
     triples = zip(*(one.model.parameters() for one in (short, whole, before)), strict=True)
     for mine, theirs, old in triples:

@@ -87,9 +87,7 @@ def test_a_class_stands_for_its_default_settings(tmp_path: Path) -> None:
 
 def test_evaluate_by_name_and_with_the_weights_of_a_run(tmp_path: Path) -> None:
     run = outrider.evaluate(
-        tree(tmp_path),
-        run=tmp_path / "eval",
-        environment={"type": "house", "max_moves": 2},
+        tree(tmp_path), run=tmp_path / "eval", environment={"type": "house", "max_moves": 2}
     )
     assert run.config["environment"]["max_moves"] == 2 and run.evaluations().num_rows == 1
 

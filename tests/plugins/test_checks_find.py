@@ -12,57 +12,30 @@ from outrider.algorithms.base import (
     Algorithm,
     GroupAdvantages,
     ObjectiveSettings,
-    assign_advantages,
     group_advantages,
     with_values,
+    write_advantages,
 )
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.house import HouseConfig, HouseEnvironment, HouseTaskSet
-from outrider.environments.text_games import SimpleFactory
+from outrider.environments.house import HouseEnvironment
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
-from outrider.types import Message, Task
 from tests.tiny import tiny_tokenizer
 
 
-def house(**methods: Callable[..., Any]) -> HouseTaskSet:
-    """The houses with other methods of an episode."""
-    kind = type("Broken", (HouseEnvironment,), methods)
-
-    class Family(HouseTaskSet):
-        def make(self) -> SimpleFactory:
-            def make_broken(task: Task) -> HouseEnvironment:
-                made = self.environment(task)
-                made.__class__ = kind
-                return made
-
-            return SimpleFactory(make_broken)
-
-    return Family(HouseConfig())
-
-
-_STEP, _RESULT, _CLOSE = HouseEnvironment.step, HouseEnvironment.result, HouseEnvironment.close
-
-
-def _raises(self: HouseEnvironment, message: Message) -> StepResult:
-    if not message.content:
+def _raises(self: HouseEnvironment, action: str) -> StepResult:
+    if not action:
         raise IndexError("empty")
-    return _STEP(self, message)
+    return HouseEnvironment.step(self, action)
 
 
-def _draws(self: HouseEnvironment, message: Message) -> StepResult:
-    found = _STEP(self, message)
-    return StepResult(message=Message(role="user", content=str(random.random())), done=found.done)
-
-
-def _closes_once(self: HouseEnvironment) -> None:
-    if getattr(self, "is_closed", False):
-        raise RuntimeError("closed")
-    self.is_closed = True  # type: ignore[attr-defined]
+def _draws(self: HouseEnvironment, action: str) -> StepResult:
+    result = HouseEnvironment.step(self, action)
+    return StepResult(message=str(random.random()), done=result.done)
 
 
 def _no_record(self: HouseEnvironment) -> EpisodeResult:
@@ -76,19 +49,14 @@ def _no_record(self: HouseEnvironment) -> EpisodeResult:
         ({"step": _draws}, "for the same seed"),
         ({"result": _no_record}, "no finite number"),
         ({"copy": lambda self: self}, "changes the result of the original"),
-        ({"reset": lambda self, seed: ()}, "reset gives no message"),
-        ({"step": lambda self, message: StepResult(message=None)}, "does not end the episode"),
-        ({"step": lambda self, message: "done"}, "no StepResult"),
+        ({"reset": lambda self, task, seed: ()}, "reset gives no message"),
+        ({"step": lambda self, action: StepResult(message=None)}, "does not end the episode"),
+        ({"step": lambda self, action: "done"}, "no StepResult"),
     ],
 )
 def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], told: str) -> None:
     with pytest.raises(AssertionError, match=told):
-        check_environment(house(**methods))
-
-
-def test_an_environment_that_closes_once() -> None:
-    with pytest.raises(RuntimeError, match="closed"):
-        check_environment(house(close=_closes_once))
+        check_environment(type("Broken", (HouseEnvironment,), methods))
 
 
 class Upper:
@@ -123,14 +91,14 @@ def test_faults_of_a_tool(changed: dict[str, Any], told: str) -> None:
 
 
 def _infinite(self: Grpo, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-    found = Grpo.advantages(self, traces)
+    found = Grpo.assign_step_advantages(self, traces)
     for one in found:
         one.advantages.values[:] = np.inf
     return found
 
 
 def _undeclared(self: Grpo, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-    found = Grpo.advantages(self, traces)
+    found = Grpo.assign_step_advantages(self, traces)
     for one in found:
         one.measurements["mine/secret"] = [1.0]
     return found
@@ -141,8 +109,8 @@ class StatelessHook(Grpo):
 
     num_seen = 0
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        found = super().advantages(traces)
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+        found = super().assign_step_advantages(traces)
         for trace in traces:
             for _, path in trace.rollouts():
                 for node in path:
@@ -160,9 +128,9 @@ class StatelessHook(Grpo):
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (type("Broken", (Grpo,), {"advantages": _infinite}), "an advantage is not finite"),
-        (type("Broken", (Grpo,), {"advantages": _undeclared}), "mine/secret.* is not declared"),
-        (type("Broken", (Grpo,), {"advantages": lambda self, traces: []}), "has 0 entries"),
+        (type("Broken", (Grpo,), {"assign_step_advantages": _infinite}), "an advantage is not finite"),
+        (type("Broken", (Grpo,), {"assign_step_advantages": _undeclared}), "mine/secret.* is not declared"),
+        (type("Broken", (Grpo,), {"assign_step_advantages": lambda self, traces: []}), "has 0 entries"),
         (type("Broken", (Grpo,), {"modes_of": lambda self, step, group: ()}), "modes_of"),
         (StatelessHook, "advantages differ after state and restore"),
     ],
@@ -178,8 +146,7 @@ class Script(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__(
-            tokenizer=tiny_tokenizer(),
-            script=lambda request, text: "abc"[: 1 + request.seed % 2],
+            tokenizer=tiny_tokenizer(), script=lambda request, text: "abc"[: 1 + request.seed % 2]
         )
 
 
@@ -217,8 +184,8 @@ def test_faults_of_an_engine(changed: dict[str, Any], told: str) -> None:
 class Halved(Grpo):
     """Changes values without the flag."""
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        found = super().advantages(traces)
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+        found = super().assign_step_advantages(traces)
         for credit in found:
             credit.advantages.values[:] = np.where(credit.advantages.assigned, 0.5, 0.0)
         return found
@@ -254,7 +221,7 @@ class Shift(Algorithm):
         advantages = group_advantages(shifted, "group_centered")
         if self.uses_shift:
             advantages = with_values(advantages, advantages.values + self.settings.shift)
-        assign_advantages(trace, advantages)
+        write_advantages(trace, advantages)
         return GroupAdvantages(advantages=advantages, measurements={})
 
 

@@ -19,13 +19,10 @@ from outrider.testing import check_algorithm, check_engine, check_environment, c
 from outrider.tools.base import ToolContext, ToolGroup
 from tests.environments.verifiers_fake.make import write_fake
 from tests.tiny import tiny_model
-from tests.tools.mcp.servers import numbers
+from tests.tools.mcp.servers import fake
 
 # What the defaults leave out; every other plug-in is made of its defaults.
-SECTIONS: dict[str, dict[str, Any]] = {
-    "empo2": {"memory": {"embedder": "hash"}},
-    "rapo": {"num_hybrid": 0},
-}
+SECTIONS: dict[str, dict[str, Any]] = {"empo2": {"memory": {"embedder": "hash"}}, "rapo": {"num_hybrid": 0}}
 OF_ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "factbook": {"hops": [1], "passages": "facts", "num_train": 2},  # quick to make
     "openenv": {"command": ("{python}", "-m", "tests.environments.openenv_worlds", "{port}")},
@@ -35,23 +32,15 @@ OF_ENVIRONMENTS: dict[str, dict[str, Any]] = {
 def _data(folder: Path) -> dict[str, Any]:
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text(
-            json.dumps({"id": split, "question": "Where?", "answer": "here"}) + "\n",
+            json.dumps({"id": split, "question": "Where?", "answer": "here"}) + "\n"
         )
     (folder / "corpus.jsonl").write_text('{"id": "1", "title": "here", "text": "is there"}\n')
-    return {
-        "tools": ["search"],
-        "corpus": folder / "corpus.jsonl",
-        "train": {"path": folder / "train.jsonl"},
-    }
+    return {"tools": ["search"], "corpus": folder / "corpus.jsonl", "train": {"path": folder / "train.jsonl"}}
 
 
 def _program(folder: Path) -> dict[str, Any]:
     programs = "tests.environments.agents.programs"
-    return {
-        "function": f"{programs}:words",
-        "reward": f"{programs}:score",
-        "train": _data(folder)["train"],
-    }
+    return {"function": f"{programs}:words", "reward": f"{programs}:score", "train": _data(folder)["train"]}
 
 
 def _taskset(folder: Path) -> dict[str, Any]:
@@ -85,7 +74,7 @@ def test_tools(name: str, tmp_path: Path) -> None:
     settings = None
     if name == "mcp":
         pytest.importorskip("mcp", reason="needs the extra mcp")
-        settings = numbers(only=["add"])
+        settings = fake(only=["add"])
     built = build_by_name("tools", name, settings, ToolContext(environment=environment))
     for tool in built.tools if isinstance(built, ToolGroup) else (built,):
         check_tool(tool, texts=("here", "print(6 * 7)", '{"a": 1, "b": 2}'))

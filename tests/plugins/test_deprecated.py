@@ -2,26 +2,49 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
-from outrider.algorithms.base import Algorithm, GroupAdvantages
+import outrider
+from outrider.algorithms.base import Algorithm, GroupAdvantages, GroupFilter, TaskChoice, write_advantages
+from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.deprecated import MODULES, NAMES
-from outrider.environments.house import HouseConfig, HouseTaskSet
+from outrider.environments.base import EnvironmentFactory
+from outrider.environments.house import HouseConfig, HouseEnvironment
 from outrider.plugins.registry import read_settings
 from outrider.testing import check_environment
 from outrider.trace import Trace
+from outrider.types import Task
 
 
 def test_an_algorithm_with_the_old_method_is_one() -> None:
-    with pytest.warns(FutureWarning, match="Old.credit is now assign_advantages"):
+    with pytest.warns(FutureWarning, match="Old.credit is now Old.assign_advantages"):
 
         class Old(Algorithm):
             def credit(self, trace: Trace) -> GroupAdvantages:
                 raise NotImplementedError("the old method")
 
     with pytest.raises(NotImplementedError, match="the old method"):
-        Old().advantages([object()])  # type: ignore[list-item]
+        Old().assign_step_advantages([object()])  # type: ignore[list-item]
+
+
+def test_an_old_override_of_the_step_may_call_its_base_class() -> None:
+    with pytest.warns(FutureWarning, match="Shifted.advantages is now Shifted.assign_step_advantages"):
+
+        class Shifted(Grpo):
+            def advantages(self, traces: list[Trace]) -> list[GroupAdvantages]:
+                return [*super().advantages(traces), "shifted"]  # type: ignore[misc]
+
+    assert Shifted(GrpoSettings()).assign_step_advantages([]) == ["shifted"]
+
+
+def test_the_old_key_of_a_task_choice_and_the_old_name_of_a_function_work() -> None:
+    kept = GroupFilter(select=list, max_extra_batches=1)
+    with pytest.warns(FutureWarning, match="group_filter"):
+        assert TaskChoice(num_groups=1, groups=kept) == TaskChoice(num_groups=1, group_filter=kept)
+    with pytest.warns(FutureWarning, match="outrider.assign_advantages is now outrider.write_advantages"):
+        assert outrider.assign_advantages is write_advantages  # type: ignore[attr-defined]
 
 
 def test_old_modules_and_names_lead_to_the_new_ones() -> None:
@@ -38,7 +61,7 @@ from outrider.algorithms.common.loss_settings import LossSettings
 import outrider.algorithms.base as new, outrider.environments.base as environments
 assert Algorithm is new.Algorithm and GroupCredit is new.GroupAdvantages
 assert TaskFamily is environments.TaskSet and environments.Environment is environments.Env
-assert FoundCalls is same and write_credit is new.assign_advantages
+assert FoundCalls is same and write_credit is new.write_advantages
 warnings.simplefilter("error")
 try:
     from outrider.algorithms.base import GroupCredit
@@ -61,8 +84,26 @@ def test_names_that_never_were_are_unknown() -> None:
     assert not set(NAMES) & set(NAMES.values()) and all(name.startswith("outrider.") for name in MODULES)
 
 
-class OldWorld(HouseTaskSet):
+class OldWorld:
     """An environment as 0.3.0 had it: a task set with a factory."""
+
+    Settings = HouseConfig
+    name, stop, protocol, stateful = "old", ("</action>",), "chat", True
+
+    def __init__(self, config: HouseConfig) -> None:
+        self.config = config
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return HouseEnvironment.tasks(self.config, split)
+
+    def make(self) -> EnvironmentFactory:
+        return HouseEnvironment.build(self.config).make()
+
+    def expert(self, task: Task, seed: int) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 def test_an_environment_in_the_old_form_works_and_names_the_new_one() -> None:

@@ -134,8 +134,7 @@ def test_it_trains_evaluates_and_compares(whole: Path) -> None:
     assert [one["label"] for one in evaluations] == ["before training", "after REMEMBERED"]
     own = json.loads((whole / "plugins.json").read_text())
     assert {key: (one["package"], one["version"]) for key, one in own.items()} == dict.fromkeys(
-        ("engine", "environment", "algorithm"),
-        ("foreign-pack", "0.3.0"),
+        ("engine", "environment", "algorithm"), ("foreign-pack", "0.3.0")
     )
     inputs = json.loads((whole / "checkpoints" / "step-000003" / "state.json").read_text())["inputs"]
     assert {name for name in inputs if name.startswith("plug-in ")} == {

@@ -1,6 +1,5 @@
 """Plug-ins by name: what a recipe may say, and the one line that it gets where it cannot be."""
 
-import json
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -22,15 +21,14 @@ from tests.tiny import save_tiny_model
 
 FAMILY = '''
 from outrider.environments.base import EnvironmentSettings
+from tests.plugins.test_api import Own
 
 class MineSettings(EnvironmentSettings):
     size: int = 3
 
-class Mine:
+class Mine(Own):
     """Somebody's own."""
     Settings = MineSettings
-    name, stop, stateful = "mine", (), True
-    def __init__(self, settings): self.settings = settings
 
 class Bare:
     pass
@@ -38,11 +36,6 @@ class Bare:
 class Wrong:
     Settings = int
 '''
-
-
-PLAYABLE = FAMILY.replace("class Mine:", "from tests.plugins.test_api import Own\nclass Mine(Own):").replace(
-    "    def __init__(self, settings): self.settings = settings\n", ""
-)
 
 
 @pytest.fixture
@@ -60,7 +53,7 @@ def module(tmp_path: Path) -> Iterator[str]:
 def recipe(folder: Path, environment: str, *lines: str) -> Path:
     file = folder / "recipe.toml"
     file.write_text(
-        "\n".join(["[environment]", f'type = "{environment}"', *lines, "[algorithm]", 'type = "grpo"', ""]),
+        "\n".join(["[environment]", f'type = "{environment}"', *lines, "[algorithm]", 'type = "grpo"', ""])
     )
     return file
 
@@ -89,7 +82,7 @@ def test_a_class_of_a_module_beside_the_recipe(module: str, tmp_path: Path) -> N
     assert load_settings(RunSettings, file=again) == settings
     origin = find_origin(resolve("environments", f"{module}:Mine"))
     assert (origin.package, origin.file) == (None, str(tmp_path / f"{module}.py")) and len(
-        origin.digest or "",
+        origin.digest or ""
     ) == 64
 
 
@@ -99,9 +92,7 @@ def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
         == "environment.siz: unknown key, did you mean environment.size?"
     )
     assert "environment.size: Input should be a valid integer" in refusal(
-        tmp_path,
-        f"{module}:Mine",
-        'size = "x"',
+        tmp_path, f"{module}:Mine", 'size = "x"'
     )
 
 
@@ -116,7 +107,7 @@ def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
         ("{module}:Wrong", "Settings are no subclass of outrider.environments.base.EnvironmentSettings"),
         (
             "nowhere_at_all.thing:Mine",
-            "environment.type: there is no module 'nowhere_at_all', neither among the installed packages",
+            "there is no module 'nowhere_at_all', neither among the installed packages nor in ",
         ),
         ("{module}.inside:Mine", "there is no module"),
         ("json:dumps", "json:dumps is no class"),
@@ -127,14 +118,18 @@ def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_name_that_stands_for_nothing_is_one_line(
-    name: str,
-    told: str,
-    module: str,
-    tmp_path: Path,
+    name: str, told: str, module: str, tmp_path: Path
 ) -> None:
     file = tmp_path / f"{module}.py"
     line = refusal(tmp_path, name.format(module=module))
     assert told.format(file=file) in line and line.startswith("environment.type: ")
+
+
+def test_the_message_about_a_missing_module_names_each_folder_once(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal(tmp_path, "nowhere_at_all:Mine").count(str(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -148,11 +143,7 @@ def test_a_name_that_stands_for_nothing_is_one_line(
     ],
 )
 def test_a_module_that_cannot_be_imported_says_where_and_why_before_anything_is_written(
-    code: str,
-    told: str,
-    module: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    code: str, told: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / f"{module}.py"
     file.write_text(f"x = 1\n{code}")
@@ -169,12 +160,22 @@ def test_a_module_that_cannot_be_imported_says_where_and_why_before_anything_is_
     assert not run.exists()
 
 
-def test_a_dry_run_shows_its_settings(
-    module: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_a_dry_run_names_a_split_without_tasks(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / f"{module}.py").write_text(PLAYABLE)
+    tasks = "    tasks = lambda settings, split: Own.tasks(settings, split) * (split == 'train')"
+    (tmp_path / f"{module}.py").write_text(FAMILY.replace("class Bare", f"{tasks}\n\nclass Bare"))
+    model = save_tiny_model(tmp_path / "model")
+    dry = ["train", str(recipe(tmp_path, f"{module}:Mine")), "--dry-run", f"model.name={model}"]
+    assert main([*dry, "train.tasks_per_step=2"]) == 0
+    assert "WARNING: the split 'test' has no tasks" in capsys.readouterr().out
+    assert main([*dry, "train.num_steps=0"]) == 2
+    assert "the split 'test' has no tasks to evaluate on" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_its_settings(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = save_tiny_model(tmp_path / "model")
     small = [f"model.name={model}", "train.tasks_per_step=2"]
     assert main(["train", str(recipe(tmp_path, f"{module}:Mine")), "--dry-run", *small]) == 0
@@ -188,7 +189,7 @@ def test_two_recipes_with_modules_of_one_name_are_told_apart(module: str, tmp_pa
     load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine"))
     other = tmp_path / "other"
     other.mkdir()
-    (other / f"{module}.py").write_text(FAMILY.replace("class Mine:", f"class {name}:"))
+    (other / f"{module}.py").write_text(FAMILY.replace("class Mine(Own):", f"class {name}(Own):"))
     line = refusal(other, f"{module}:{name}")
     assert f"is {tmp_path / module}.py, not {other / module}.py" in line
 
@@ -209,9 +210,7 @@ def _register(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
 
 
 def test_a_registered_name_and_one_that_two_packages_claim(
-    module: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = "outrider.environments"
     _register(monkeypatch, EntryPoint(f"short-{module}", f"{module}:Mine", group))
@@ -224,16 +223,17 @@ def test_a_registered_name_and_one_that_two_packages_claim(
 
 def test_no_package_changes_what_a_built_in_name_means(monkeypatch: pytest.MonkeyPatch) -> None:
     _register(monkeypatch, EntryPoint("house", "json:JSONDecoder", "outrider.environments"))
-    assert resolve("environments", "house").__name__ == "HouseTaskSet"
+    assert resolve("environments", "house").__name__ == "HouseEnvironment"
 
 
 def test_a_tool_by_its_import_path_with_and_without_settings(tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}.py").write_text(
         "from outrider.config import Settings\n"
         "class LoudSettings(Settings):\n    mark: str = '!'\n"
-        "class Loud:\n    Settings = LoudSettings\n    name = 'loud'\n"
-        "class Needy:\n    name = 'needy'\n    class Settings(Settings):\n        must: int\n"
-        "class Think:\n    name = 'think'\n"
+        "class Loud:\n    Settings = LoudSettings\n    name = 'loud'\n    run_text = print\n"
+        "class Needy:\n    name = 'needy'\n    run_text = print\n"
+        "    class Settings(Settings):\n        must: int\n"
+        "class Think:\n    name = 'think'\n    run_text = print\n"
     )
 
     def tools(text: str) -> Any:
@@ -261,21 +261,3 @@ def test_settings_of_another_process_are_the_same(module: str, tmp_path: Path) -
     settings = load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine", "size = 4")).environment
     assert pickle.loads(pickle.dumps(settings)) == settings
     assert load_settings_class("environments", f"{module}:Mine") is type(settings)
-
-
-def test_no_plug_in_is_imported_before_it_is_named() -> None:
-    """By another process: this one has imported them all."""
-    import subprocess
-
-    code = (
-        "import sys, json\nfrom outrider.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print()\nprint(json.dumps([name for name in sys.modules if name.startswith('outrider.')]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = json.loads(done.stdout.splitlines()[-1])
-    assert not [
-        name
-        for name in loaded
-        if name.split(".")[1] in ("algorithms", "environments", "engines", "tools", "watch")
-    ]

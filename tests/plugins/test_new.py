@@ -88,11 +88,7 @@ def test_a_new_package_works_at_once(kind: str, name: str, played: tuple[Path, d
     ],
 )
 def test_a_name_or_a_folder_that_cannot_be_is_one_line(
-    name: str,
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()

@@ -16,13 +16,16 @@ from outrider.engines.chat import (
     wire_messages,
 )
 from outrider.environments.base import Episode
-from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
+from outrider.environments.environment import EpisodeFactory
+from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.rollout.endpoint import Collected, Collector, endpoint_turn
 from outrider.rollout.settings import Limits
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tools.base import tool_schema
 from outrider.types import Outcome
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
 from tests.rollout.test_native_calls import TASK, Search
+from tests.tool_episodes import tool_factory
 
 ANSWER = completion("It is \\boxed{Paris}.")
 Wire = list[dict[str, Any]]
@@ -39,11 +42,11 @@ def served(*calls: tuple[str | None, str, object], text: str | None = None, **me
     return Answer({"choices": [{"message": said, "finish_reason": "tool_calls"}]})
 
 
-def factory_of(form: CallFormatName = "hermes") -> ToolEnvironmentFactory:
+def factory_of(form: CallFormatName = "hermes") -> EpisodeFactory:
     config = ToolsConfig.model_validate(
         {"tools": ["python"], "protocol": form, "reward": {"require_think": False, "multi_tool_bonus": 0.0}}
     )
-    return ToolEnvironmentFactory(tools=[Search()], config=config, system_prompt="Rules.")
+    return tool_factory(tools=[Search()], config=config, system_prompt="Rules.")
 
 
 def play(*answers: Answer, **settings: Any) -> tuple[Collected, ChatServer, list[Wire]]:
@@ -152,14 +155,16 @@ def test_thinking_in_the_text_is_kept_or_stripped() -> None:
     assert "chat_template_kwargs" not in body_of(kept_server.asked[1])
 
 
-TOOLS = factory_of()(TASK).tool_schemas  # type: ignore[attr-defined]
+TOOLS = (tool_schema(Search()),)
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 def test_a_trajectory_has_calls_in_the_format_of_the_environment(form: CallFormatName) -> None:
     message = {"tool_calls": [{"id": "x", "function": {"name": "search", "arguments": '{"input": "a b"}'}}]}
     reply = ChatReply(text="", served=served_calls(message, TOOLS))
-    turn = endpoint_turn(reply, Episode(factory_of(form)(TASK)))
+    episode = Episode(factory_of(form)(TASK))
+    episode.start(0)
+    turn = endpoint_turn(reply, episode)
     read = read_turn(turn.text, CALL_FORMATS[form], TOOLS)
     assert [(one.name, one.arguments) for one in read.tool_calls] == [("search", {"input": "a b"})]
 

@@ -18,7 +18,7 @@ from outrider.rollout.settings import Limits
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
-from tests.tokens.test_tokens import CHATML, byte_tokenizer
+from tests.tokens.test_renderer import CHATML, byte_tokenizer
 
 OnStep = Callable[[int, str], StepResult]
 END = StepResult(message=None, done=True)

@@ -3,6 +3,7 @@ finds.
 """
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -177,3 +178,11 @@ def test_an_object_with_the_methods_of_a_hook_works_with_a_warning() -> None:
 def test_old_names_of_hooks_warn(name: str) -> None:
     with pytest.warns(FutureWarning, match=name):
         assert issubclass(getattr(hooks, name), Hook)
+
+
+def test_a_misspelt_hook_method_warns() -> None:
+    with pytest.warns(UserWarning, match="Early.before_turns is never called; did you mean before_turn"):
+        type("Early", (Hook,), {"before_turns": lambda self, state: ()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        type("Own", (Hook,), {"before_turn": lambda self, state: (), "task_key": lambda self: ""})

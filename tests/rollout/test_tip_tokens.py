@@ -20,10 +20,10 @@ from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Node, without_memory
 from outrider.types import Origin
-from tests.algorithms.tip_groups import vector
 from tests.rollout.fakes import Factory, Fake, RawEngine, say, tasks
+from tests.vectors import load_vector
 
-GIVEN, EXPECTED = vector("tip_strip_tokens")
+GIVEN, EXPECTED = load_vector("empo2", "tip_strip_tokens")
 START, END, MERGED = (
     tuple(GIVEN[name])
     for name in ("start_ids_of_tip_tag", "end_ids_pattern", "end_ids_when_two_more_newlines_follow")

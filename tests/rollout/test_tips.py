@@ -216,7 +216,7 @@ def ended(
         return say(f"seen {number}", "user") if number < 1 else StepResult(message=message, done=done)
 
     settings_ = MemorySettings(max_tip_tokens=6)
-    tips = TipHook(settings_, embedder=HashEmbedder(), num_tokens=len, seed=0)
+    tips = TipHook(settings_, embedder=HashEmbedder(), count_tokens=len, seed=0)
     hook = tips if kind == "tips" else ReflexionHook(max_plan_tokens=6)
     limits = Limits(
         max_turns=2, max_turn_tokens=3, max_response_tokens=200, max_observation_tokens=40, step_timeout_s=60

@@ -108,10 +108,7 @@ WORLDS = {
     "native calls": (NATIVE + REST, ()),
 }
 # These are long, the others slow.
-LONG = {
-    ("mistral v3", "text world with a cold start"),
-    ("glm4.5", "native calls"),
-}
+LONG = {("mistral v3", "text world with a cold start"), ("glm4.5", "native calls")}
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(
             leaf.success = rollout % 2 == 0
     policy = Recorder(model, shift)
     settings = UpdateSettings(num_mini_batches=2, num_epochs=2, max_tokens=max_tokens)
-    update(policy, traces, objective=objective, reference=reference, first=False, settings=settings)
+    update(policy, traces, objective=objective, reference=reference, settings=settings)
     minis = [rollout_paths(traces[:2]), rollout_paths(traces[2:])]
     with torch.no_grad():
         olds = [padded_logprobs(plain, paths) for paths in minis]

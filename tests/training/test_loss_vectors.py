@@ -17,7 +17,7 @@ from outrider.training.packing import PackedBatch
 from outrider.training.policy import Policy, SingleRank, TokenScores
 from outrider.training.settings import OptimizerSettings, UpdateSettings
 from outrider.training.update import update
-from tests.algorithms.grouped import Played, trace_of
+from tests.algorithms.builders import Rollout, build_trace
 from tests.objectives import nested
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -34,7 +34,7 @@ class VectorPolicy:
     ones.
     """
 
-    num_steps = 0
+    num_steps = 1  # no longer compared with the engine
     ranks = SingleRank()
     settings = OptimizerSettings()
 
@@ -87,7 +87,7 @@ def run(
     engine_rows = old_rows if engine is None else wide(engine, mask.shape)
     advantages = wide(inputs["advantages"], mask.shape) if "advantages" in inputs else torch.ones(mask.shape)
     rows = [row for row in range(len(mask)) if keeps_empty or mask[row].any()]
-    trace = trace_of([Played(value=0.0, mask=mask[row].int().tolist()) for row in rows])
+    trace = build_trace([Rollout(value=0.0, mask=mask[row].int().tolist()) for row in rows])
     places = [(row, torch.nonzero(mask[row])[:, 0].tolist()) for row in rows]
     for (row, columns), (_, path) in zip(places, trace.rollouts(), strict=True):
         each = iter(columns)
@@ -99,7 +99,7 @@ def run(
     policy = VectorPolicy(old_rows, new_rows, places)
     report = update(
         cast(Policy, policy), [trace], objective=validate(ObjectiveSettings, nested(options)),
-        reference=None, first=False,
+        reference=None,
         settings=UpdateSettings(num_epochs=2, max_tokens=1),
     )  # fmt: skip
     assert torch.equal(policy.gradients[0], policy.gradients[1]) and len(policy.gradients) == 2

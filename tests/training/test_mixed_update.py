@@ -233,7 +233,7 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(
     model = tiny_model(dtype=torch.float64)
     plain, policy = eager(model), Recorder(model, shift)
     chosen = UpdateSettings(num_mini_batches=2, num_epochs=2, max_tokens=max_tokens)
-    report = update(policy, traces, objective=objective, reference=None, first=False, settings=chosen)
+    report = update(policy, traces, objective=objective, reference=None, settings=chosen)
     minis = [rollout_paths(traces[:2]), rollout_paths(traces[2:])]
     with torch.no_grad():
         olds = [credited_logprobs(plain, paths) for paths in minis]
@@ -257,7 +257,7 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(
         assert report.metrics["ratio/clip_fraction_low"] > 0
 
 
-def test_no_measure_and_no_gate_looks_at_foreign_tokens() -> None:
+def test_no_metric_and_no_check_of_the_engine_uses_off_policy_tokens() -> None:
     """What an engine of today is held against are its own tokens: an old author, or a demonstrator, is no
     fault of it.
     """
@@ -310,7 +310,7 @@ def test_the_kl_term_and_the_imitation_of_successes_hold_own_tokens_alone(kind: 
     objective = validate(kind, {"kl_weight": 0.3, "positive_nll": 0.2})
     update(
         policy, traces, objective=objective, settings=UpdateSettings(max_tokens=40),
-        reference=Recorder(frozen).frozen_copy(), first=False,
+        reference=Recorder(frozen).frozen_copy(),
     )  # fmt: skip
     is_own = [
         not path.is_replayed and all(node.origin is not Origin.DEMONSTRATION for node in path.nodes)
@@ -325,8 +325,8 @@ def test_the_kl_term_and_the_imitation_of_successes_hold_own_tokens_alone(kind: 
 
 
 def trained(traces: list[Trace], objective: ObjectiveSettings, settings: UpdateSettings) -> UpdateReport:
-    policy = Recorder(tiny_model(dtype=torch.float64))
-    return update(policy, traces, objective=objective, settings=settings, reference=None, first=True)
+    policy = Recorder(tiny_model(dtype=torch.float64), is_first=True)
+    return update(policy, traces, objective=objective, settings=settings, reference=None)
 
 
 def demonstrations_only(seed: int) -> list[Trace]:

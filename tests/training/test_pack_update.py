@@ -20,13 +20,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.algorithms.advantages import RolloutAdvantages
-from outrider.algorithms.base import ObjectiveSettings, assign_advantages
+from outrider.algorithms.base import ObjectiveSettings, write_advantages
 from outrider.algorithms.loss_settings import RejectionMask
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
 from outrider.trace import Leaf, Node, Trace
 from outrider.training.checkpoint import load_reference, save_reference
-from outrider.training.packing import PackedBatch, RolloutPath, pack
+from outrider.training.packing import RolloutPath, pack
 from outrider.training.policy import Policy
 from outrider.training.settings import LoraSettings, OptimizerSettings, UpdateSettings
 from outrider.training.update import rollout_paths, update
@@ -35,7 +35,7 @@ from tests.objectives import nested
 from tests.tiny import tiny_model
 
 TEXT = Message(role="user", content="")
-NO_GATE = UpdateSettings(max_tokens=10_000)
+NO_CHECK = UpdateSettings(max_tokens=10_000, max_logprob_gap=1e9)
 
 
 def written_attention(
@@ -238,12 +238,20 @@ def written_loss(
 
 
 class Recorder(Policy):
-    """Keeps the gradient of each optimiser step and moves the weights by a given amount instead of
-    AdamW's.
+    """Stores the gradient of each optimizer step and moves the weights by a given amount instead of AdamW's.
+
+    Only if ``is_first``, the update compares the engine's log-probs with the trainer's.
     """
 
-    def __init__(self, model: LanguageModel, move: Callable[[str, Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        move: Callable[[str, Tensor], Tensor] | None = None,
+        *,
+        is_first: bool = False,
+    ) -> None:
         super().__init__(model, OptimizerSettings(max_grad_norm=1e9))
+        self.num_steps = 0 if is_first else 1
         self.gradients: list[dict[str, Tensor]] = []
         self._move = move
 
@@ -377,14 +385,14 @@ def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
     advantages = RolloutAdvantages(
         values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None
     )
-    assign_advantages(trace, advantages, scales, attribution=attribution)
+    write_advantages(trace, advantages, scales, attribution=attribution)
     paths = unshared(trace, attribution)
     if not any(value for value in values):
         return
     model = tiny_model(dtype=torch.float64)
     plain, policy = eager(model), Recorder(model, shift)
     chosen = UpdateSettings(num_epochs=2, max_tokens=max_tokens)
-    report = update(policy, [trace], objective=objective, settings=chosen, reference=None, first=False)
+    report = update(policy, [trace], objective=objective, settings=chosen, reference=None)
     with torch.no_grad():
         olds = padded_logprobs(plain, paths)
     for found in policy.gradients:
@@ -410,10 +418,10 @@ def test_a_shared_node_needs_an_attribution_and_hard_needs_equal_scales() -> Non
         values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None
     )
     with pytest.raises(ValueError, match="already"):
-        assign_advantages(trace, advantages)
+        write_advantages(trace, advantages)
     trace, values, _ = forked_trace(1)
     with pytest.raises(ValueError, match="differently"):
-        assign_advantages(trace, advantages, [1.0, 1.1, 1.2, 1.3, 1.4], attribution="hard")
+        write_advantages(trace, advantages, [1.0, 1.1, 1.2, 1.3, 1.4], attribution="hard")
 
 
 def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:
@@ -423,7 +431,7 @@ def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:
         for one in trace.nodes:
             one.ratio_scale = 1.0
     policy = Recorder(model)
-    report = update(policy, traces, objective=objective, settings=NO_GATE, reference=None, first=False)
+    report = update(policy, traces, objective=objective, settings=NO_CHECK, reference=None)
     assert report.metrics["ratio/max"] == report.metrics["ratio/min"] == 1.0
     paths = rollout_paths(traces)
     logprobs = padded_logprobs(plain, paths)
@@ -434,53 +442,11 @@ def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:
 
 def gradient_norms(traces: Sequence[Trace], **options: Any) -> dict[str, Tensor]:
     policy = Recorder(tiny_model(dtype=torch.float64))
-    update(
-        policy,
-        traces,
-        objective=ObjectiveSettings(**nested(options)),
-        settings=NO_GATE,
-        reference=None,
-        first=False,
-    )
+    update(policy, traces, objective=ObjectiveSettings(**nested(options)), settings=NO_CHECK, reference=None)
     return policy.gradients[0]
 
 
-def test_only_policy_tokens_are_targets() -> None:
-    """With every policy token but one without credit, the loss is that token's alone - whatever stands around
-    it.
-    """
-    model, trace = tiny_model(dtype=torch.float64), random_trace(3, num_rollouts=1, faults=False)
-    policy_nodes = [one for one in trace.nodes if one.trainable]
-    for one in policy_nodes:
-        one.credit, one.ratio_scale = (0.0,) * len(one.token_ids), 1.0
-    policy_nodes[-1].credit = (*(0.0,) * (len(policy_nodes[-1].token_ids) - 1), 1.0)
-    policy = Recorder(model)
-    objective = ObjectiveSettings(aggregation="sequence_mean_token_sum", sampler_correction=None)
-    update(policy, [trace], objective=objective, settings=NO_GATE, reference=None, first=False)
-    plain = eager(model)
-    last = padded_logprobs(plain, rollout_paths([trace]))[0][-1]
-    assert_equal_gradients(policy.gradients[0], gradients_of(plain, -last))
-
-
-def places(batch: PackedBatch, trace: Trace) -> list[int]:
-    """Packed positions of the policy tokens, found from the lengths alone: each rollout's own nodes follow
-    one another.
-    """
-    found: list[int] = []
-    position, seen = 0, set()
-    roots = {id(path[0]): path[0] for _, path in trace.rollouts()}
-    for root in roots.values():
-        for _, path in trace.rollouts():
-            for one in path if path[0] is root else ():
-                if id(one) not in seen:
-                    seen.add(id(one))
-                    found += range(position, position + len(one.token_ids)) if one.trainable else ()
-                    position += len(one.token_ids)
-    assert position == batch.num_tokens
-    return found
-
-
-def test_siblings_that_wrote_the_same_are_computed_once_and_keep_their_credit() -> None:
+def test_equal_turns_of_siblings_are_computed_once_with_their_own_advantages() -> None:
     """The same first turn three times, with three credits and three engines' log-probs; then they part."""
     trace = Trace(task=Task(key="t", question=""))
     root = node(trace, None, Origin.PROMPT, (5, 6, 7))
@@ -505,37 +471,6 @@ def test_siblings_that_wrote_the_same_are_computed_once_and_keep_their_credit() 
     assert len(set(of_first.tolist())) == 3  # each rollout keeps what its own sampler said
 
 
-def test_targets_of_other_origins_have_no_gradient_in_the_packed_row() -> None:
-    trace = random_trace(5, num_rollouts=3, faults=False)
-    [batch] = list(pack(rollout_paths([trace]), max_tokens=10_000))
-    expected = [
-        token for _, path in trace.rollouts() for one in path if one.trainable for token in one.token_ids
-    ]
-    assert sorted(batch.targets_U.tolist()) == sorted(expected)
-    assert all(
-        int(target) == int(batch.ids_N[place])
-        for target, place in zip(batch.targets_U, places(batch, trace), strict=True)
-    )
-
-
-def test_a_rollout_without_signal_is_not_computed_but_stays_in_the_denominators() -> None:
-    traces = [random_trace(11, faults=False), random_trace(12, key="flat", faults=False, flat=True)]
-    alone, both = gradient_norms(traces[:1]), gradient_norms(traces)
-    counts = [sum(len(one.token_ids) for one in trace.nodes if one.trainable) for trace in traces]
-    assert_equal_gradients(
-        both, {name: value * counts[0] / sum(counts) for name, value in alone.items()}, 1e-9
-    )
-    alone, both = (
-        gradient_norms(some, aggregation="sequence_mean_token_mean") for some in (traces[:1], traces)
-    )
-    assert_equal_gradients(both, {name: value / 2 for name, value in alone.items()}, 1e-9)
-    policy = Recorder(tiny_model(dtype=torch.float64))
-    report = update(
-        policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False
-    )
-    assert report.num_scored_tokens <= counts[0]
-
-
 def test_rollouts_of_a_fault_are_masked_and_in_no_denominator() -> None:
     trace = random_trace(21, num_rollouts=3, faults=False)
     expected = gradient_norms([trace])
@@ -558,12 +493,7 @@ def test_a_group_without_any_policy_token_changes_nothing(kl_weight: float) -> N
     reference = policy.frozen_copy() if kl_weight else None
     objective = ObjectiveSettings(kl_weight=kl_weight)
     report = update(
-        policy,
-        [trace],
-        objective=objective,
-        settings=UpdateSettings(max_tokens=1),
-        reference=reference,
-        first=True,
+        policy, [trace], objective=objective, settings=UpdateSettings(max_tokens=1), reference=reference
     )
     assert policy.gradients == [] and report.num_computed_tokens == 0
 
@@ -581,7 +511,7 @@ def honest(policy: Policy, traces: Sequence[Trace]) -> None:
 
 @pytest.mark.parametrize("wrong", [3.0, float("nan"), float("-inf")])
 @pytest.mark.parametrize("num_mini_batches", [1, 2])
-def test_the_gate_stops_before_the_first_update_and_only_there(wrong: float, num_mini_batches: int) -> None:
+def test_the_engine_check_stops_the_first_update_only(wrong: float, num_mini_batches: int) -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32)]
     chosen = UpdateSettings(num_mini_batches=num_mini_batches)
@@ -592,9 +522,9 @@ def test_the_gate_stops_before_the_first_update_and_only_there(wrong: float, num
     victim = next(one for one in spoiled[0].nodes if one.trainable and one.credit and one.credit[0])
     victim.logprobs = tuple(value + wrong for value in victim.logprobs)
     with pytest.raises(EngineFault, match="disagree"):
-        update(policy, spoiled, objective=objective, settings=chosen, reference=None, first=True)
+        update(policy, spoiled, objective=objective, settings=chosen, reference=None)
     assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
-    update(policy, traces, objective=objective, settings=chosen, reference=None, first=True)
+    update(policy, traces, objective=objective, settings=chosen, reference=None)
     assert not all(torch.equal(before[name], master) for name, master in policy.masters.items())
 
 
@@ -605,23 +535,13 @@ def test_the_frozen_reference_does_not_move_and_does_not_share_memory() -> None:
     [batch] = list(pack(rollout_paths(traces), max_tokens=10_000))
     before = reference.score(batch).logprobs_T.detach().clone()
     report = update(
-        policy,
-        traces,
-        objective=ObjectiveSettings(kl_weight=0.5),
-        settings=NO_GATE,
-        reference=reference,
-        first=False,
+        policy, traces, objective=ObjectiveSettings(kl_weight=0.5), settings=NO_CHECK, reference=reference
     )
     assert report.metrics["loss/kl"] == 0.0  # equal policies
     assert torch.equal(reference.score(batch).logprobs_T, before)
     assert not torch.equal(policy.score(batch).logprobs_T, before)
     again = update(
-        policy,
-        traces,
-        objective=ObjectiveSettings(kl_weight=0.5),
-        settings=NO_GATE,
-        reference=reference,
-        first=False,
+        policy, traces, objective=ObjectiveSettings(kl_weight=0.5), settings=NO_CHECK, reference=reference
     )
     assert again.metrics["loss/kl"] > 0.0
     assert not any(parameter.requires_grad for parameter in reference.model.parameters())
@@ -664,9 +584,8 @@ def test_lora_trains_only_adapters_and_the_same_seed_gives_the_same_ones() -> No
                 policy,
                 [random_trace(51, faults=False)],
                 objective=ObjectiveSettings(),
-                settings=NO_GATE,
+                settings=NO_CHECK,
                 reference=None,
-                first=False,
             )
         assert torch.equal(state, torch.random.get_rng_state())
         assert all(
@@ -755,13 +674,13 @@ def test_a_batch_whose_tokens_are_all_rejected_moves_nothing() -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2, weight_decay=0.1))
     traces = [random_trace(31, faults=False)]
     honest(policy, traces)
-    update(policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False)
+    update(policy, traces, objective=ObjectiveSettings(), settings=NO_CHECK, reference=None)
     before = {name: master.clone() for name, master in policy.masters.items()}
     for node in traces[0].nodes:
         if node.trainable:
             node.logprobs = tuple(value - 5.0 for value in node.logprobs)
     rejecting = ObjectiveSettings(sampler_rejection=RejectionMask(lower=0.5, upper=2.0))
-    report = update(policy, traces, objective=rejecting, settings=NO_GATE, reference=None, first=False)
+    report = update(policy, traces, objective=rejecting, settings=NO_CHECK, reference=None)
     assert (
         report.metrics["ratio/num_rejected"]
         > 0
@@ -772,7 +691,7 @@ def test_a_batch_whose_tokens_are_all_rejected_moves_nothing() -> None:
     assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
 
 
-def test_the_gate_waits_for_the_first_mini_batch_with_signal() -> None:
+def test_the_engine_check_waits_for_the_first_mini_batch_with_signal() -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32)]
     honest(policy, traces)
@@ -785,17 +704,17 @@ def test_the_gate_waits_for_the_first_mini_batch_with_signal() -> None:
     with pytest.raises(EngineFault, match="disagree"):
         update(
             policy, traces, objective=ObjectiveSettings(sampler_correction=None),
-            settings=UpdateSettings(num_mini_batches=2), reference=None, first=True,
+            settings=UpdateSettings(num_mini_batches=2), reference=None,
         )  # fmt: skip
 
 
-def test_the_gap_is_measured_under_the_weights_that_the_update_starts_from() -> None:
+def test_the_mismatch_is_measured_with_the_weights_before_the_update() -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-1))
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32, 33, 34)]
     honest(policy, traces)
     report = update(
         policy, traces, objective=ObjectiveSettings(),
-        settings=UpdateSettings(num_mini_batches=4, num_epochs=2), reference=None, first=False,
+        settings=UpdateSettings(num_mini_batches=4, num_epochs=2), reference=None,
     )  # fmt: skip
     assert report.metrics["gap/logprob_max"] < 1e-3 < abs(report.metrics["ratio/max"] - 1)
 
@@ -819,7 +738,6 @@ def test_as_many_optimiser_steps_as_mini_batches(num: int) -> None:
     update(
         policy, traces, objective=ObjectiveSettings(kl_weight=0.1),
         settings=UpdateSettings(num_mini_batches=num, max_logprob_gap=99), reference=policy.frozen_copy(),
-        first=False,
     )  # fmt: skip
     assert policy.num_steps == num
 

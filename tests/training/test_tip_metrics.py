@@ -33,7 +33,7 @@ def shown(task: str, tip_ids: list[int]) -> Trace:
 @pytest.mark.parametrize(("scope", "num_distinct"), [("all", 3), ("task", 4)])
 def test_a_tip_that_two_tasks_read_is_one_where_they_share_a_buffer(scope: str, num_distinct: int) -> None:
     hook = TipHook(
-        validate(MemorySettings, {"scope": scope}), embedder=HashEmbedder(), num_tokens=len, seed=0
+        validate(MemorySettings, {"scope": scope}), embedder=HashEmbedder(), count_tokens=len, seed=0
     )
     metrics = tip_metrics([shown("a", [0, 7]), shown("b", [7, 8])], hook)
     assert (metrics["tips/num_shown"], metrics["tips/num_distinct_shown"]) == (4, num_distinct)

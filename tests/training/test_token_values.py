@@ -36,12 +36,12 @@ class Group:
     def __init__(self, key: str) -> None:
         self.trace = Trace(task=Task(key=key, question=""))
 
-    def told(self, parent: Node | None, *tokens: int, restarts: bool = False) -> Node:
+    def observe(self, parent: Node | None, *tokens: int, restarts: bool = False) -> Node:
         origin = Origin.PROMPT if parent is None else Origin.ENVIRONMENT
         return self.trace.append(parent=None if parent is None else parent.node_id, origin=origin,
                                  token_ids=tokens, message=TEXT, restarts=restarts)  # fmt: skip
 
-    def said(self, parent: Node, rollout: int, credit: float | dict[int, float], *tokens: int) -> Node:
+    def act(self, parent: Node, rollout: int, credit: float | dict[int, float], *tokens: int) -> Node:
         scores: Any = {"logprobs": (-0.5,) * len(tokens), "entropies": (0.1,) * len(tokens)}
         node = self.trace.append(parent=parent.node_id, origin=Origin.POLICY, token_ids=tokens, message=TEXT,
                                  metadata={"rollout": rollout}, **scores)  # fmt: skip
@@ -64,25 +64,25 @@ def forked() -> Trace:
     gets no credit.
     """
     group = Group("forked")
-    root = group.told(None, 3, 4, 5)
-    shared = group.told(group.said(root, 0, {1: 0.5, 2: -1.5}, 6, 7), 8)
-    lost = group.said(shared, 0, 0.0, 9)
+    root = group.observe(None, 3, 4, 5)
+    shared = group.observe(group.act(root, 0, {1: 0.5, 2: -1.5}, 6, 7), 8)
+    lost = group.act(shared, 0, 0.0, 9)
     lost.credit = None
     group.ends(0, None)
-    group.ends(1, group.said(shared, 1, 0.5, 10, 11))
-    group.ends(2, group.said(shared, 2, -1.5, 10, 12))  # begins as its sibling does, in a node of its own
-    anew = group.told(group.said(root, 3, 2.0, 6, 13), 3, 14, restarts=True)
-    group.ends(3, group.said(anew, 3, 2.0, 15, 16, 17))
-    group.ends(4, group.said(root, 4, 0.0, 18, 19))
+    group.ends(1, group.act(shared, 1, 0.5, 10, 11))
+    group.ends(2, group.act(shared, 2, -1.5, 10, 12))  # begins as its sibling does, in a node of its own
+    anew = group.observe(group.act(root, 3, 2.0, 6, 13), 3, 14, restarts=True)
+    group.ends(3, group.act(anew, 3, 2.0, 15, 16, 17))
+    group.ends(4, group.act(root, 4, 0.0, 18, 19))
     group.trace.number_by_rollout()
     return group.trace
 
 
 def other() -> Trace:
     group = Group("other")
-    root = group.told(None, 20, 21)
+    root = group.observe(None, 20, 21)
     for rollout, credit in enumerate((1.0, -1.0)):
-        group.ends(rollout, group.said(root, rollout, credit, 22 + rollout, 24))
+        group.ends(rollout, group.act(root, rollout, credit, 22 + rollout, 24))
     return group.trace
 
 
@@ -102,9 +102,7 @@ def test_every_tokens_log_prob_is_that_of_its_own_context(max_tokens: int, num_m
     traces = [forked(), other()]
     settings = UpdateSettings(max_tokens=max_tokens, num_mini_batches=num_mini_batches, max_logprob_gap=1e9)
     policy = Policy(model, OptimizerSettings())
-    report = update(
-        policy, traces, objective=ObjectiveSettings(), settings=settings, reference=None, first=False
-    )
+    report = update(policy, traces, objective=ObjectiveSettings(), settings=settings, reference=None)
     values = values_by_node(split_mini_batches(traces, num_mini_batches), report.tokens)
     rows = {
         (row.task_key, row.node_id): row
@@ -133,11 +131,5 @@ def test_what_a_lost_rollout_shares_has_the_values_of_one_that_was_trained() -> 
     rows = trace_rows([forked()], step=1, tokenizer=Letters())
     row = rows.nodes[shared.node_id]
     assert (row.rollout, row.advantages) == (1, (0.5, 0.5))
-    assert [one.forked_from for one in rows.rollouts] == [
-        0,
-        0,
-        0,
-        3,
-        4,
-    ]  # who wrote the turn
+    assert [one.forked_from for one in rows.rollouts] == [0, 0, 0, 3, 4]  # who wrote the turn
     assert [one.num_turns for one in rows.rollouts] == [2, 2, 2, 2, 1]

@@ -19,10 +19,10 @@ from outrider.training.policy import Policy, Scorer, SingleRank, TokenScores
 from outrider.training.settings import OptimizerSettings, UpdateSettings
 from outrider.training.update import UpdateReport, update
 from outrider.types import Message, Origin
-from tests.algorithms.grouped import Played, trace_of
+from tests.algorithms.builders import Rollout, build_trace
 
 TIP = 99
-APART = UpdateSettings(max_tokens=1)  # a micro-batch a rollout
+APART = UpdateSettings(max_tokens=1, max_logprob_gap=1e9)  # a micro-batch for each rollout
 Table = Sequence[Sequence[float]]  # a row a rollout, a value a trained token
 
 
@@ -69,7 +69,7 @@ class TablePolicy:
 
 def two_rollouts(*, engine: Table, credit: Sequence[float], scale: Sequence[float] = (1.0, 1.0)) -> Trace:
     """One of a single token, one of three."""
-    trace = trace_of([Played(value=1.0, mask=(1,)), Played(value=0.0, mask=(1, 1, 1), first_token=20)])
+    trace = build_trace([Rollout(value=1.0, mask=(1,)), Rollout(value=0.0, mask=(1, 1, 1), first_token=20)])
     for number, (_, path) in enumerate(trace.rollouts()):
         node = path[-1]
         node.logprobs = tuple(engine[number])
@@ -79,7 +79,7 @@ def two_rollouts(*, engine: Table, credit: Sequence[float], scale: Sequence[floa
 
 def run(
     policy: TablePolicy, traces: Sequence[Trace], objective: ObjectiveSettings,
-    chosen: UpdateSettings = APART, reference: TablePolicy | None = None, first: bool = False,
+    chosen: UpdateSettings = APART, reference: TablePolicy | None = None,
 ) -> UpdateReport:  # fmt: skip
     return update(
         cast(Policy, policy),
@@ -87,7 +87,6 @@ def run(
         objective=objective,
         settings=chosen,
         reference=cast(Scorer, reference),
-        first=first,
     )
 
 
@@ -106,11 +105,12 @@ def test_every_metric_of_two_optimiser_steps_is_the_one_by_hand(max_tokens: int)
         sampler_correction=None, loss=ClipLoss(dual_clip=1.5), kl_weight=0.1, kl_estimator="k2"
     )
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0), scale=(1.5, 0.5))
-    told: list[int] = []
+    reason: list[int] = []
     report = update(
         cast(Policy, policy), [trace], objective=objective,
-        settings=UpdateSettings(num_epochs=2, max_tokens=max_tokens), reference=cast(Scorer, reference),
-        first=False, on_batch=told.append,
+        settings=APART.model_copy(update={"num_epochs": 2, "max_tokens": max_tokens}),
+        reference=cast(Scorer, reference),
+        on_batch=reason.append,
     )  # fmt: skip
     # Step 1: 3 x 1.2 (clipped) - 3 x 0.8 (clipped). Step 2: 3 x 0.75 - 0.8 (clipped) - 1 - 1.5 (the dual clip
     # of 2).
@@ -137,7 +137,7 @@ def test_every_metric_of_two_optimiser_steps_is_the_one_by_hand(max_tokens: int)
         rel=1e-6,
     )
     # Each epoch computes 2 + 1 and 2 + 3 tokens apart, or the prompt of 2 once.
-    assert told == ([1, 4, 5, 8] if max_tokens == 1 else [4, 8])
+    assert reason == ([1, 4, 5, 8] if max_tokens == 1 else [4, 8])
     assert (report.num_scored_tokens, report.num_computed_tokens) == (8, 16 if max_tokens == 1 else 12)
 
 
@@ -186,9 +186,9 @@ def test_the_measures_of_left_out_tips_are_means_over_the_tokens_that_lost_them(
     """The rollout of three tokens saw a tip. Odds of student and acting policy are 1/2, 2 and 1/8."""
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
     tip = Message(role="user", content="tip")
-    told = trace.append(parent=0, origin=Origin.MEMORY, token_ids=(TIP,), message=tip)
+    reason = trace.append(parent=0, origin=Origin.MEMORY, token_ids=(TIP,), message=tip)
     node = trace.nodes[2]
-    trace.nodes[2] = replace(node, parent=told.node_id)
+    trace.nodes[2] = replace(node, parent=reason.node_id)
     trace.without_memory = True
     acting = ((0.0,), (-1.0, -1.0, -1.0))
     student = ((-1.5,), (-1.0 + math.log(0.5), -1.0 + math.log(2), -1.0 + math.log(0.125)))
@@ -220,38 +220,45 @@ def test_nothing_to_train_on_has_a_gradient_of_zero() -> None:
     assert run(still, [two_rollouts(engine=ENGINE, credit=(0.0, 0.0))], PLAIN).metrics == {"grad/norm": 0.0}
     assert still.num_steps == 0
     both = [two_rollouts(engine=ENGINE, credit=credit) for credit in ((0.0, 0.0), (3.0, -1.0))]
-    halves = run(TablePolicy([TRAINER], norms=(3.0,)), both, PLAIN, UpdateSettings(num_mini_batches=2))
+    halves = run(
+        TablePolicy([TRAINER], norms=(3.0,)), both, PLAIN, APART.model_copy(update={"num_mini_batches": 2})
+    )
     assert halves.metrics["grad/norm"] == 1.5 and halves.metrics["loss/policy"] == 0.0
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
-def test_a_step_whose_norm_is_not_finite_counts_as_skipped(norm: float) -> None:
-    report = run(
-        TablePolicy([TRAINER], norms=(norm,)), [two_rollouts(engine=ENGINE, credit=(3.0, -1.0))], PLAIN
-    )
-    assert report.metrics["grad/num_skipped"] == 1.0
+def test_a_step_whose_norm_is_not_finite_is_counted_and_in_no_mean(norm: float) -> None:
+    """The norms of the two other steps are 3, which is clipped, and 1."""
+    policy = TablePolicy([TRAINER] * 3, norms=(3.0, norm, 1.0))
+    trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
+    metrics = run(policy, [trace], PLAIN, APART.model_copy(update={"num_epochs": 3})).metrics
+    found = {name: value for name, value in metrics.items() if name.startswith("grad/")}
+    assert found == {"grad/num_skipped": 1.0, "grad/norm": 2.0, "grad/clipped_fraction": 0.5}
+    alone = run(TablePolicy([TRAINER], norms=(norm,)), [trace], PLAIN).metrics
+    assert alone["grad/num_skipped"] == 1.0 and "grad/norm" not in alone
 
 
 def test_log_probs_that_are_not_finite_drop_the_gradients_of_the_whole_mini_batch() -> None:
-    policy = TablePolicy([((-1.5,), (-1.1, math.nan, -2.0))])
+    policy = TablePolicy([((-1.5,), (-1.1, math.nan, -2.0))] * 2)
+    policy.num_steps = 1
     report = run(policy, [two_rollouts(engine=ENGINE, credit=(3.0, -1.0))], PLAIN)
-    assert (policy.num_dropped, policy.num_steps, report.metrics["grad/num_skipped"]) == (1, 0, 1.0)
+    assert (policy.num_dropped, policy.num_steps, report.metrics["grad/num_skipped"]) == (1, 1, 1.0)
 
 
-def test_only_the_first_step_of_a_run_is_held_against_the_engine() -> None:
+def test_only_the_first_step_of_a_run_checks_the_engine() -> None:
     """The mean gap is 1.8 / 4. After the first step it is the policy's own change."""
     trainer = ((-1.5,), (-1.0, -1.25, -2.05))
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
     strict = UpdateSettings(max_tokens=1, max_logprob_gap=0.45 - 1e-9)
     refused = TablePolicy([trainer])
     with pytest.raises(EngineFault, match=r"0\.4500 nats"):
-        run(refused, [trace], PLAIN, strict, first=True)
+        run(refused, [trace], PLAIN, strict)
     assert (refused.num_dropped, refused.num_steps) == (1, 0)
     near = TablePolicy([trainer])
-    run(near, [trace], PLAIN, UpdateSettings(max_tokens=1, max_logprob_gap=0.45 + 1e-9), first=True)
+    run(near, [trace], PLAIN, UpdateSettings(max_tokens=1, max_logprob_gap=0.45 + 1e-9))
     later = TablePolicy([trainer] * 2, norms=(1.0, 1.0))
     later.num_steps = 1
-    run(later, [trace], PLAIN, strict, first=True)
+    run(later, [trace], PLAIN, strict)
     assert (near.num_steps, later.num_steps) == (1, 2)
 
 
@@ -270,7 +277,7 @@ def test_what_a_demonstrator_wrote_is_in_the_loss_and_in_no_measure_of_the_polic
     )
     policy = TablePolicy(tables, entropies=((50.0,), (1.0, 2.0, 3.0)), norms=(1.0, 1.0))
     metrics = run(
-        policy, [trace], objective, UpdateSettings(num_epochs=2, max_tokens=1), reference=reference
+        policy, [trace], objective, APART.model_copy(update={"num_epochs": 2}), reference=reference
     ).metrics
     weights = [math.exp(value + 1.0) for value in own]  # trainer / engine, all below 2
     shaped = [3.0 * p / (p + 0.1) for p in (math.exp(-1.5), 0.3)]
@@ -328,10 +335,10 @@ def test_an_update_without_left_out_tips_is_the_plain_one() -> None:
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
     plain = run(TablePolicy([TRAINER]), [trace], PLAIN).metrics
     assert run(TablePolicy([TRAINER]), [trace], OffPolicyObjective(sampler_correction=None)).metrics == plain
-    told = trace.append(
+    reason = trace.append(
         parent=0, origin=Origin.MEMORY, token_ids=(TIP,), message=Message(role="user", content="tip")
     )
-    trace.nodes[2] = replace(trace.nodes[2], parent=told.node_id)
+    trace.nodes[2] = replace(trace.nodes[2], parent=reason.node_id)
     trace.without_memory = True
     assert run(TablePolicy([TRAINER], with_tips=ENGINE), [trace], PLAIN).metrics == plain
 
@@ -343,5 +350,5 @@ def test_gppo_has_the_bounds_of_its_settings(high: float, expected: float) -> No
     policy = TablePolicy(tables, norms=(1.0, 1.0))
     objective = ObjectiveSettings(loss=GppoLoss(clip_high=high, clip_low=0.0), sampler_correction=None)
     trace = two_rollouts(engine=ENGINE, credit=(4.0, 0.0))
-    metrics = run(policy, [trace], objective, UpdateSettings(num_epochs=2, max_tokens=1)).metrics
+    metrics = run(policy, [trace], objective, APART.model_copy(update={"num_epochs": 2})).metrics
     assert metrics["loss/policy"] == pytest.approx(-(1.0 + expected) / 2)

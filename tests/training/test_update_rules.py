@@ -20,24 +20,24 @@ from tests.tiny import tiny_model
 from tests.training.test_pack_update import (  # noqa: F401
     Recorder,
     double_precision,
+    eager,
     honest,
     ids,
     node,
+    padded_logprobs,
     random_trace,
     shift,
 )
 
 
 def trained(
-    traces: list[Trace], objective: ObjectiveSettings, chosen: UpdateSettings, *, first: bool = False
+    traces: list[Trace], objective: ObjectiveSettings, chosen: UpdateSettings, *, is_first: bool = False
 ) -> tuple[Recorder, UpdateReport]:
-    policy = Recorder(tiny_model(dtype=torch.float64), shift)
+    policy = Recorder(tiny_model(dtype=torch.float64), shift, is_first=is_first)
     reference = (
         Recorder(tiny_model(dtype=torch.float64, seed=9)).frozen_copy() if objective.kl_weight else None
     )
-    return policy, update(
-        policy, traces, objective=objective, settings=chosen, reference=reference, first=first
-    )
+    return policy, update(policy, traces, objective=objective, settings=chosen, reference=reference)
 
 
 def disagreeing(gap: float) -> list[Trace]:
@@ -51,22 +51,22 @@ def disagreeing(gap: float) -> list[Trace]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
-def test_the_gate_judges_the_whole_mini_batch_and_not_a_micro_batch(max_tokens: int) -> None:
+def test_the_engine_check_uses_the_whole_mini_batch(max_tokens: int) -> None:
     """A short rollout in a micro-batch of its own is noisier than the mean that the setting bounds."""
     objective, calm = (
         ObjectiveSettings(sampler_correction=None),
         UpdateSettings(max_tokens=max_tokens, max_logprob_gap=99.0),
     )
-    _, report = trained(disagreeing(1.0), objective, calm, first=True)
+    _, report = trained(disagreeing(1.0), objective, calm)
     mean = report.metrics["gap/logprob_mean"]
     assert 0.0 < mean < 0.5
     just = calm.model_copy(update={"max_logprob_gap": 1.01 * mean})
-    policy, _ = trained(disagreeing(1.0), objective, just, first=True)
+    policy, _ = trained(disagreeing(1.0), objective, just, is_first=True)
     assert len(policy.gradients) == 1
-    policy = Recorder(tiny_model(dtype=torch.float64), shift)
+    policy = Recorder(tiny_model(dtype=torch.float64), shift, is_first=True)
     with pytest.raises(EngineFault, match=f"{mean:.4f} nats"):
         update(
-            policy, disagreeing(1.0), objective=objective, reference=None, first=True,
+            policy, disagreeing(1.0), objective=objective, reference=None,
             settings=calm.model_copy(update={"max_logprob_gap": 0.99 * mean}),
         )  # fmt: skip
     assert policy.gradients == [] and all(master.grad is None for master in policy.masters.values())
@@ -77,7 +77,7 @@ def test_a_kl_term_without_a_reference_is_refused() -> None:
     with pytest.raises(ValueError, match="reference"):
         update(
             policy, [random_trace(1)], objective=ObjectiveSettings(kl_weight=0.1), settings=UpdateSettings(),
-            reference=None, first=False,
+            reference=None,
         )  # fmt: skip
 
 
@@ -96,9 +96,7 @@ def test_the_losses_that_are_reported_are_means_over_the_optimiser_steps() -> No
         (twins, still.model_copy(update={"num_mini_batches": 2, "num_epochs": 2})),
     ):
         policy = Recorder(tiny_model(dtype=torch.float64))  # its weights stay
-        reports.append(
-            update(policy, traces, objective=objective, settings=chosen, reference=None, first=False).metrics
-        )
+        reports.append(update(policy, traces, objective=objective, settings=chosen, reference=None).metrics)
     for name in ("loss/policy", "loss/positive_nll"):
         assert reports[0][name] != 0.0
         assert reports[1][name] == pytest.approx(reports[0][name], rel=1e-9)
@@ -140,3 +138,21 @@ def test_a_turn_without_tokens_is_no_fault(kl_weight: float) -> None:
     measure_kl(policy, reference, [trace], max_tokens=1)
     assert [len(one.kl) for one in trace.nodes] == [0, 0, 3]
     assert len(list(pack(rollout_paths([trace]), max_tokens=100))) == 1
+
+
+def test_the_measured_kl_is_that_of_two_plain_passes() -> None:
+    traces = [random_trace(seed, key=str(seed)) for seed in range(3)]
+    for trace in traces:
+        for each in trace.nodes:
+            each.credit = None  # it is measured before there is any
+    policy = Policy(tiny_model(dtype=torch.float64), OptimizerSettings())
+    reference = Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy()
+    paths = rollout_paths(traces)
+    with torch.no_grad():
+        ours, theirs = (padded_logprobs(eager(one.language_model), paths) for one in (policy, reference))
+    for max_tokens in (1, 60, 10_000):
+        measure_kl(policy, reference, traces, max_tokens=max_tokens)
+        for path, mine, other in zip(paths, ours, theirs, strict=True):
+            found = [value for each in path.nodes if each.trainable for value in each.kl]
+            assert found == pytest.approx((mine - other).tolist(), abs=1e-9)
+    assert all(each.credit is None for trace in traces for each in trace.nodes)

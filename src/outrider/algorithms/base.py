@@ -1,9 +1,8 @@
 """The base class of algorithms, the settings of an objective, and how advantages are assigned to a trace."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -22,7 +21,6 @@ from outrider.algorithms.loss_settings import (
     LossSettings,
     RejectionMask,
     SamplerCorrection,
-    require_new_fields,
     require_new_spelling,
 )
 from outrider.algorithms.presets import with_preset
@@ -81,12 +79,6 @@ class ObjectiveSettings(Settings):
     positive_nll: float = Field(0.0, ge=0)
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Reject fields of earlier versions, which nothing would read."""
-        super().__pydantic_init_subclass__(**kwargs)
-        require_new_fields(cls.__name__, cls.model_fields)
 
     @model_validator(mode="before")
     @classmethod
@@ -202,24 +194,27 @@ class OffPolicyObjective(ObjectiveSettings):
     def _maskable(self) -> "OffPolicyObjective":
         if self.loss.type == "gspo" and self.student_mask != "none":
             raise ValueError(
-                "loss.type = gspo has one ratio a rollout, which student_mask cannot leave tokens out of"
+                "loss.type = gspo has one ratio per rollout, so student_mask cannot mask single tokens: set "
+                "student_mask = none"
             )
         if self.loss.type == "reinforce":
             raise ValueError(
-                "loss.type = reinforce has no ratio, and rollouts without their tips are trained in "
-                "another context"
+                "loss.type = reinforce has no ratio, which rollouts that are trained without their tips need"
             )
         return self
 
     def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
-        """Return the denominators selected by ``old_context`` for the rollouts trained without their tips."""
-        from outrider.algorithms.losses import old_logprobs_without_tips
+        """Return the denominators selected by ``old_context`` for the rollouts trained without their tips
+        (EMPO², Table 3 and Algorithm 1).
+        """
+        if with_tips_T is None:
+            return super().old_logprobs(start_T, with_tips_T)
+        from outrider.algorithms.losses import OldLogprobs
 
-        return (
-            super().old_logprobs(start_T, with_tips_T)
-            if with_tips_T is None
-            else old_logprobs_without_tips(start_T, with_tips_T, self)
-        )
+        is_without_tips_T = ~with_tips_T.isnan()
+        trainer_T = with_tips_T.where(is_without_tips_T, start_T)
+        old_T = trainer_T if self.old_context == "acting" else start_T
+        return OldLogprobs(old_T=old_T, trainer_T=trainer_T, is_without_tips_T=is_without_tips_T)
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """Return the configured loss, masked by ``student_mask``."""
@@ -300,18 +295,18 @@ def require_unassigned(nodes: Iterable[Node]) -> None:
     seen: set[int] = set()
     for node in nodes:
         if node.credit is not None or node.shares is not None or id(node) in seen:
-            raise ValueError(f"node {node.node_id} already has credit")
+            raise ValueError(f"node {node.node_id} already has an advantage")
         seen.add(id(node))
 
 
-def assign_advantages(
+def write_advantages(
     trace: Trace,
     advantages: RolloutAdvantages,
     ratio_scales: Sequence[float] | None = None,
     *,
     attribution: Attribution | None = None,
 ) -> None:
-    """Assign its advantage to every trainable token of a rollout; rollouts without a return get none.
+    """Write the advantage of each rollout to its trainable tokens; rollouts without a return get none.
 
     Args:
         attribution: advantage of a node that several rollouts share (ARPO, arXiv 2507.19849, section 3.2).
@@ -335,7 +330,7 @@ def assign_advantages(
     for node_id, shared in users.items():
         node = trace.nodes[node_id]
         if node.credit is not None or node.shares is not None or (len(shared) > 1 and attribution is None):
-            raise ValueError(f"node {node_id} already has credit")
+            raise ValueError(f"node {node_id} already has an advantage")
         if len(shared) > 1 and attribution == "soft":
             node.shares = {
                 rollout: Share((value,) * len(node.token_ids), scale) for rollout, value, scale in shared
@@ -369,12 +364,18 @@ class GroupFilter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskChoice:
     """Tasks of a training step: the next ``num_groups`` in the run's order, or the given ``tasks``, which do
-    not advance the order. ``groups`` filters the sampled groups (None: train on all).
+    not advance the order. ``group_filter`` selects the sampled groups to train on (None: all).
     """
 
     num_groups: int
     tasks: Sequence[Task] | None = None
-    groups: GroupFilter | None = None
+    group_filter: GroupFilter | None = None
+    groups: InitVar[GroupFilter | None] = None  # deprecated name of group_filter
+
+    def __post_init__(self, groups: GroupFilter | None) -> None:
+        if groups is not None:
+            deprecated.warn("TaskChoice(groups=...)", "TaskChoice(group_filter=...)")
+            object.__setattr__(self, "group_filter", groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,15 +414,8 @@ class Algorithm:
     modes: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Accept ``credit``, the deprecated name of :meth:`assign_advantages`, for one more version."""
         super().__init_subclass__(**kwargs)
-        if "credit" in vars(cls) and "assign_advantages" not in vars(cls):
-            warnings.warn(
-                f"{cls.__name__}.credit is now assign_advantages; the old name goes with the next version",
-                FutureWarning,
-                stacklevel=2,
-            )
-            cls.assign_advantages = vars(cls)["credit"]  # type: ignore[method-assign]
+        deprecated.rename_methods(cls, credit="assign_advantages", advantages="assign_step_advantages")
 
     @property
     def label(self) -> str:
@@ -441,10 +435,14 @@ class Algorithm:
         return Augmentation()
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        """Write ``credit`` and ``ratio_scale`` on the trainable nodes of every rollout with a return."""
-        raise NotImplementedError(f"{type(self).__name__} has neither assign_advantages nor advantages")
+        """Compute the advantages of one group and write them to its trainable nodes, for example with
+        :func:`write_advantages`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has neither assign_advantages nor assign_step_advantages"
+        )
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Call :meth:`assign_advantages` for each group of a step and return one result per trace.
 
         Override this method to compute statistics that span several groups.
@@ -491,6 +489,8 @@ class Algorithm:
     def discard_step(self) -> None:
         """Forget what the hooks have counted in the rollouts of a step that will be generated again."""
 
+
+deprecated.rename_methods(Algorithm, credit="assign_advantages", advantages="assign_step_advantages")
 
 Demonstrations = Mapping[str, Sequence[Step] | None]
 

@@ -26,8 +26,8 @@ from outrider.algorithms.base import (
     GroupAdvantages,
     ObjectiveSettings,
     OffPolicyObjective,
-    assign_advantages,
     outcome_advantages,
+    write_advantages,
 )
 from outrider.algorithms.entropy_branching import (
     BranchHook,
@@ -110,15 +110,15 @@ class ExplorationSettings(ObjectiveSettings):
                 )
             if self.loss.type != "clip" and ratio_weight > 0:
                 raise ValueError(
-                    f"loss.type = {self.loss.type} does not know RAPO's ratio: set ratio_weight = 0 or "
+                    f"loss.type = {self.loss.type} does not support RAPO's ratio: set ratio_weight = 0 or "
                     "loss.type = clip"
                 )
         if parts.branch is not None:
             self._check_first_wave(parts.branch)
             if parts.branch.attribution == "hard" and ratio_weight > 0:
                 raise ValueError(
-                    "branch.attribution = hard needs ratio_weight = 0: leaves "
-                    "of one token would scale its ratio differently"
+                    "branch.attribution = hard needs ratio_weight = 0, because rollouts that share a token "
+                    "scale its ratio differently"
                 )
             require_countable(self, parts.branch.attribution)
         return self
@@ -143,8 +143,7 @@ class ExplorationSettings(ObjectiveSettings):
             )
         if retrieval.form == "turn" and not is_inline(run.environment):
             raise ValueError(
-                "retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are "
-                "messages"
+                "retrieval.form = turn needs an environment with the tag protocol (factbook, tools)"
             )
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
@@ -254,7 +253,7 @@ class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
     def _check_first_wave(self, branch: BranchSettings) -> None:
         if branch.first_wave >= self.group_size and not branch.pre_monitor:
             raise ValueError(
-                f"branch.first_wave {branch.first_wave} leaves no place for forks "
+                f"branch.first_wave {branch.first_wave} leaves no room for forks "
                 f"in group_size {self.group_size}"
             )
 
@@ -343,7 +342,7 @@ class Exploration(Algorithm):
         vocabulary_size: int = 2,
         every_action: bool = False,
         embedder: Embedder | None = None,
-        num_tokens: Callable[[str], int] = len,
+        count_tokens: Callable[[str], int] = len,
         groups_per_step: int = 1,
         seed: int = 0,
     ) -> None:
@@ -359,7 +358,7 @@ class Exploration(Algorithm):
         if parts.tips is not None:
             if embedder is None:
                 raise ValueError("tips need an embedder")
-            self.tips = TipHook(parts.tips.memory, embedder=embedder, num_tokens=num_tokens, seed=seed)
+            self.tips = TipHook(parts.tips.memory, embedder=embedder, count_tokens=count_tokens, seed=seed)
             self.novelty: NoveltyStore | RandomDistillation = (
                 NoveltyStore(threshold=parts.tips.novelty_threshold)
                 if parts.tips.novelty == "count"
@@ -400,7 +399,7 @@ class Exploration(Algorithm):
             vocabulary_size=context.vocabulary_size,
             every_action=context.is_stateful,
             embedder=None if tips is None else context.load_embedder(tips.memory.embedder),
-            num_tokens=context.count_tokens,
+            count_tokens=context.count_tokens,
             groups_per_step=context.groups_per_step,
             seed=context.seed,
         )
@@ -440,7 +439,7 @@ class Exploration(Algorithm):
             advantages, scales, retrieval_measurements = retrieval_advantages(trace, advantages, parts.reward)
             measurements |= retrieval_measurements
         attribution = parts.branch.attribution if parts.branch is not None else None
-        assign_advantages(trace, advantages, scales, attribution=attribution)
+        write_advantages(trace, advantages, scales, attribution=attribution)
         if parts.entropy_advantage:
             scale_by_entropy(trace, weight=parts.entropy_advantage)
         return GroupAdvantages(advantages=advantages, measurements=measurements)

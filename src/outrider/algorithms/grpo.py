@@ -35,10 +35,10 @@ from outrider.algorithms.base import (
     GroupFilter,
     ObjectiveSettings,
     TaskChoice,
-    assign_advantages,
     group_advantages,
     require_unassigned,
     total_returns,
+    write_advantages,
 )
 from outrider.algorithms.loss_settings import LossSettings, ReinforceLoss, SamplerCorrection
 from outrider.algorithms.presets import (
@@ -87,7 +87,7 @@ class OverlongSettings(Settings):
         buffer = self.buffer or max(1, longest // _BUFFER_SHARE)
         if buffer > longest or longest - buffer >= max_response_tokens:
             raise ValueError(
-                f"the overlong punishment begins after {longest - buffer} tokens, "
+                f"the overlong penalty begins after {longest - buffer} tokens, "
                 f"and a response has at most {max_response_tokens}: "
                 "set overlong.max_tokens and overlong.buffer"
             )
@@ -191,7 +191,7 @@ class OnPolicyBatch(OnPolicyGroup):
         return cls(settings, max_response_tokens=context.max_response_tokens)
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
-        return self.advantages([trace])[0]
+        return self.assign_step_advantages([trace])[0]
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
         """Choose the next tasks; with dynamic sampling, additional tasks replace dropped groups."""
@@ -200,7 +200,8 @@ class OnPolicyBatch(OnPolicyGroup):
             return TaskChoice(num_groups=num_groups)
         select = partial(groups_worth_training, rule=rule)
         return TaskChoice(
-            num_groups=num_groups, groups=GroupFilter(select=select, max_extra_batches=rule.max_extra_batches)
+            num_groups=num_groups,
+            group_filter=GroupFilter(select=select, max_extra_batches=rule.max_extra_batches),
         )
 
     def _shape_returns(self, traces: Sequence[Trace], *, sum_kl: bool = True) -> list[dict[str, list[float]]]:
@@ -256,7 +257,7 @@ class GrpoSettings(GroupSettings):
         if self.advantage_std == "population" and self.advantage != "group_normalized":
             raise ValueError(f"advantage_std = population has no meaning with advantage = {self.advantage}")
         if self.advantage_std == "batch" and self.advantage == "group_centered":
-            raise ValueError("advantage = group_centered divides by no std: leave advantage_std out")
+            raise ValueError("advantage = group_centered divides by no std: remove advantage_std")
         return self
 
 
@@ -266,7 +267,7 @@ class Grpo(OnPolicyBatch):
     Settings = GrpoSettings
     settings: GrpoSettings
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Assign the advantages of the shaped returns to every policy token."""
         chosen = self.settings
         measured = self._shape_returns(traces)
@@ -287,7 +288,7 @@ class Grpo(OnPolicyBatch):
             parts = np.split(values, bounds)
             results = [replace(group, values=part) for group, part in zip(results, parts, strict=True)]
         for trace, advantages in zip(traces, results, strict=True):
-            assign_advantages(trace, advantages)
+            write_advantages(trace, advantages)
         return [
             GroupAdvantages(advantages=result, measurements=values)
             for result, values in zip(results, measured, strict=True)
@@ -315,14 +316,14 @@ class ReinforcePlusPlusSettings(GroupSettings):
     def _validate(self) -> "ReinforcePlusPlusSettings":
         if self.advantage != "group_centered":
             raise ValueError(
-                "REINFORCE++ whitens over the batch: leave advantage out "
+                "REINFORCE++ whitens over the batch: remove advantage "
                 "(group_baseline = true centres in the group)"
             )
         if self.group_baseline and self.group_size < 2:
             raise ValueError("group_baseline = true needs group_size >= 2: a group of one has no baseline")
         if self.group_baseline and (self.gamma != 1.0 or self.reward_kl_weight > 0):
             raise ValueError(
-                "group_baseline = true has one value a rollout: no gamma, "
+                "group_baseline = true has one value per rollout: no gamma, "
                 "and a KL in the loss (kl_weight) instead"
             )
         return self
@@ -334,7 +335,7 @@ class ReinforcePlusPlus(OnPolicyBatch):
     Settings = ReinforcePlusPlusSettings
     settings: ReinforcePlusPlusSettings
 
-    def advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Assign whitened advantages to every policy token; ``advantages`` is their mean over each rollout.
 
         Raises ValueError for a node that several rollouts share, because their advantages may differ.
@@ -420,17 +421,18 @@ class RejectionSettings(ObjectiveSettings):
     @model_validator(mode="after")
     def _validate(self) -> "RejectionSettings":
         if self.advantage != "group_centered":
-            raise ValueError("rejection sampling has advantages of 0 and 1: leave advantage out")
+            raise ValueError("rejection sampling has advantages of 0 and 1: remove advantage")
         if self.aggregation != "token_mean":
             raise ValueError(
-                "rejection sampling averages over the tokens of the kept rollouts: aggregation = token_mean"
+                "rejection sampling averages over the tokens of selected rollouts: set aggregation = "
+                "token_mean"
             )
         if self.positive_nll > 0:
             raise ValueError(
-                "rejection sampling is a negative log-likelihood of its own: leave positive_nll out"
+                "the loss of rejection sampling already is a negative log-likelihood: remove positive_nll"
             )
         if self.max_kept is not None and self.keep != "all":
-            raise ValueError(f"keep = {self.keep} keeps one rollout a task: leave max_kept out")
+            raise ValueError(f"keep = {self.keep} selects one rollout per task: remove max_kept")
         return self
 
 
@@ -454,7 +456,7 @@ class Rejection(OnPolicyGroup):
             leaf.advantage = None if leaf.episode_return is None else float(leaf.rollout in selected)
             for node in path if leaf.rollout in selected else ():
                 if node.trainable and node.credit is not None:
-                    raise ValueError(f"node {node.node_id} already has credit")
+                    raise ValueError(f"node {node.node_id} already has an advantage")
                 if node.trainable:
                     node.credit = (1.0,) * len(node.token_ids)
         advantages = RolloutAdvantages(

@@ -18,7 +18,7 @@ from outrider.algorithms.base import (
     GroupAdvantages,
     ObjectiveSettings,
     StepPlay,
-    assign_advantages,
+    write_advantages,
 )
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
@@ -70,7 +70,9 @@ class LuffySettings(ObjectiveSettings):
         if self.advantage == "leave_one_out":
             raise ValueError("advantage = leave_one_out is not defined for a group with a demonstration")
         if self.demonstrations is not None and not self.num_demonstrations:
-            raise ValueError("demonstrations names a file, and num_demonstrations = 0 leaves it out")
+            raise ValueError(
+                "num_demonstrations = 0 disables demonstrations: remove the file of demonstrations"
+            )
         return self
 
     @property
@@ -159,7 +161,7 @@ class Luffy(OnPolicyGroup):
             statistics=self.settings.statistics,
             normalize_std=self.settings.advantage == "group_normalized",
         )
-        assign_advantages(trace, advantages)
+        write_advantages(trace, advantages)
         for node in trace.nodes:
             if node.origin is Origin.DEMONSTRATION and node.message is not None and not node.message.content:
                 node.credit = None  # an empty turn after the end of the script is not a demonstration

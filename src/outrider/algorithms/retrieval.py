@@ -157,11 +157,10 @@ class RetrievalAdvantageSettings(Settings):
     def _rewards_something(self) -> "RetrievalAdvantageSettings":
         if not self.quality and self.timing == "none":
             raise ValueError(
-                "quality = false with timing = none leaves no retrieval reward: "
-                "set advantage_weight = 0 instead"
+                "quality = false with timing = none is no retrieval reward: set advantage_weight = 0 instead"
             )
         if not self.quality and self.sign == "increase":
-            raise ValueError("sign acts on the quality term, which is off")
+            raise ValueError("sign changes the quality term, and quality = false: remove sign")
         return self
 
 
@@ -279,7 +278,7 @@ class RetrievalSettings(Settings):
     @model_validator(mode="after")
     def _validate(self) -> "RetrievalSettings":
         if self.mode == "execute" and self.level != "step":
-            raise ValueError(f"mode = execute replays one action: level = {self.level} has no meaning there")
+            raise ValueError("mode = execute replays one action: set level = step")
         if (self.schedule == "constant") != (self.final_probability is None):
             raise ValueError("final_probability belongs to schedule = linear or cosine and to no other")
         return self
@@ -307,24 +306,46 @@ class RetrievalHook(Hook):
         self.buffer = buffer
         self.num_training_steps = num_training_steps
         self.counts: Counter[str] = Counter()
+        # The newest turn and the counts of the current try of every rollout of the groups in progress.
+        self._tries: dict[tuple[int, str, int], tuple[int, Counter[str]]] = {}
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
         """Return a retrieved step or nothing. Step 0 is always on-policy."""
-        if not has_part(state.mode, HYBRID) or state.turn == 0:
+        if not has_part(state.mode, HYBRID):
+            return ()
+        self._begin_turn(state)
+        if state.turn == 0:
             return ()
         # The random stream depends on step, task, rollout and turn only: a retried rollout draws the same.
         random = state.stream("retrieval")
-        self.counts["opportunities"] += 1
+        self._count(state, "opportunities")
         if random.random() >= scheduled_probability(
             self.settings, state.training_step, self.num_training_steps
         ):
             return ()
         hit = self._find(state, random_step=random.random() < self.settings.noise)
         if hit is None:
-            self.counts["empty"] += 1
+            self._count(state, "empty")
             return ()
-        self.counts["retrievals"] += 1
-        return [self._execute(hit) if self.settings.mode == "execute" else self._show(state, hit)]
+        self._count(state, "retrievals")
+        return [self._execute(state, hit) if self.settings.mode == "execute" else self._show(state, hit)]
+
+    def _begin_turn(self, state: EpisodeState) -> None:
+        """Take back what an earlier try of the rollout counted, if a fault ended it: its turns begin anew."""
+        key = (state.training_step, state.task.key, state.rollout)
+        newest, counted = self._tries.get(key, (-1, Counter()))
+        if state.turn <= newest:
+            self.counts -= counted
+            counted = Counter()
+        self._tries[key] = (state.turn, counted)
+
+    def _count(self, state: EpisodeState, name: str) -> None:
+        self.counts[name] += 1
+        self._tries[state.training_step, state.task.key, state.rollout][1][name] += 1
+
+    def after_group(self, trace: Trace) -> None:
+        """Forget the tries of the group's rollouts."""
+        self._tries = {key: value for key, value in self._tries.items() if key[1] != trace.task.key}
 
     def _find(self, state: EpisodeState, *, random_step: bool) -> Hit | None:
         """Return the nearest step to the history of the rollout's own steps, or a random step. Steps that the
@@ -391,14 +412,14 @@ class RetrievalHook(Hook):
             del records[int(state.stream("retrieval length").integers(len(records) + 1)) :]
         return records
 
-    def _execute(self, hit: Hit) -> Attempt:
+    def _execute(self, state: EpisodeState, hit: Hit) -> Attempt:
         """Mode ``execute``: execute the retrieved action. If the environment rejects it, continue on-policy
         and count the rejection.
         """
 
         def then(result: StepResult) -> Splice | None:
             if not result.carried_out:
-                self.counts["refused"] += 1
+                self._count(state, "refused")
                 return None
             observation = result.text
             metadata = self._metadata(hit, [hit.record.step_id], num_calls_saved=0) | {
@@ -439,6 +460,7 @@ class RetrievalHook(Hook):
             self.buffer = StepTraceBuffer(old.path, old.embedder, mode="read", revision=snapshot)
             old.close()
         self.counts = Counter()
+        self._tries = {}
 
     def gathered(self) -> dict[str, int]:
         """Return the counts."""

@@ -25,8 +25,8 @@ from outrider.algorithms.base import (
     ObjectiveSettings,
     StepPlay,
     TaskChoice,
-    assign_advantages,
     outcome_advantages,
+    write_advantages,
 )
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
@@ -282,7 +282,7 @@ class RolloutReplay(OnPolicyGroup):
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """Assign group-normalised returns, as recorded when the group was sampled, to every policy token."""
         advantages = outcome_advantages(trace, self.objective.advantage)
-        assign_advantages(trace, advantages)
+        write_advantages(trace, advantages)
         return GroupAdvantages(advantages=advantages, measurements={})
 
     def replay(self, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:

@@ -90,7 +90,7 @@ def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]
     ]  # fmt: skip
 
 
-def environment_tip(action: str, answer: str, *, max_tokens: int, num_tokens: Callable[[str], int]) -> str:
+def environment_tip(action: str, answer: str, *, max_tokens: int, count_tokens: Callable[[str], int]) -> str:
     """Return ``action: answer`` within ``max_tokens`` tokens; empty without an answer.
 
     The answer is its first line with text. If it is too long, its last words are dropped first.
@@ -99,7 +99,7 @@ def environment_tip(action: str, answer: str, *, max_tokens: int, num_tokens: Ca
     words = line.split()
     while words:
         text = f"{action}: {' '.join(words)}"
-        if num_tokens(text) <= max_tokens:
+        if count_tokens(text) <= max_tokens:
             return text
         words.pop()
     return ""
@@ -144,13 +144,13 @@ class MemorySettings(Settings):
 class TipHook(Hook):
     """Shows tips before turns, requests them after episodes and stores them after groups (section 4.1).
 
-    ``num_tokens`` counts the tokens of a text; ``counts`` are the counters of the metrics.
+    ``count_tokens`` counts the tokens of a text; ``counts`` are the counters of the metrics.
     """
 
     retries_failures = False  # another trial samples all tasks again, not only those that failed
 
     def __init__(
-        self, settings: MemorySettings, *, embedder: Embedder, num_tokens: Callable[[str], int], seed: int
+        self, settings: MemorySettings, *, embedder: Embedder, count_tokens: Callable[[str], int], seed: int
     ) -> None:
         self.settings = settings
         self.memory = TipMemory(
@@ -162,7 +162,7 @@ class TipHook(Hook):
         self.embedder = embedder
         self.max_reflection_tokens = settings.max_tip_tokens
         self.counts: Counter[str] = Counter()
-        self._num_tokens = num_tokens
+        self._count_tokens = count_tokens
         self._training_step = 0
         # the message that ended an episode, by task key and rollout; no node contains it
         self._endings: dict[tuple[str, int], str] = {}
@@ -197,10 +197,10 @@ class TipHook(Hook):
 
     def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
         """Return the tips that fit into ``budget`` tokens, and their text; the oldest are dropped first."""
-        fitting = [hit for hit in hits if self._num_tokens(render_tips([hit.tip])) <= budget]
+        fitting = [hit for hit in hits if self._count_tokens(render_tips([hit.tip])) <= budget]
         while fitting:
             text = render_tips([hit.tip for hit in fitting])
-            if self._num_tokens(text) <= budget:
+            if self._count_tokens(text) <= budget:
                 return fitting, text
             fitting.remove(min(fitting, key=lambda hit: hit.tip.tip_id))
         return [], ""
@@ -277,7 +277,7 @@ class TipHook(Hook):
                 action_text(text),
                 answer,
                 max_tokens=self.settings.max_tip_tokens,
-                num_tokens=self._num_tokens,
+                count_tokens=self._count_tokens,
             )
             for text, answer in answered_actions(path, ending)
         ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from outrider.config import require_paths
 from outrider.engines.base import find_model
 from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, open_episode
-from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
+from outrider.errors import ConfigError, DataError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders
 from outrider.seeding import reset_seed
 from outrider.types import Message, Task, ToolSchema
@@ -57,7 +57,7 @@ def first_prompt(factory: EnvironmentFactory, task: Task, *, run_seed: int, step
             environment.close()
     except OutriderError:
         raise
-    except Exception as error:  # somebody else's code
+    except Exception as error:  # a plug-in may raise anything
         raise EnvironmentFault(
             f"the environment cannot start task {task.key!r}{describe_exception(error)}"
         ) from error
@@ -157,7 +157,12 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
     )
     if train:
         yield f"tasks: {_format_count(train)} to train on"
-    yield f"tasks: {_format_count(test)} to evaluate on (split {split})"
+    if test:
+        yield f"tasks: {_format_count(test)} to evaluate on (split {split})"
+    elif train:
+        yield f"WARNING: the split {split!r} has no tasks: the run evaluates nothing; set evaluation.split"
+    else:
+        raise DataError(f"the split {split!r} has no tasks to evaluate on: set evaluation.split")
     yield from task_notes(task_set, settings, train, test)[1]
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None:
         from outrider.training.experts import read_demonstrations
@@ -181,7 +186,7 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
 
 
 def _call_plugin(problem: str, call: Callable[[], T]) -> T:
-    """What somebody else's code returns. Raises EnvironmentFault, one line, for what it raises."""
+    """Call a plug-in. Raises EnvironmentFault with one line for any exception."""
     try:
         return call()
     except OutriderError:

@@ -25,10 +25,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="short for model.name=...")
     parser.add_argument("--split", help="of the task (default: that of the evaluations)")
     parser.add_argument(
-        "--task",
-        default="0",
-        metavar="N",
-        help="number (from 0) or key of the task in its split",
+        "--task", default="0", metavar="N", help="number (from 0) or key of the task in its split"
     )
     parser.add_argument("--ids", action="store_true", help="also print the token ids")
     parser.set_defaults(command=_prompt)

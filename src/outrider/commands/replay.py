@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from outrider.commands import positive
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
@@ -33,20 +32,11 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs",
         nargs="+",
+        type=Path,
         metavar="RUN",
-        help="run directories, the seeds of two configurations or more; with --by-task also NAME=RUN",
+        help="run directories, the seeds of two configurations or more",
     )
-    parser.add_argument(
-        "--by-task",
-        action="store_true",
-        help="a row a task and a column a method, whose runs may be one model a task; curves over trials",
-    )
-    parser.add_argument(
-        "--depth",
-        type=positive,
-        metavar="N",
-        help="with --by-task: N parts of a task's key name its row (default: all but the last)",
-    )
+    parser.add_argument("--by-task", action="store_true", help=argparse.SUPPRESS)  # until 0.4
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too"
     )
@@ -82,12 +72,9 @@ def _inspect_log(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    from outrider.evaluation.compare_report import compare_runs, compare_tasks
+    from outrider.evaluation.compare_report import compare_runs
     from outrider.printing import Terminal
 
-    files = {"markdown": parsed.markdown, "html": parsed.html}
     if parsed.by_task:
-        return compare_tasks(parsed.runs, **files, console=Terminal(), depth=parsed.depth)
-    if parsed.depth is not None:
-        raise ConfigError("--depth goes with --by-task")
-    return compare_runs([Path(run) for run in parsed.runs], **files, console=Terminal())
+        raise ConfigError("--by-task has moved: run python -m benchmarks.compare_by_task in the repository")
+    return compare_runs(parsed.runs, markdown=parsed.markdown, html=parsed.html, console=Terminal())

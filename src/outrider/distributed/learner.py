@@ -170,7 +170,6 @@ class Rank:
             settings=self._settings.update,
             token_loss=token_loss,
             reference=self.reference,
-            first=self.policy.num_steps == 0,
             gate_always=True,  # the engine has its own weights
             version=version,
             probes=probes,
@@ -306,10 +305,6 @@ class RankGroup:
         [port] = self._wait([self._actors[0].open_store.remote(host)], "open_store")
         self.built = self.call("build", host, port)
 
-    @property
-    def pids(self) -> list[int]:
-        return [pid for pid, _ in self.built]
-
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks and return their results.
 
@@ -357,7 +352,7 @@ class ShardedLearner:
         self.num_steps = 0
         self.learning_rate = 0.0
         self.has_reference = settings.algorithm.needs_reference
-        self.language_model, self.trained = _load_copy(settings)
+        self.language_model, self.trained_parameters = _load_copy(settings)
         require_shardable(str(_folder(settings)))
         self._weights = settings.cluster.weights if settings.cluster.sends_directly else None
         self._connected_actors: list[Any] = []

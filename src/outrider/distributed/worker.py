@@ -216,7 +216,7 @@ class RolloutWorker:
             self._buffer,
             vocabulary_size=self._worker_settings.vocabulary_size,
             stateful=self._task_set.stateful,
-            num_tokens=self._renderer.count_tokens,
+            count_tokens=self._renderer.count_tokens,
             train_tasks=self._worker_settings.train_tasks,
         )
 

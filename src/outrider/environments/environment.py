@@ -156,6 +156,11 @@ class Environment(ABC):
         return ()
 
     @classmethod
+    def stop_strings(cls, settings: Any) -> tuple[str, ...]:
+        """Return the strings that end a turn; by default :attr:`stop`. Override it if settings decide."""
+        return cls.stop
+
+    @classmethod
     def open_shared(cls, settings: Any) -> Any:
         """Create an object that all episodes share as ``self.shared``, for example a simulator or an index.
 
@@ -187,7 +192,7 @@ class EnvironmentTaskSet:
         self.plugin_class, self.settings = environment, settings
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", environment.__name__).lower()
         self.name = environment.name or words
-        self.stop = environment.stop
+        self.stop = environment.stop_strings(settings)
         self.stateful = environment.stateful
         self._expert_factory: EpisodeFactory | None = None
 
@@ -202,7 +207,7 @@ class EnvironmentTaskSet:
         return EpisodeFactory(self.plugin_class, self.settings, self.plugin_class.open_shared(self.settings))
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        if self.plugin_class.expert is Environment.expert:
+        if self.plugin_class.expert is Environment.expert or not self.settings.has_experts:
             return None
         if self._expert_factory is None:
             self._expert_factory = self.make()
@@ -241,6 +246,7 @@ class EpisodeFactory:
 
     def __init__(self, environment: type[Environment], settings: Any, shared: Any) -> None:
         self._environment, self._settings, self._shared = environment, settings, shared
+        self.call_budget = getattr(shared, "call_budget", None)  # the scheduler reads it
 
     def __call__(self, task: Task) -> "EnvironmentEpisode":
         environment = self._environment(self._settings, self._shared)

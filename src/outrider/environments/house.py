@@ -8,14 +8,21 @@ what one episode has seen holds in the next one. The return is 1 if the thing is
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Annotated, ClassVar, Final, Literal
+from functools import lru_cache
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.base import EnvironmentSettings, known_split, require_tasks, split_size
-from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
+from outrider.environments.base import (
+    EnvironmentSettings,
+    StepResult,
+    known_split,
+    require_tasks,
+    split_size,
+)
+from outrider.environments.environment import Environment
+from outrider.environments.text_games import STOP, parse_action, render_action
 from outrider.errors import ConfigError
 from outrider.seeding import stream
 from outrider.types import Task
@@ -170,123 +177,32 @@ class HouseConfig(EnvironmentSettings):
         return make_house(self.house, self.house_seed, str(split), int(str(index))), str(thing)
 
 
-class HouseGame:
-    """The state of one search."""
-
-    opening, max_score = PROMPT, 1
-
-    def __init__(self, plan: HousePlan, goal: str) -> None:
-        self.plan = plan
-        self.goal = goal
-        self.room = HALL
-        self.opened: frozenset[str] = frozenset()
-        """Rooms whose furniture is open."""
-        self.carried: frozenset[str] = frozenset()
-
-    def act(self, command: str) -> Reply:
-        """Execute ``go``, ``open`` or ``take``, each with a noun."""
-        verb, _, noun = command.partition(" ")
-        refusal, text = {"go": self._go, "open": self._open, "take": self._take}[verb](noun)
-        won = self.goal in self.carried
-        return Reply(text=refusal or text, score=int(won), won=won, refused=bool(refusal))
-
-    def state(self) -> str:
-        """What the player sees."""
-        furniture = self.plan.furniture.get(self.room)
-        seen = f" You see: {furniture}." if furniture else ""
-        return (
-            f"You are in the {self.room}. Doors: {', '.join(self.plan.doors(self.room))}.{seen} "
-            f"You look for the {self.goal}."
-        )
-
-    def commands(self) -> tuple[str, ...]:
-        """The doors, the furniture and the visible thing as commands."""
-        furniture, thing = self.plan.furniture.get(self.room), self._visible()
-        nouns = [("open", furniture), ("take", thing)]
-        others = [f"{verb} {noun}" for verb, noun in nouns if noun]
-        return tuple(sorted([*(f"go {room}" for room in self.plan.doors(self.room)), *others]))
-
-    def copy(self) -> "HouseGame":
-        return copy.copy(self)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _go(self, room: str) -> tuple[str, str]:
-        if room not in self.plan.doors(self.room):
-            return f"No door leads from the {self.room} to the {room}.", ""
-        key = self.plan.locks.get(room)
-        if key is not None and key not in self.carried:
-            return f"The door to the {room} is locked, it needs the {key}.", ""
-        self.room = room
-        return "", f"You go to the {room}."
-
-    def _open(self, furniture: str) -> tuple[str, str]:
-        if self.plan.furniture.get(self.room) != furniture:
-            return f"There is no {furniture} in the {self.room}.", ""
-        self.opened |= {self.room}
-        thing = self._visible()
-        return "", f"In the {furniture} in the {self.room} is {'the ' + thing if thing else 'nothing'}."
-
-    def _take(self, thing: str) -> tuple[str, str]:
-        if self._visible() != thing:
-            return f"You see no {thing} in the {self.room}.", ""
-        self.carried |= {thing}
-        return "", f"You take the {thing}."
-
-    def _visible(self) -> str | None:
-        """The thing in the room's open furniture."""
-        thing = self.plan.contents.get(self.room) if self.room in self.opened else None
-        return None if thing in self.carried else thing
-
-
-class HouseEnvironment(GameEnvironment):
+class HouseEnvironment(Environment):
     """One search. The observation ends with what the player sees."""
-
-    name = "house"
-    metrics = ("num_moves", "num_turns", "num_invalid", "num_refused")
-
-    def __init__(self, *, plan: HousePlan, goal: str, max_moves: int) -> None:
-        super().__init__(partial(HouseGame, plan, goal), max_moves=max_moves)
-
-    def _find_problem(self, command: str) -> str:
-        verb, _, noun = command.partition(" ")
-        is_command = verb in ("go", "open", "take") and noun
-        return "" if is_command else "The commands are go ROOM, open FURNITURE and take THING."
-
-    def _listing(self, game: Game) -> str:
-        assert isinstance(game, HouseGame)
-        return f"\n{game.state()}"
-
-
-class HouseTaskSet(GameTaskSet):
-    """The houses of a config."""
 
     Settings = HouseConfig
     name = "house"
+    stop = (STOP,)
 
-    def __init__(self, config: HouseConfig) -> None:
-        self.config = config
-
-    def tasks(self, split: str) -> Sequence[Task]:
+    @classmethod
+    def tasks(cls, settings: HouseConfig, split: str) -> Sequence[Task]:
         """The tasks of a split: the first thing of every house, then the second ones, and so on, so that the
         first tasks are of as many houses as possible. ``metadata["world"]`` names the house.
         """
-        config = self.config
         plans = [
-            make_house(config.house, config.house_seed, split, index)
-            for index in range(split_size(config, known_split(split, "house")) or 0)
+            make_house(settings.house, settings.house_seed, split, index)
+            for index in range(split_size(settings, known_split(split, "house")) or 0)
         ]
         tasks = []
-        for number in range(config.house.num_things):
+        for number in range(settings.house.num_things):
             for index, plan in enumerate(plans):
-                thing, world = plan.things()[number], f"house/{config.name}/{split}/{index}"
+                thing, world = plan.things()[number], f"house/{settings.name}/{split}/{index}"
                 tasks.append(
                     Task(
                         key=f"{world}/{thing}",
                         question=f"Find the {thing} in house {index} of {split}.",
                         metadata={
-                            "houses": config.name,
+                            "houses": settings.name,
                             "world": world,
                             "split": split,
                             "index": index,
@@ -296,12 +212,83 @@ class HouseTaskSet(GameTaskSet):
                 )
         return tuple(tasks)
 
-    def environment(self, task: Task) -> HouseEnvironment:
-        plan, goal = self.config.find(task)
-        return HouseEnvironment(plan=plan, goal=goal, max_moves=self.config.max_moves)
+    def reset(self, task: Task, seed: int) -> str:
+        """Start in the hall. ``seed`` is not used, because a task is one fixed house."""
+        self.plan, self.goal = self.settings.find(task)
+        self.room = HALL
+        self.opened: frozenset[str] = frozenset()  # rooms whose furniture is open
+        self.carried: frozenset[str] = frozenset()
+        self.metrics = dict.fromkeys(("num_moves", "num_turns", "num_invalid", "num_refused"), 0.0)
+        return f"{PROMPT}\n{self.view()}"
 
-    def solution(self, task: Task) -> Sequence[str]:
-        return solution(*self.config.find(task))
+    def step(self, action: str) -> StepResult:
+        """Execute ``go``, ``open`` or ``take``, each with a noun."""
+        self.metrics["num_turns"] += 1
+        command, problem = parse_action(action)
+        verb, _, noun = command.partition(" ")
+        methods = {"go": self._go, "open": self._open, "take": self._take}
+        if not problem and not (verb in methods and noun):
+            problem = "The commands are go ROOM, open FURNITURE and take THING."
+        if problem:
+            self.metrics["num_invalid"] += 1
+            return StepResult(message=problem, invalid=True)
+        text, refused = methods[verb](noun)
+        self.metrics["num_moves"] += 1
+        self.metrics["num_refused"] += refused
+        won = self.goal in self.carried
+        truncated = not won and self.metrics["num_moves"] >= self.settings.max_moves
+        return StepResult(
+            message=text if won or truncated else f"{text}\n{self.view()}",
+            reward=float(won),
+            done=won or truncated,
+            refused=refused,
+            truncated=truncated,
+        )
+
+    def view(self) -> str:
+        """What the player sees."""
+        furniture = self.plan.furniture.get(self.room)
+        seen = f" You see: {furniture}." if furniture else ""
+        return (
+            f"You are in the {self.room}. Doors: {', '.join(self.plan.doors(self.room))}.{seen} "
+            f"You look for the {self.goal}."
+        )
+
+    def copy(self) -> Self:
+        """A shallow copy: the plan never changes, and moves replace the other values."""
+        twin = copy.copy(self)
+        twin.metrics = dict(self.metrics)
+        return twin
+
+    def expert(self) -> Sequence[str]:
+        return [render_action(command) for command in solution(self.plan, self.goal)]
+
+    def _go(self, room: str) -> tuple[str, bool]:
+        if room not in self.plan.doors(self.room):
+            return f"No door leads from the {self.room} to the {room}.", True
+        key = self.plan.locks.get(room)
+        if key is not None and key not in self.carried:
+            return f"The door to the {room} is locked, it needs the {key}.", True
+        self.room = room
+        return f"You go to the {room}.", False
+
+    def _open(self, furniture: str) -> tuple[str, bool]:
+        if self.plan.furniture.get(self.room) != furniture:
+            return f"There is no {furniture} in the {self.room}.", True
+        self.opened |= {self.room}
+        thing = self._visible()
+        return f"In the {furniture} in the {self.room} is {'the ' + thing if thing else 'nothing'}.", False
+
+    def _take(self, thing: str) -> tuple[str, bool]:
+        if self._visible() != thing:
+            return f"You see no {thing} in the {self.room}.", True
+        self.carried |= {thing}
+        return f"You take the {thing}.", False
+
+    def _visible(self) -> str | None:
+        """The thing in the room's open furniture."""
+        thing = self.plan.contents.get(self.room) if self.room in self.opened else None
+        return None if thing in self.carried else thing
 
 
 def solution(plan: HousePlan, goal: str) -> tuple[str, ...]:

@@ -1,16 +1,14 @@
 """Environments of other packages whose tasks are seeds: settings, tasks, records and experts."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import Field, model_validator
 
 from outrider.environments.base import (
     SPLITS,
-    EnvironmentFactory,
     EnvironmentSettings,
     EpisodeResult,
     StepResult,
@@ -21,9 +19,8 @@ from outrider.environments.base import (
     split_size,
 )
 from outrider.errors import ConfigError
-from outrider.plugins.imports import import_target
 from outrider.plugins.registry import is_import_path
-from outrider.types import Message, Step, Task
+from outrider.types import Message, Task
 
 SEEDS_PER_SPLIT: Final = 1_000_000
 """The seeds of two splits start this far apart, so that they never overlap."""
@@ -176,42 +173,3 @@ def opening_message(settings: SeedSettings, instructions: str, text: str) -> Mes
     """The prompt of an episode: instructions and first observation."""
     prompt = instructions if settings.prompt is None else settings.prompt
     return Message(role="user", content="\n\n".join(part for part in (prompt, text) if part))
-
-
-class SeedTaskSet(ABC):
-    """Base of the task sets whose tasks are seeds, and whose expert is a function of the user."""
-
-    protocol: Literal["inline", "chat"] = "chat"
-    stateful = True
-
-    def __init__(self, expert: str | None) -> None:
-        self._expert_path = expert
-        self._expert_factory: EnvironmentFactory | None = None
-
-    @abstractmethod
-    def make(self) -> EnvironmentFactory:
-        """Return the factory of one episode per seed."""
-
-    @abstractmethod
-    def play_expert(self, environment: Any, solve: Any, seed: int) -> Sequence[Step]:
-        """Play the turns of ``solve``. Raises EnvironmentFault if it raises an exception."""
-
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """Steps of the user's function; None without a function or without success."""
-        if self._expert_path is None:
-            return None
-        solve = import_target(self._expert_path)
-        if self._expert_factory is None:
-            self._expert_factory = self.make()
-        environment = self._expert_factory(task)
-        try:
-            steps = self.play_expert(environment, solve, seed)
-        finally:
-            environment.close()
-        return steps if environment.result().success else None
-
-    def close(self) -> None:
-        """Close the expert's factory; may be called twice."""
-        factory, self._expert_factory = self._expert_factory, None
-        if factory is not None:
-            factory.close()

@@ -13,7 +13,6 @@ import numpy as np
 
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.evaluation.statistics import (
-    UNBOUNDED,
     Band,
     Estimate,
     PairedTest,
@@ -177,11 +176,7 @@ _BUDGET: Final = (
 _ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
 # settings added in later versions, with the value that matches the behaviour of earlier versions
 _ADDED: Final = frozenset(
-    (
-        ("train.stages", "[]"),
-        ("environment.response_format", "refuse"),
-        ("environment.ignored_fields", "[]"),
-    )
+    (("train.stages", "[]"), ("environment.response_format", "refuse"), ("environment.ignored_fields", "[]"))
 )
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
@@ -289,53 +284,6 @@ def algorithm_name(config: Mapping[str, str]) -> str:
     return config.get("algorithm.preset", name)
 
 
-# Method names for tables with one column per method, and the comparison of two runs' methods.
-
-
-UNTRAINED: Final = "no training"
-_WITHOUT_TIPS: Final = ("algorithm.memory_probability", "algorithm.intrinsic_coefficient")
-
-
-def method_name(run: ComparedRun) -> str:
-    """The algorithm of a training. For an evaluation, the algorithm of the training that produced its
-    weights, and its memory for adaptation, or the engine if the engine is a method of its own.
-    """
-    config = run.config
-    if is_trained(config):
-        return _training_method(config)
-    checkpoint = run.settings.get("model.initial_checkpoint", "none")
-    parts: list[str] = []
-    if checkpoint != "none":  # the method of the checkpoint's run, or the run's name if its folder is gone
-        folder = Path(checkpoint).parent.parent
-        trained = read_run(folder).config
-        parts.append(_training_method(trained) if "algorithm.type" in trained else folder.name)
-    if config.get("engine.type") == "retrospex":
-        parts.append("retrospex")
-    if config.get("evaluation.num_trials", "0") != "0":
-        parts.append(config.get("evaluation.memory", "tips"))
-    names = [part for part in parts if part != UNTRAINED]
-    return ", ".join(names) or UNTRAINED
-
-
-def same_method(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """Keys of the settings that determine the trained policy and differ between two runs, comparing absolute
-    paths. Seeds and the folder of the starting weights are ignored.
-    """
-    ours, theirs = (
-        {key: value for key, value in comparable(config).items() if key not in STARTS}
-        for config in (first, second)
-    )
-    return sorted(key for key in ours.keys() | theirs if ours.get(key) != theirs.get(key))
-
-
-def _training_method(config: Mapping[str, str]) -> str:
-    if config.get("train.num_steps") == "0":
-        return "imitation"
-    if all(config.get(key) in ("0", "0.0") for key in _WITHOUT_TIPS):
-        return "grpo"  # the same, bit for bit
-    return algorithm_name(config)
-
-
 # Curves of groups of runs over common costs: binned training reward, and held-out scores that are linearly
 # interpolated between evaluations.
 
@@ -371,7 +319,8 @@ def reward_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, see
         label: np.stack([bin_means(run.costs[axis], run.rewards, edges) for run in members])
         for label, members in groups.items()
     }
-    return _curves(REWARD, axis, edges[1:], values, within=UNBOUNDED, seed=seed)
+    bands = {label: iqm_band(label, curves, seed=seed) for label, curves in values.items()}
+    return Curves(quantity=REWARD, axis=axis, x=edges[1:], bands=bands)
 
 
 def score_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, seed: int) -> Curves | None:
@@ -392,20 +341,8 @@ def score_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, seed
     values = {
         label: np.stack([np.interp(grid, x, y) for x, y in members]) for label, members in lines.items()
     }
-    return _curves(SCORE, axis, grid, values, within=(0.0, 1.0), seed=seed)
-
-
-def _curves(
-    quantity: str,
-    axis: str,
-    x: Scores,
-    values: Mapping[str, Scores],
-    *,
-    within: tuple[float, float],
-    seed: int,
-) -> Curves:
-    bands = {label: iqm_band(label, curves, within=within, seed=seed) for label, curves in values.items()}
-    return Curves(quantity=quantity, axis=axis, x=x, bands=bands)
+    bands = {label: iqm_band(label, curves, within=(0.0, 1.0), seed=seed) for label, curves in values.items()}
+    return Curves(quantity=SCORE, axis=axis, x=grid, bands=bands)
 
 
 def _score_line(run: ComparedRun, axis: str) -> tuple[Scores, Scores]:
@@ -533,11 +470,8 @@ def _without_curve(runs: Sequence[ComparedRun], curves: Sequence[Curves]) -> lis
     single_runs = [run.name for run in runs if len(run.evaluations) == 1]
     if not single_runs or any(curve.quantity == SCORE for curve in curves):
         return []
-    others = (
-        f" and {len(single_runs) - 1} other run{'s' if len(single_runs) > 2 else ''}"
-        if len(single_runs) > 1
-        else ""
-    )
+    num_others = len(single_runs) - 1
+    others = f" and {num_others} other run{'s' if num_others > 1 else ''}" if num_others else ""
     return [f"no curve of held-out scores: {single_runs[0]}{others} had one evaluation only"]
 
 

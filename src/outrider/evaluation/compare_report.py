@@ -1,4 +1,4 @@
-"""``outrider compare``: a comparison on the terminal, as Markdown, and as one HTML file without scripts.
+"""Report of a comparison: tables, verdicts, notes and figures, as text, Markdown or one HTML file.
 
 Names and settings are untrusted: the terminal and Markdown get escaped text, and HTML passes through Jinja2's
 autoescape.
@@ -6,35 +6,265 @@ autoescape.
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from statistics import fmean
+from typing import Final
 
-from markupsafe import Markup
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.evaluation.compare import SCORE, Comparison, Curves, compare
-from outrider.evaluation.compare_tables import (
-    MAX_SERIES,
-    TaskComparison,
-    TextTable,
-    TrialCurves,
-    compare_by_task,
-    notes,
-    tables,
-    task_notes,
-    task_tables,
-    verdicts,
-)
-from outrider.evaluation.statistics import Band, Scores
+from outrider.evaluation.compare import AXES, SCORE, ComparedRun, Comparison, Curves, compare
+from outrider.evaluation.statistics import ALPHA, COVERAGE, MIN_SEEDS, Band, Estimate, Scores
 from outrider.files import replace_file
-from outrider.printing import one_line
+from outrider.printing import is_graded, one_line, points, score
 from outrider.viewer.report import page_template
-from outrider.viewer.report_parts import Chart, Point, Series, svg_chart
+from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart
 
-AnyComparison: TypeAlias = Comparison | TaskComparison
+MAX_SERIES: Final = 8  # as many as the page has line styles for
+_COST_RATIO: Final = 1.1  # from this ratio of mean costs on, a note says that the groups did not pay the same
+CONDITIONS: Final = ("environment.", "rollout.")  # settings that training and the test have in common
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table of plain text that every output draws in its own way."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """One sentence per pair of groups."""
+    sentences: list[str] = []
+    for pair in comparison.pairs:
+        winner = pair.verdict.winner
+        if winner is None:
+            reasons = "; ".join(pair.verdict.reasons)
+            sentences.append(f"No winner between {pair.first} and {pair.second}: {reasons}.")
+        else:
+            loser = pair.second if winner == pair.first else pair.first
+            gain = f"{_gain(pair.difference)} ({pair.first} - {pair.second})"
+            sentences.append(f"{winner} scores higher than {loser}: {gain}.")
+    return sentences or ["No two groups have scores to compare."]
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Notes that a reader must know beside the numbers."""
+    runs = [run for group in comparison.groups for run in group.runs]
+    messages = [
+        *comparison.notes,
+        *(f"{run.name} has no evaluation: its group has no score" for run in runs if not run.evaluations),
+    ]
+    if len(comparison.groups) == 1:
+        messages.append("all runs have one configuration: there is nothing to compare but their seeds")
+    scored = [run for run in runs if run.evaluations]
+    messages += [
+        f"{run.name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score"
+        for run in scored
+        if (num := run.evaluations[-1].num_faults)
+    ]
+    if scored and comparison.num_tasks is None:
+        missing = ", ".join(run.name for run in scored if not run.evaluations[-1].task_scores)
+        messages.append(f"no scores of single tasks: {missing or 'the runs have no scored task in common'}")
+    elif comparison.num_left_out:
+        messages.append(
+            f"{comparison.num_left_out} task(s) are left out: a fault kept them from being scored in some run"
+        )
+    if few := sorted({len(group.runs) for group in comparison.groups if group.score} & COVERAGE.keys()):
+        shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
+        messages.append(
+            "a bootstrap interval over so few seeds is too narrow: "
+            f"{shares} of such intervals hold the true value, not 95 %"
+        )
+    if conditions := [key for key, _ in comparison.settings if key.startswith(CONDITIONS)]:
+        messages.append(
+            f"the groups were tested under different conditions ({', '.join(conditions)}): "
+            "their scores are not of one test"
+        )
+    if len(nums := {run.config.get("evaluation.num_samples", "1") for run in runs if run.evaluations}) > 1:
+        messages.append(
+            "the evaluations drew different numbers of samples a task "
+            f"({', '.join(sorted(nums))}): their noise differs"
+        )
+    if len({run.config.get("num_threads") for run in runs}) > 1:
+        messages.append("the runs used different numbers of threads: their seconds do not compare")
+    messages += [line for axis in AXES for line in _cost_notes(comparison, axis)]
+    if len(comparison.groups) > MAX_SERIES:
+        messages.append(f"the figures show the first {MAX_SERIES} of {len(comparison.groups)} groups")
+    return messages
+
+
+def _cost_notes(comparison: Comparison, axis: str) -> list[str]:
+    spent = {group.label: group.costs[axis] for group in comparison.groups if axis in group.costs}
+    if not spent or not max(spent.values()):
+        return []
+    most, least = max(spent, key=lambda label: spent[label]), min(spent, key=lambda label: spent[label])
+    if not spent[least]:
+        return [f"final scores are not at equal {axis}: {most} took {number(spent[most])}, {least} none"]
+    if spent[most] < _COST_RATIO * spent[least]:
+        return []
+    return [
+        (
+            f"final scores are not at equal {axis}: {most} took "
+            f"{spent[most] / spent[least]:.2f} times those of {least}"
+        )
+    ]
+
+
+def tables(comparison: Comparison) -> list[TextTable]:
+    """Groups, pairs, scores at equal cost, runs, and the settings that differ; empty ones are left out."""
+    labels = tuple(group.label for group in comparison.groups)
+    settings = TextTable(
+        title="Settings that differ", columns=("setting", *labels),
+        rows=tuple((key, *values) for key, values in comparison.settings),
+        caption=("Seeds, starting weights, the size of a token budget and what only changes speed, "
+                 "checkpoints or evaluation do not count."),
+    )  # fmt: skip
+    every = [
+        _group_table(comparison),
+        _pair_table(comparison),
+        _cost_table(comparison),
+        _run_table(comparison),
+        settings,
+    ]
+    return [table for table in every if table.rows]
+
+
+def _group_table(comparison: Comparison) -> TextTable:
+    conditions = comparison.conditions
+    intro = (
+        f"Split {conditions.split}, panel {conditions.panel_hash[:12]}, temperature "
+        f"{conditions.temperature:g}. "
+        if conditions
+        else ""
+    )
+    over = "seeds" if comparison.num_tasks is None else f"seeds and {comparison.num_tasks} tasks"
+    graded = _is_graded(comparison)
+    rows = tuple(
+        (group.label, str(len(group.runs)), "not measured" if group.score is None else _percent(group.score),
+         *((_mean_return(group.runs),) if graded else ()),
+         *(number(group.costs[axis]) if axis in group.costs else "not measured" for axis in AXES))
+        for group in comparison.groups
+    )  # fmt: skip
+    return TextTable(
+        title="Groups",
+        columns=("group", "seeds", "score", *(("mean return",) if graded else ()), *AXES),
+        rows=rows,
+        caption=f"{intro}Score: interquartile mean over seeds of the last evaluation [95 % bootstrap "
+        f"interval over {over}]. Costs: means over runs, of training steps only: no cold start, "
+        "no evaluation, and a step that was taken again after a stop counts once.",
+    )
+
+
+def _pair_table(comparison: Comparison) -> TextTable:
+    rows = tuple(
+        (f"{pair.first} - {pair.second}", _gain(pair.difference), _range(pair.improvement, "{:.2f}"),
+         "none" if pair.test is None else f"{pair.test.p:.3g} ({pair.test.name})",
+         *("none" if p is None else f"{p:.3g}" for p in (pair.p_corrected, pair.p_seeds)),
+         pair.verdict.winner or "none")
+        for pair in comparison.pairs
+    )  # fmt: skip
+    return TextTable(
+        title="Differences",
+        columns=(
+            "groups",
+            "difference",
+            "chance that the first is higher",
+            "p over tasks",
+            "p over tasks, Holm",
+            "p over seeds, Holm",
+            "winner",
+        ),
+        rows=rows,
+        caption=f"A winner needs {MIN_SEEDS} seeds a side, both corrected p below {ALPHA:g} and an interval "
+        "of the difference without 0. The test over tasks takes the trained policies as given; the "
+        "one over seeds (Welch's) and the interval ask for other seeds. A chance of 1.00 [1.00, "
+        "1.00] says that every run of one side is higher, not that every other run would be.",
+    )
+
+
+def _cost_table(comparison: Comparison) -> TextTable:
+    rows = tuple(
+        (
+            curve.quantity,
+            f"{number(float(curve.x[-1]))} {curve.axis}",
+            *(_end_of_curve(curve, group.label) for group in comparison.groups),
+        )
+        for curve in comparison.curves
+    )
+    return TextTable(
+        title="At equal cost",
+        columns=("quantity", "at", *(group.label for group in comparison.groups)),
+        rows=rows,
+        caption="The end of each curve: the largest cost that every run reached, with 95 % intervals over "
+        "seeds. A held-out score between two evaluations lies on the straight line between them; "
+        "a training reward is the mean of the curve's last bin.",
+    )
+
+
+def _run_table(comparison: Comparison) -> TextTable:
+    graded = _is_graded(comparison)
+    rows = tuple(
+        (run.name, group.label, run.config["seed"],
+         *((score(run.evaluations[-1].score), str(run.evaluations[-1].step)) if run.evaluations
+           else ("not measured", "")),
+         *((_mean_return([run]),) if graded else ()),
+         *(number(run.cost_at_step(axis, run.num_steps)) if axis in run.costs else "not measured"
+           for axis in AXES))
+        for group in comparison.groups
+        for run in group.runs
+    )  # fmt: skip
+    caption = "Score: mean success over the tasks that the run's last evaluation scored."
+    columns = ("run", "group", "seed", "score", "at step", *(("mean return",) if graded else ()), *AXES)
+    return TextTable(title="Runs", columns=columns, rows=rows, caption=caption)
+
+
+def _is_graded(comparison: Comparison) -> bool:
+    """Whether the last evaluation of some run has a mean return other than its share of solved tasks."""
+    last = [run.evaluations[-1] for group in comparison.groups for run in group.runs if run.evaluations]
+    return any(
+        evaluation.task_returns and is_graded(evaluation.score, fmean(evaluation.task_returns.values()))
+        for evaluation in last
+    )
+
+
+def _mean_return(runs: Sequence[ComparedRun]) -> str:
+    """Mean over runs of the mean return over the tasks of the last evaluation."""
+    last = [run.evaluations[-1].task_returns for run in runs if run.evaluations]
+    means = [fmean(returns.values()) for returns in last if returns]
+    return number(fmean(means)) if means else "not measured"
+
+
+def _percent(estimate: Estimate) -> str:
+    return score(estimate.value, estimate.low, estimate.high) + _one_seed_mark(estimate)
+
+
+def _gain(difference: Estimate) -> str:
+    return points(difference.value, difference.low, difference.high) + _one_seed_mark(difference)
+
+
+def _one_seed_mark(estimate: Estimate) -> str:
+    return "" if estimate.has_interval else " (one seed: no interval)"
+
+
+def _range(estimate: Estimate, form: str) -> str:
+    value, low, high = (form.format(part) for part in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]" if estimate.has_interval else f"{value}{_one_seed_mark(estimate)}"
+
+
+def _end_of_curve(curves: Curves, label: str) -> str:
+    band = curves.bands[label]
+    estimate = Estimate(value=float(band.value[-1]), low=float(band.low[-1]), high=float(band.high[-1]))
+    if not math.isfinite(estimate.value):
+        return "not measured"
+    return _percent(estimate) if curves.quantity == SCORE else _range(estimate, "{:.4g}")
+
+
 _TEMPLATE: Final = Path(__file__).with_name("page.html.j2")
 _LEGEND_WIDTH: Final = 400  # units of the drawing
 _SCORE_CAPTION: Final = (
@@ -44,7 +274,53 @@ _REWARD_CAPTION: Final = (
     "Means over bins of equal cost, every rollout counted, those with retrieved steps too, as the "
     "environment pays: no share of solved tasks, and no fair measure between algorithms."
 )
-_TRIALS_CAPTION: Final = "Trials with a memory that fills, no weight moves; the first has nothing to read."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Curves by label over common ``x``, with the texts of their chart."""
+
+    title: str
+    x_label: str
+    y_label: str
+    caption: str
+    x: Scores
+    bands: Mapping[str, Band]
+    is_share: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Contents of a report, independent of its form."""
+
+    title: str
+    tables: Sequence[TextTable]
+    notes: Sequence[str]
+    figures: Sequence[Figure]
+    verdicts: Sequence[str] = ()
+
+
+def make_report(comparison: Comparison) -> Report:
+    """Report of a comparison of groups of runs."""
+    figures = [
+        Figure(
+            title=f"{curves.quantity.capitalize()} over {curves.axis}",
+            x_label=curves.axis,
+            y_label="score, %" if curves.quantity == SCORE else "reward",
+            caption=_SCORE_CAPTION if curves.quantity == SCORE else _REWARD_CAPTION,
+            x=curves.x,
+            bands=curves.bands,
+            is_share=curves.quantity == SCORE,
+        )
+        for curves in comparison.curves
+    ]
+    return Report(
+        title="Comparison of runs",
+        verdicts=verdicts(comparison),
+        tables=tables(comparison),
+        notes=notes(comparison),
+        figures=figures,
+    )
 
 
 def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | None, console: Console) -> int:
@@ -54,27 +330,12 @@ def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | N
     Raises the errors of :func:`~outrider.evaluation.compare.compare`, and OSError if a file cannot be
     written.
     """
-    return _show(compare(paths), markdown=markdown, html=html, console=console)
+    return show_report(make_report(compare(paths)), markdown=markdown, html=html, console=console)
 
 
-def compare_tasks(
-    run_args: Sequence[str],
-    *,
-    markdown: Path | None,
-    html: Path | None,
-    console: Console,
-    depth: int | None = None,
-) -> int:
-    """``outrider compare --by-task``: the same with one row per task and one column per method.
-
-    Raises the errors of :func:`~outrider.evaluation.compare_tables.compare_by_task`, and OSError.
-    """
-    return _show(compare_by_task(run_args, depth=depth), markdown=markdown, html=html, console=console)
-
-
-def _show(comparison: AnyComparison, *, markdown: Path | None, html: Path | None, console: Console) -> int:
-    shown_tables, sentences, note_lines = _contents(comparison)
-    for table in shown_tables:
+def show_report(report: Report, *, markdown: Path | None, html: Path | None, console: Console) -> int:
+    """Print a report and write the requested files. Returns 0."""
+    for table in report.tables:
         rich_table = Table(
             *(Column(Text(one_line(name)), overflow="fold") for name in table.columns),
             title=Text(one_line(table.title)),
@@ -84,33 +345,36 @@ def _show(comparison: AnyComparison, *, markdown: Path | None, html: Path | None
         for row in table.rows:
             rich_table.add_row(*(Text(one_line(cell)) for cell in row))
         console.print(rich_table)
-    for line in (*sentences, *(f"note: {note}" for note in note_lines)):
+    for line in (*report.verdicts, *(f"note: {note}" for note in report.notes)):
         console.print(Text(one_line(line)))
-    for path, page in ((markdown, markdown_page), (html, html_page)):
+    for path, page in ((markdown, to_markdown), (html, to_html)):
         if path is not None:
-            replace_file(path, page(comparison).encode("utf-8", "replace"))
+            replace_file(path, page(report).encode("utf-8", "replace"))
             console.print(Text(str(path)))
     return 0
 
 
-def _contents(comparison: AnyComparison) -> tuple[list[TextTable], list[str], list[str]]:
-    """Tables, verdicts and notes."""
-    if isinstance(comparison, TaskComparison):
-        return task_tables(comparison), [], task_notes(comparison)
-    return tables(comparison), verdicts(comparison), notes(comparison)
-
-
-def markdown_page(comparison: AnyComparison) -> str:
+def markdown_page(comparison: Comparison) -> str:
     """The tables, verdicts and notes as Markdown."""
-    shown_tables, sentences, note_lines = _contents(comparison)
-    by_task = isinstance(comparison, TaskComparison)
-    parts = ["# Runs by task"] if by_task else ["# Comparison of runs", _items(sentences)]
-    for table in shown_tables:
+    return to_markdown(make_report(comparison))
+
+
+def html_page(comparison: Comparison) -> str:
+    """The tables and the figures of the curves as one self-contained HTML file."""
+    return to_html(make_report(comparison))
+
+
+def to_markdown(report: Report) -> str:
+    """A report without its figures as Markdown."""
+    parts = [f"# {report.title}"]
+    if report.verdicts:
+        parts.append(_items(report.verdicts))
+    for table in report.tables:
         rows = [table.columns, ("---",) * len(table.columns), *table.rows]
         lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
         parts += [f"## {_escaped(table.title)}", "\n".join(lines), _escaped(table.caption)]
-    if note_lines:
-        parts += ["## Notes", _items(note_lines)]
+    if report.notes:
+        parts += ["## Notes", _items(report.notes)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -124,52 +388,37 @@ def _escaped(text: str) -> str:
     return bare.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
 
 
-def html_page(comparison: AnyComparison) -> str:
-    """The tables and the figures of the curves as one self-contained HTML file."""
-    shown_tables, sentences, note_lines = _contents(comparison)
-    if isinstance(comparison, TaskComparison):
-        labels = [list(curves.bands)[:MAX_SERIES] for curves in comparison.curves]
-    else:
-        labels = [[group.label for group in comparison.groups][:MAX_SERIES]]
+def to_html(report: Report) -> str:
+    """A report as one self-contained HTML file."""
+    labels = [list(figure.bands)[:MAX_SERIES] for figure in report.figures]
     # A legend without room for the labels has letters, which are the same in all figures.
     has_room = all(sum(44 + 7 * len(label) for label in figure) <= _LEGEND_WIDTH for figure in labels)
-    every = dict.fromkeys(label for figure in labels for label in figure)
-    names = {label: label if has_room else _letter(index) for index, label in enumerate(every)}
-    figures = [_figure(curves, names) for curves in comparison.curves]
+    names: dict[str, str] = {}
+    for index, label in enumerate(dict.fromkeys(label for figure in labels for label in figure)):
+        again, offset = divmod(index, len(string.ascii_uppercase))
+        names[label] = label if has_room else string.ascii_uppercase[offset] + (str(again) if again else "")
+    figures = []
+    for figure in report.figures:
+        series = tuple(
+            Series(label=name, points=_points(figure.x, figure.bands[label]))
+            for label, name in names.items()
+            if label in figure.bands
+        )[:MAX_SERIES]
+        if any(item.values for item in series):  # some curve has a known value
+            chart = Chart(
+                title=figure.title, x_label=figure.x_label, y_label=figure.y_label, series=series,
+                is_share=figure.is_share,
+            )  # fmt: skip
+            figures.append((svg_chart(chart), figure.caption))
     return page_template(_TEMPLATE).render(
+        title=report.title,
         num_styles=MAX_SERIES,
-        verdicts=sentences,
-        tables=shown_tables,
+        verdicts=report.verdicts,
+        tables=report.tables,
         letters=[(name, label) for label, name in names.items() if name != label],
-        figures=[figure for figure in figures if figure is not None],
-        notes=note_lines,
+        figures=figures,
+        notes=report.notes,
     )
-
-
-def _letter(index: int) -> str:
-    again, offset = divmod(index, len(string.ascii_uppercase))
-    return string.ascii_uppercase[offset] + (str(again) if again else "")
-
-
-def _figure(curves: Curves | TrialCurves, names: dict[str, str]) -> tuple[Markup, str] | None:
-    """A chart and its caption; None if no curve has a known value."""
-    series = tuple(
-        Series(label=name, points=_points(curves.x, curves.bands[label]))
-        for label, name in names.items()
-        if label in curves.bands
-    )[:MAX_SERIES]
-    if not any(item.values for item in series):
-        return None
-    if isinstance(curves, TrialCurves):
-        title = f"{curves.task}: mean return over trials"
-        chart = Chart(title=title, x_label="trial", y_label="return", series=series)
-        return svg_chart(chart), _TRIALS_CAPTION
-    is_share = curves.quantity == SCORE
-    chart = Chart(
-        title=f"{curves.quantity.capitalize()} over {curves.axis}", x_label=curves.axis,
-        y_label="score, %" if is_share else "reward", series=series, is_share=is_share,
-    )  # fmt: skip
-    return svg_chart(chart), _SCORE_CAPTION if is_share else _REWARD_CAPTION
 
 
 def _points(x: Scores, band: Band) -> tuple[Point, ...]:

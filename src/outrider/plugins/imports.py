@@ -76,7 +76,7 @@ def import_function(target: str, *arguments: str) -> Callable[..., Any]:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{target} is called with ({', '.join(arguments)}) and takes {signature}: {error}"
+            f"{target} is called with ({', '.join(arguments)}) and accepts {signature}: {error}"
         ) from error
     return function
 
@@ -97,7 +97,7 @@ def _import_module(name: str) -> ModuleType:
         if missing is not None and (name == missing or name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"there is no module {missing!r}, neither among the installed packages nor in "
-                f"{', '.join(map(str, folders))}"
+                f"{', '.join(map(str, dict.fromkeys(folders)))}"
             ) from error
         raise ConfigError(f"the module {name!r} cannot be imported{describe_exception(error)}") from error
 

@@ -97,7 +97,7 @@ class GroupScheduler(Protocol):
 
     first: Sequence[int]
 
-    def on_turn_start(self, state: EpisodeState, *, is_known: bool) -> bool:
+    def should_fork(self, state: EpisodeState, *, is_known: bool) -> bool:
         """Called after the policy sampled a turn. Returns whether a fork before it should be taken.
 
         ``is_known``: the rollout is itself a fork that started at this turn, so its parent has already passed
@@ -216,7 +216,7 @@ class BranchingGroupScheduler:
         for group in self._groups.values():
             group.begin(first_wave, round_number=0)
 
-    def on_turn_start(self, state: EpisodeState, *, is_known: bool) -> bool:
+    def should_fork(self, state: EpisodeState, *, is_known: bool) -> bool:
         """Store the point unless an earlier attempt did. Returns whether a fork could be granted there."""
         if self._brancher is None or is_known:
             return False
@@ -396,7 +396,7 @@ class ExpansionScheduler:
         self._num_finished: Counter[tuple[str, int]] = Counter()
         self.first: Sequence[int] = [tree * expansion.tree_size for tree in range(expansion.num_trees)]
 
-    def on_turn_start(self, state: EpisodeState, *, is_known: bool) -> bool:
+    def should_fork(self, state: EpisodeState, *, is_known: bool) -> bool:
         """Request a fork before every turn but the first, which equals a new rollout from the prompt."""
         return not is_known and state.turn > 0
 

@@ -194,7 +194,7 @@ class EpisodeRunner:
         # A fork starts before the turn that was just sampled and does not share its tokens. The copy must be
         # made before the environment steps, so that it has the state in which this turn was sampled.
         fork: Fork | None = None
-        if self.scheduler.on_turn_start(state, is_known=was_forked):
+        if self.scheduler.should_fork(state, is_known=was_forked):
             self._set_status(state, "a copy of its environment")
             fork = await make_fork(state, context, timeout_s=self.limits.step_timeout_s)
         self.scheduler.on_turn_end(state, fork)

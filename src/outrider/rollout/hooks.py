@@ -12,6 +12,7 @@ import numpy as np
 from outrider import deprecated
 from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.seeding import stream
+from outrider.suggestions import closest_match
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task
 
@@ -133,6 +134,15 @@ class Hook:
     """Whether ``branch_streak`` counts consecutive branched turns of a lineage, or of the whole group in the
     order of decisions.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        known = [name for name in vars(Hook) if not name.startswith("_")]
+        for name in vars(cls):
+            if name.startswith("_") or any(hasattr(base, name) for base in cls.__bases__):
+                continue
+            if meant := closest_match(name, known, cutoff=0.8):
+                warnings.warn(f"{cls.__name__}.{name} is never called; did you mean {meant}?", stacklevel=2)
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
         """Called before every policy turn. Returns text to splice in, or actions to execute first."""

@@ -89,7 +89,7 @@ def _make_hook(parts: Components) -> TipHook | ReflexionHook:
     return TipHook(
         memory,
         embedder=load_embedder(memory.embedder),
-        num_tokens=parts.renderer.count_tokens,
+        count_tokens=parts.renderer.count_tokens,
         seed=parts.settings.seed,
     )
 

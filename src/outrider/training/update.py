@@ -1,6 +1,6 @@
 """One policy update from groups with advantages: old log-probs, the loss over packed micro-batches, the step.
 
-:func:`update` is the entry point; ``_Update.mini_batch`` is one optimizer step, ``_Update.compute_loss`` one
+:func:`update` is the entry point; ``_Update.train`` is one optimizer step, ``_Update.compute_loss`` one
 forward pass, and :func:`batch_loss` the loss of a micro-batch.
 
 Shape letters: T scored tokens of a micro-batch, O those of them that the policy wrote in this step.
@@ -148,7 +148,7 @@ class TokenRecord:
 
 
 def token_record(number: int, batch: PackedBatch, inputs: TokenLossInputs) -> TokenRecord:
-    """Of a pass: the trainer's log-probs where the engine sampled, and the ratio with its scale."""
+    """Return the trainer's log-probs and the scaled ratios of a micro-batch."""
     ratio_T = (inputs.logprobs_T.detach() - inputs.old_T).exp() * inputs.ratio_scale_T
     return TokenRecord(
         number=number,
@@ -179,7 +179,6 @@ def update(
     objective: ObjectiveSettings,
     settings: UpdateSettings,
     reference: Scorer | None,
-    first: bool,
     token_loss: TokenLossFn | None = None,
     gate_always: bool = False,
     version: int | None = None,
@@ -194,9 +193,9 @@ def update(
         objective: The algorithm's settings of the loss.
         settings: Mini-batches, epochs, and tokens of a micro-batch.
         reference: The frozen model of the KL term.
-        first: Compare trainer and engine log-probs before the first optimizer step that is made.
         token_loss: The algorithm's loss (None: that of ``objective``).
-        gate_always: Compare them in every step, for an engine with its own weights, which could be old.
+        gate_always: Compare trainer and engine log-probs before every optimizer step, for an engine with its
+            own weights, which could be old; else only before the first step of the policy.
         version: The version of the policy's weights, if tokens may come from older ones: the log-probs of
             these do not show whether the engine is right.
         probes: Traces that are compared and not trained on.
@@ -208,7 +207,6 @@ def update(
     """
     if objective.kl_weight > 0 and reference is None:
         raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
-    mini_batches = split_mini_batches(traces, settings.num_mini_batches)
     running = _Update(
         policy=policy,
         objective=objective,
@@ -221,22 +219,21 @@ def update(
     )
     if probes:
         running.check_engine(rollout_paths(probes))
+    mini_batches = [
+        running.prepare(paths, number)
+        for number, paths in enumerate(split_mini_batches(traces, settings.num_mini_batches))
+    ]
     # With a single step, pi_old is the policy being scored: the training pass gives the old log-probs too.
-    is_single_step = len(mini_batches) == 1 and settings.num_epochs == 1
-    trained = [_trained_paths(paths, objective) for paths in mini_batches]
-    # All of them before the first step: pi_old is one policy for every mini-batch and epoch.
-    old_scores = [None if is_single_step else running.score(paths) for paths in trained]
-    with_tips = [score_with_tips(policy, paths, max_tokens=settings.max_tokens) for paths in trained]
+    if len(mini_batches) > 1 or settings.num_epochs > 1:
+        # All of them before the first step: pi_old is one policy for every mini-batch and epoch.
+        for mini_batch in mini_batches:
+            mini_batch.old_scores = running.score(mini_batch.batches)
+    for mini_batch in mini_batches:
+        mini_batch.with_tips = score_with_tips(policy, mini_batch.trained, max_tokens=settings.max_tokens)
     for _ in range(settings.num_epochs):
-        for number, paths in enumerate(mini_batches):
-            running.mini_batch(
-                paths,
-                number,
-                old_scores=old_scores[number],
-                with_tips=with_tips[number],
-                # until a step was made: a mini-batch without signal makes none
-                gate=gate_always or (first and policy.num_steps == 0),
-            )
+        for mini_batch in mini_batches:
+            # The engine is checked until a step was made: a mini-batch without signal makes none.
+            running.train(mini_batch, checks_engine=gate_always or policy.num_steps == 0)
     if not mini_batches:
         running.common.add("grad/norm", 0.0)
     return running.whole_report()
@@ -274,6 +271,24 @@ def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
 
 
 @dataclass(slots=True, kw_only=True)
+class _MiniBatch:
+    """The rollouts of one optimizer step, packed once for all epochs.
+
+    ``trained`` are the rollouts with a gradient, ``batches`` this rank's micro-batches of them, with the
+    weights [T] of their tokens in the loss and, if the objective has such a term, in the likelihood of
+    successful rollouts. ``old_scores`` None: the training pass gives the old log-probs.
+    """
+
+    number: int
+    trained: Sequence[RolloutPath]
+    batches: Sequence[PackedBatch]
+    weights: Sequence[Tensor]
+    sft_weights: Sequence[Tensor] | None
+    old_scores: Sequence[TokenScores] | None = None
+    with_tips: "LogprobsWithTips | None" = None
+
+
+@dataclass(slots=True, kw_only=True)
 class _Update:
     """One update in progress: what all of its mini-batches share, and what they add to."""
 
@@ -292,46 +307,40 @@ class _Update:
         # Values that all ranks know are counted by one of them.
         self.common = self.accumulator if self.policy.ranks.rank == 0 else MetricAccumulator()
 
-    def mini_batch(
-        self,
-        paths: Sequence[RolloutPath],
-        number: int,
-        *,
-        old_scores: Sequence[TokenScores] | None,
-        with_tips: "LogprobsWithTips | None",
-        gate: bool,
-    ) -> None:
-        """One optimizer step over all micro-batches, with the denominators of the whole mini-batch.
+    def prepare(self, paths: Sequence[RolloutPath], number: int) -> _MiniBatch:
+        """Pack the rollouts of a mini-batch that have a gradient; the weights count all rollouts."""
+        trained = _trained_paths(paths, self.objective)
+        batches = self._pack(trained)
+        return _MiniBatch(
+            number=number,
+            trained=trained,
+            batches=batches,
+            weights=_loss_weights(paths, self.objective, batches) if trained else (),
+            sft_weights=(
+                success_weights(paths, batches, self.policy.ranks)
+                if trained and self.objective.positive_nll > 0
+                else None
+            ),
+        )
 
-        ``old_scores`` None: the training pass gives the old log-probs.
-        """
-        policy, trained = self.policy, _trained_paths(paths, self.objective)
-        if not trained:
+    def train(self, mini_batch: _MiniBatch, *, checks_engine: bool) -> None:
+        """One optimizer step over all micro-batches, with the denominators of the whole mini-batch."""
+        policy = self.policy
+        if not mini_batch.trained:
             self.common.add("grad/norm", 0.0)
             return
-        batches = self._pack(trained)
-        weights = _loss_weights(paths, self.objective, batches)
-        sft_weights = success_weights(paths, batches, policy.ranks)
         mismatches: list[Tensor] = []
-        for index, batch in enumerate(padded_micro_batches(batches, policy.ranks)):
+        for index, batch in enumerate(padded_micro_batches(mini_batch.batches, policy.ranks)):
             if batch is None:
                 loss, is_finite = policy.dummy_forward(), True
                 if self.reference is not None:
                     with torch.no_grad():
                         self.reference.dummy_forward()
             else:
-                loss, is_finite = self.compute_loss(
-                    batch,
-                    number=number,
-                    old_scores=None if old_scores is None else old_scores[index],
-                    with_tips=with_tips,
-                    weights_T=weights[index],
-                    sft_weights_T=sft_weights[index],
-                    mismatches=mismatches,
-                )
+                loss, is_finite = self.compute_loss(mini_batch, index, mismatches)
             # All ranks decide together before any of them leaves: the backward pass needs every rank.
             if not all(policy.ranks.gather(is_finite)):
-                if gate:  # a wrong engine may be the reason
+                if checks_engine:  # a wrong engine may be the reason
                     check_logprob_mismatch(policy, mismatches, self.settings.max_logprob_gap)
                 policy.drop_gradients()
                 self.common.add_sum("grad/num_skipped", 1.0)
@@ -343,31 +352,27 @@ class _Update:
                 self.report.num_computed_tokens += policy.num_computed_tokens(batch)
                 self.on_batch(self.report.num_scored_tokens)
         # After the backward passes, so that nothing is scored twice; still before any weight moves.
-        if gate:
+        if checks_engine:
             check_logprob_mismatch(policy, mismatches, self.settings.max_logprob_gap)
         norm = policy.step()
         self._end_step()
-        self.common.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
-        self.common.add("grad/clipped_fraction", float(norm > policy.settings.max_grad_norm))
-        self.common.add("grad/norm", norm)
+        # The norm of a skipped step has no value, so the means are those of the other steps.
+        is_skipped = not math.isfinite(norm)
+        self.common.add_sum("grad/num_skipped", float(is_skipped))
+        if not is_skipped:
+            self.common.add("grad/clipped_fraction", float(norm > policy.settings.max_grad_norm))
+            self.common.add("grad/norm", norm)
 
     def compute_loss(
-        self,
-        batch: PackedBatch,
-        *,
-        number: int,
-        old_scores: TokenScores | None,
-        with_tips: "LogprobsWithTips | None",
-        weights_T: Tensor,
-        sft_weights_T: Tensor,
-        mismatches: list[Tensor],
+        self, mini_batch: _MiniBatch, index: int, mismatches: list[Tensor]
     ) -> tuple[Tensor, bool]:
-        """The loss of a micro-batch of mini-batch ``number``, and whether its log-probs are finite (if not,
-        the loss is meaningless). Appends the trainer's mismatch with the engine to ``mismatches``.
+        """The loss of the micro-batch ``index``, and whether its log-probs are finite (if not, the loss is
+        meaningless). Appends the trainer's mismatch with the engine to ``mismatches``.
         """
+        batch, with_tips = mini_batch.batches[index], mini_batch.with_tips
         scores = self.policy.score(batch)
         batch = batch.like(scores.logprobs_T)
-        old = old_scores or scores
+        old = scores if mini_batch.old_scores is None else mini_batch.old_scores[index]
         # Detached also if it comes from this very pass: x - x would have no gradient.
         old_T = old.logprobs_T.detach()
         with_tips_T = None if with_tips is None else with_tips.gather(batch).to(old_T)
@@ -385,17 +390,17 @@ class _Update:
         # After the mismatch is kept: if the engine is checked, the check has to see the NaN.
         if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
             return scores.logprobs_T, False
-        self.report.tokens.append(token_record(number, batch, inputs))
+        self.report.tokens.append(token_record(mini_batch.number, batch, inputs))
         loss = batch_loss(
             inputs,
             reference_T=reference_T,
-            weights_T=weights_T.to(inputs.old_T),
+            weights_T=mini_batch.weights[index].to(inputs.old_T),
             objective=self.objective,
             token_loss=self.token_loss,
             accumulator=self.accumulator,
         )
-        if self.objective.positive_nll > 0:
-            nll = sft_loss(scores.logprobs_T, sft_weights_T, self.accumulator)
+        if mini_batch.sft_weights is not None:
+            nll = sft_loss(scores.logprobs_T, mini_batch.sft_weights[index], self.accumulator)
             loss = loss + self.objective.positive_nll * nll
         own_T = ~inputs.is_off_policy_T
         if bool(own_T.any()):
@@ -412,10 +417,10 @@ class _Update:
         return loss, True
 
     @torch.no_grad()
-    def score(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
+    def score(self, batches: Sequence[PackedBatch]) -> list[TokenScores]:
         """Log-probs and entropies of every micro-batch of this rank, without gradient."""
         scores = []
-        for batch in padded_micro_batches(self._pack(paths), self.policy.ranks):
+        for batch in padded_micro_batches(batches, self.policy.ranks):
             if batch is None:
                 self.policy.dummy_forward()
             else:

@@ -1,4 +1,4 @@
-"""Settings of the servers of these tests, and what they are built to."""
+"""Settings of the MCP servers of these tests, and the tools that are built from them."""
 
 import os
 import subprocess
@@ -15,23 +15,25 @@ from outrider.tools.mcp.tool import McpConfig, McpServer
 HERE = Path(__file__).parent
 
 
-def numbers(**given: Any) -> McpConfig:
-    """The real server, over stdio."""
-    program = {"command": sys.executable, "args": (str(HERE / "server.py"),)}
-    return McpConfig.model_validate({"name": "numbers", "restart_wait_s": 0.0} | program | given)
+def stdio_server(file: str, /, *args: str, **options: Any) -> McpConfig:
+    """Settings of a server of this folder over stdio."""
+    program = {"command": sys.executable, "args": (str(HERE / file), *args)}
+    return McpConfig.model_validate({"name": "numbers", "restart_wait_s": 0.0} | program | options)
 
 
-def hostile(how: str, folder: Path, **given: Any) -> McpConfig:
-    """The server that breaks the protocol in this way."""
-    args = (str(HERE / "hostile.py"), how, str(folder / "starts"))
-    return McpConfig.model_validate(
-        {"name": "hostile", "command": sys.executable, "args": args, "restart_wait_s": 0.0} | given
-    )
+def fake(**options: Any) -> McpConfig:
+    """The quick server, which follows the protocol."""
+    return stdio_server("fake_server.py", **options)
+
+
+def hostile(mode: str, folder: Path, **options: Any) -> McpConfig:
+    """The quick server, which breaks the protocol in a way and counts its starts in ``folder / "starts"``."""
+    return stdio_server("fake_server.py", mode, str(folder / "starts"), **{"name": "hostile"} | options)
 
 
 @contextmanager
 def built(settings: McpConfig) -> Iterator[dict[str, Tool]]:
-    """The tools by name, closed in the end."""
+    """The tools by name; closed at the end."""
     tools = {tool.name: tool for tool in McpServer.build(settings, None).tools}
     try:
         yield tools
@@ -41,10 +43,10 @@ def built(settings: McpConfig) -> Iterator[dict[str, Tool]]:
 
 
 @contextmanager
-def over_http(folder: Path, *flags: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+def serve_http(folder: Path, *flags: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """The url of the real server on loopback, and its process."""
     port_file = folder / "port"
-    program = [sys.executable, str(HERE / "server.py"), *flags, "--port-file", str(port_file)]
+    program = [sys.executable, str(HERE / "real_server.py"), *flags, "--port-file", str(port_file)]
     process = subprocess.Popen(program)
     try:
         while not port_file.exists():
@@ -56,8 +58,13 @@ def over_http(folder: Path, *flags: str) -> Iterator[tuple[str, "subprocess.Pope
         process.wait()
 
 
+def http_server(url: str, **options: Any) -> McpConfig:
+    """Settings of a running server."""
+    return McpConfig.model_validate({"name": "numbers", "restart_wait_s": 0.0, "url": url} | options)
+
+
 def is_running(pid: int) -> bool:
-    """Whether a process is there and no mere entry of one that ended."""
+    """Whether a process runs and is no zombie."""
     try:
         os.kill(pid, 0)
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,5 +1,6 @@
-"""What a run records of an MCP server, and that another one is refused with a line that says what differs."""
+"""The record of an MCP server in a run, and that a run with another server is refused with the difference."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -8,13 +9,16 @@ import pytest
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.cli import main  # noqa: E402
+from outrider.config import load_settings  # noqa: E402
 from outrider.errors import CheckpointError, PackError  # noqa: E402
 from outrider.evaluation.packs import read_recipe  # noqa: E402
+from outrider.plugins.listing import plugin_digests  # noqa: E402
 from outrider.tools.base import SingleFlightCache  # noqa: E402
-from outrider.tools.mcp import tool as asking  # noqa: E402
+from outrider.tools.mcp import tool as mcp_tool  # noqa: E402
 from outrider.tools.mcp.session import Listing, origins  # noqa: E402
 from outrider.tools.mcp.tool import McpConfig  # noqa: E402
 from outrider.training.run_dir import RunDirectory  # noqa: E402
+from outrider.training.settings import RunSettings  # noqa: E402
 from outrider.training.setup import run_training  # noqa: E402
 from tests.tools.mcp.servers import HERE  # noqa: E402
 from tests.training.short_runs import begin, interrupted, resume  # noqa: E402
@@ -25,56 +29,62 @@ VARIABLES = {"NUMBERS_VERSION": "1.0", "NUMBERS_MORE": "", "NUMBERS_OTHER": ""}
 
 
 @pytest.fixture(autouse=True)
-def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another process would."""
-    monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
+def clear_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(mcp_tool, "_listings", SingleFlightCache(64))
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("mcp")
-    recipe = write_tool_run(root)
-    (root / "own_numbers.py").write_text((HERE / "server.py").read_text())
+def mcp_section(folder: Path) -> str:
+    """Copy the server and return its section in a recipe of that folder."""
+    (folder / "own_numbers.py").write_text((HERE / "fake_server.py").read_text())
     env = ", ".join(f'{name} = "${{{name}}}"' for name in VARIABLES)
-    tool = f'{{type = "mcp", name = "numbers", script = "own_numbers.py", prefix = "n_", env = {{{env}}}}}'
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in VARIABLES.items():
-            patch.setenv(name, value)
-        patch.setattr(asking, "_listings", SingleFlightCache(64))
-        return begin(recipe, root / "run", f'environment.tools=["search", {tool}]')
+    return f'{{type = "mcp", name = "numbers", script = "own_numbers.py", prefix = "n_", env = {{{env}}}}}'
 
 
-def test_the_record_has_the_server_its_script_and_its_tools(run: Path) -> None:
-    found = json.loads((run / "plugins.json").read_text())
-    server = found["environment.tools.numbers"]
+@pytest.fixture
+def created(tmp_path: Path) -> Path:
+    """A run that has not started."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[model]\nname = "smollm2-135m-instruct"\n[algorithm]\ntype = "grpo"\n[environment]\ntype = "tools"\n'
+        f'tools = [{mcp_section(tmp_path)}]\ntrain = {{path = "tasks.jsonl"}}\n'
+    )
+    settings = load_settings(RunSettings, file=recipe)
+    digests = plugin_digests(settings)  # part of the state of a checkpoint
+    assert digests["plug-in environment.tools.numbers"] == "numbers 1.0"
+    assert len(digests["plug-in environment.tools.numbers.n_add"]) == 64
+    return RunDirectory.create(tmp_path / "run", settings).path
+
+
+def test_the_record_has_the_server_its_script_and_its_tools(created: Path) -> None:
+    record = json.loads((created / "plugins.json").read_text())
+    server = record["environment.tools.numbers"]
     assert (server["package"], server["version"]) == ("MCP server numbers", "1.0")
-    assert found["environment.tools.numbers.tools"]["digest"].startswith("n_add, n_shout, ")
-    assert found["environment.tools.numbers.script"]["folder"] == str(run.parent)
-    inputs = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())["inputs"]
-    assert inputs["plug-in environment.tools.numbers"] == "numbers 1.0"
-    assert len(inputs["plug-in environment.tools.numbers.n_add"]) == 64
+    assert record["environment.tools.numbers.tools"]["digest"].startswith("n_add, n_shout, ")
+    assert record["environment.tools.numbers.script"]["folder"] == str(created.parent)
 
 
-@pytest.mark.parametrize("place", ["own.py", "./own.py", "servers/own.py", "{folder}/own.py"])
-def test_a_script_is_looked_for_where_it_was(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("script", ["own.py", "./own.py", "servers/own.py", "{folder}/own.py"])
+def test_the_record_has_the_folder_of_the_script(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one whose whole path the recipe names."""
     (tmp_path / "servers").mkdir()
-    for one in ("own.py", "servers/own.py"):
-        (tmp_path / one).touch()
+    for path in ("own.py", "servers/own.py"):
+        (tmp_path / path).touch()
     monkeypatch.chdir(tmp_path)
-    settings = McpConfig(name="own", script=place.format(folder=tmp_path))
-    found = origins(settings, Listing(server="own", version="1", tools={}))["own.script"]
-    assert found.folder == str(tmp_path)
+    settings = McpConfig(name="own", script=script.format(folder=tmp_path))
+    origin = origins(settings, Listing(server="own", version="1", tools={}))["own.script"]
+    assert origin.folder == str(tmp_path)
 
 
 @pytest.mark.long
-def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = interrupted(run)
-    for name, value, said in (
+def test_a_run_resumes_with_the_same_server_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = write_tool_run(tmp_path)
+    tools = f'environment.tools=["search", {mcp_section(tmp_path)}]'
+    half = interrupted(begin(recipe, tmp_path / "run", tools))
+    for name, value, message in (
         ("NUMBERS_VERSION", "1.1", r"environment\.tools\.numbers \(was: numbers 1\.0; is: numbers 1\.1\)"),
         ("NUMBERS_MORE", "yes", r"environment\.tools\.numbers\.tools \(was: n_add, .*; is: .*n_double"),
         (
@@ -83,11 +93,11 @@ def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: 
             r"not what this run began with: plug-in environment\.tools\.numbers\.n_add;",
         ),
     ):
-        monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
-        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=said):
+        monkeypatch.setattr(mcp_tool, "_listings", SingleFlightCache(64))
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=message):
             patch.setenv(name, value)
             resume(half)
-    monkeypatch.setattr(asking, "_listings", SingleFlightCache(64))
+    monkeypatch.setattr(mcp_tool, "_listings", SingleFlightCache(64))
     with monkeypatch.context() as patch:
         patch.setenv("NUMBERS_VERSION", "1.1")
         directory = RunDirectory.open(half, allow_changed_plugins=True)
@@ -95,10 +105,10 @@ def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: 
     assert json.loads((half / "plugins.json").read_text())["environment.tools.numbers"]["version"] == "1.1"
 
 
-def test_a_pack_starts_no_server(run: Path, tmp_path: Path) -> None:
+def test_a_pack_starts_no_server(created: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text((run / "config.toml").read_text())
+    (folder / "config.toml").write_text((created / "config.toml").read_text())
     with pytest.raises(PackError, match="names the MCP server 'numbers': nothing is started"):
         read_recipe(tmp_path, "one")
 
@@ -114,7 +124,7 @@ def test_the_shipped_recipe_runs_in_its_smoke_size(
     assert record["environment.tools.shop.tools"]["digest"] == "find, price, stock, weight"
 
 
-def test_the_shipped_questions_are_those_that_the_server_answers(tmp_path: Path) -> None:
+def test_the_shipped_questions_are_those_of_the_server(tmp_path: Path) -> None:
     import runpy
 
     shop = runpy.run_path(str(ROOT / "recipes" / "mcp_shop.py"))
@@ -122,5 +132,5 @@ def test_the_shipped_questions_are_those_that_the_server_answers(tmp_path: Path)
     for path in sorted(tmp_path.iterdir()):
         assert path.read_text() == (ROOT / "recipes" / "mcp-shop" / path.name).read_text(), path.name
     splits = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("train", "valid", "test")]
-    asked = [{json.loads(line)["question"] for line in lines} for lines in splits]
-    assert not (asked[0] & asked[1] or asked[0] & asked[2] or asked[1] & asked[2])
+    questions = [{json.loads(line)["question"] for line in lines} for lines in splits]
+    assert not any(a & b for a, b in itertools.combinations(questions, 2))

@@ -592,9 +592,7 @@ def _light_route(scene: Scene, thing: str, lamp: str) -> _Route:
     return route
 
 
-def _move_route(
-    scene: Scene, things: tuple[str, ...], target: str, verb: str = "", tool: str = ""
-) -> _Route:
+def _move_route(scene: Scene, things: tuple[str, ...], target: str, verb: str = "", tool: str = "") -> _Route:
     route = _Route(scene)
     for thing in things:
         route.pick_up(thing)

@@ -166,11 +166,15 @@ class IsolatedRandom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the environments of a config are made, and their texts."""
+    """How the environments of a config are made, and their texts.
+
+    ``copies_are_exact``: whether a deep copy forks an episode.
+    """
 
     make: Callable[[], Any]
     action: ActionFormat
     observation: ObservationMode
+    copies_are_exact: bool = False
 
 
 def make_recipe(config: GymConfig) -> Recipe:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.environments.openenv.server import (
@@ -25,9 +25,10 @@ from outrider.environments.openenv.spaces import (
     observation_text,
     require_fields,
 )
-from outrider.environments.seeded import MAX_EXPERT_TURNS, MoveRecord, SeedTaskSet, opening_message, task_seed
+from outrider.environments.seeded import MAX_EXPERT_TURNS, MoveRecord, opening_message, task_seed
 from outrider.environments.text_games import STOP
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
+from outrider.plugins.imports import import_target
 from outrider.types import Message, Step, Task
 
 Solve = Callable[[str], Generator[str, str, Any]]
@@ -266,16 +267,18 @@ def describe_server(server: Server, config: OpenEnvConfig) -> ServerDescription:
         raise ToolUnavailable(f"no OpenEnv server: {error}") from error
 
 
-class OpenEnvTaskSet(SeedTaskSet):
+class OpenEnvTaskSet:
     """The seeds of one server."""
 
     Settings = OpenEnvConfig
     name = "openenv"
     stop = (STOP,)
+    protocol: Literal["inline", "chat"] = "chat"
+    stateful = True
 
     def __init__(self, config: OpenEnvConfig) -> None:
-        super().__init__(config.expert)
         self.config = config
+        self._expert_factory: OpenEnvFactory | None = None
         self._description: ServerDescription | None = None
         self._server: Server | None = None  # started for its description; the next factory takes it over
 
@@ -298,12 +301,25 @@ class OpenEnvTaskSet(SeedTaskSet):
             server.close()
             raise
 
-    def play_expert(self, environment: OpenEnvEnvironment, solve: Any, seed: int) -> Sequence[Step]:
-        return environment.solved(solve)
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """Steps of the user's function; None without a function or without success."""
+        if self.config.expert is None:
+            return None
+        solve = import_target(self.config.expert)
+        if self._expert_factory is None:
+            self._expert_factory = self.make()
+        environment = self._expert_factory(task)
+        try:
+            steps = environment.solved(solve)
+        finally:
+            environment.close()
+        return steps if environment.result().success else None
 
     def close(self) -> None:
         """Kill the servers that were started for descriptions and experts; may be called twice."""
-        super().close()
+        factory, self._expert_factory = self._expert_factory, None
+        if factory is not None:
+            factory.close()
         server, self._server = self._server, None
         if server is not None:
             server.close()

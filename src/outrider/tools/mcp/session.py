@@ -189,7 +189,7 @@ class ServerProcess:
         parts = (
             self._problem or ("" if code is None else f"it ended with status {code}"),
             garbage and f"it wrote {garbage!r} where messages belong",
-            words and f"its last words: {words}",
+            words and f"the end of its stderr: {words}",
         )
         return "; ".join(part for part in parts if part)
 
@@ -463,7 +463,7 @@ class Link:
                 raise self._fault(f"{name} was not answered: {_describe_error(error)}") from error
             if self._process is not None:
                 await self._process.wait_for_exit()
-            raise self._fault(f"{name} was not answered: it hung up") from error
+            raise self._fault(f"{name} was not answered: it closed the connection") from error
         except Exception as error:  # a result that does not fit its own schema, a broken connection
             raise self._fault(f"{name} was not answered: {_describe_error(error)}") from error
         if not isinstance(result, CallToolResult):
@@ -607,7 +607,8 @@ class _Server:
             name, limit = self._settings.name, self._settings.max_restarts
             if self._num_lost > limit:
                 raise ToolFault(
-                    f"MCP server {name} was lost {self._num_lost} times without an answered call: given up"
+                    f"MCP server {name} was lost {self._num_lost} times without an answered call: it is not "
+                    "started again"
                 )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s()):

@@ -52,10 +52,9 @@ class Remembered(o.Algorithm):
         advantages = o.group_advantages(shaped, "group_centered")
         # The memory decides the numbers, so a resumed run without it would have other ones.
         advantages.values[:] = np.where(advantages.assigned, advantages.values - known, 0.0)
-        o.assign_advantages(trace, advantages)
+        o.write_advantages(trace, advantages)
         return o.GroupAdvantages(
-            advantages=advantages,
-            measurements={"remembered/mean": list(self._known.values())},
+            advantages=advantages, measurements={"remembered/mean": list(self._known.values())}
         )
 
     def token_loss(self, inputs: "o.TokenLossInputs") -> "o.TokenLoss":

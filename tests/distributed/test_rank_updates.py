@@ -1,0 +1,134 @@
+"""Loss and gradient of N ranks equal those of one process, and the same N gives the same bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.config import validate
+from outrider.trace import Trace
+from outrider.training.cold_start import cold_start, successful_paths
+from outrider.training.settings import RunSettings, UpdateSettings
+from outrider.training.update import measure_kl
+from tests.algorithms.test_every_objective import EVERY
+from tests.distributed.forked_ranks import ForkedRanks
+from tests.distributed.groups import distinct_objectives, groups
+from tests.distributed.probe import SETTINGS, Found, alone, distance, near_the_truth, rank_settings, run
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+PROMISE = 1e-6
+_SPREAD = next(  # a seed whose two rollouts have different returns
+    seed
+    for seed in range(99)
+    if len({one.episode_return for one, _ in groups(1, rollouts=2, seed=seed)[0].rollouts()}) == 2
+)
+RanksOf = Callable[[int], ForkedRanks]
+
+
+def objective_of(name: str) -> ObjectiveSettings:
+    return validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": EVERY[name]}).algorithm
+
+
+def differs(found: Found, wanted: Found) -> list[str]:
+    """What is further away than the promise."""
+    told = []
+    if found.gradients and (apart := distance(found.gradients, wanted.gradients)) > PROMISE:
+        told.append(f"gradient {apart:.1e}")
+    assert found.metrics.keys() == wanted.metrics.keys()
+    for name in ("loss/policy", "loss/kl", "loss/positive_nll", "grad/norm"):
+        if name in wanted.metrics and found.metrics[name] != pytest.approx(
+            wanted.metrics[name], rel=PROMISE, abs=PROMISE
+        ):
+            told.append(f"{name} {found.metrics[name]} for {wanted.metrics[name]}")
+    for name, value in wanted.metrics.items():  # counts and means: nothing is counted twice, or not at all
+        if found.metrics[name] != pytest.approx(value, rel=1e-4, abs=1e-5):
+            told.append(f"{name} {found.metrics[name]} for {value}")
+    return told
+
+
+@pytest.mark.parametrize(
+    ("size", "nth"),
+    [(2, 3), (3, 7), *(pytest.param(one, 1, marks=pytest.mark.slow) for one in (2, 3))],
+)
+def test_every_objective_has_the_gradient_of_one_process(
+    ranks_of: RanksOf, folder: Path, size: int, nth: int
+) -> None:
+    differences = {}
+    ranks = ranks_of(size)
+    policy, reference = alone(folder)
+    traces = near_the_truth(policy, groups(5, rollouts=3, longest=16))
+    traces[4].is_replayed = True
+    start = {name: one.clone() for name, one in policy.masters.items()}
+    for name, objective in list(distinct_objectives().items())[::nth]:
+        given = reference if objective.kl_weight > 0 else None
+        for key, one in policy.masters.items():
+            one.copy_(start[key])
+        policy.fresh_optimizer()
+        wanted = run(policy, given, traces, objective, SETTINGS)
+        assert wanted.gradients and wanted.norms[0] > 0, name
+        ranks.call("anew")
+        if found := differs(ranks.call("found", traces, objective, SETTINGS)[0], wanted):
+            differences[name] = found
+    assert differences == {}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_steps_and_the_same_bits_twice(ranks_of: RanksOf, folder: Path, size: int) -> None:
+    policy, _ = alone(folder)
+    traces = near_the_truth(policy, groups(6, seed=1, longest=20))
+    settings = UpdateSettings(num_mini_batches=2, num_epochs=2, max_tokens=120, max_logprob_gap=1e9)
+    objective = objective_of("grpo")
+    wanted = run(policy, None, traces, objective, settings)
+    ranks = ranks_of(size)
+    found = ranks.call("found", traces, objective, settings)[0]
+    assert len(wanted.norms) == len(found.norms) == 4
+    assert differs(found, wanted) == []
+    assert distance(found.weights, wanted.weights) < 1e-6
+    ranks.call("anew")
+    again = ranks.call("found", traces, objective, settings)[0]
+    assert again.norms == found.norms and again.metrics == found.metrics
+    assert all(again.weights[name].equal(one) for name, one in found.weights.items())
+
+
+def test_ranks_without_work_take_part(ranks_of: RanksOf, folder: Path) -> None:
+    """One group of one rollout with a gradient: two of three ranks have nothing to compute."""
+    policy, _ = alone(folder)
+    [trace] = near_the_truth(policy, groups(1, rollouts=2, seed=_SPREAD))
+    trace.pruned = frozenset({1})
+    objective = objective_of("grpo")
+    wanted = run(policy, None, [trace], objective, SETTINGS)
+    assert wanted.gradients
+    found = ranks_of(3).call("found", [trace], objective, SETTINGS)[0]
+    assert differs(found, wanted) == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_cold_start_and_the_reward_s_kl_are_those_of_one_process(
+    ranks_of: RanksOf, folder: Path, size: int
+) -> None:
+    policy, reference = alone(folder)
+    ranks = ranks_of(size)
+    told: list[float] = []
+    cold_start(
+        policy,
+        successful_paths(lone_groups()),
+        rank_settings(folder).cold_start,
+        run_seed=0,
+        max_tokens=SETTINGS.max_tokens,
+        on_step=lambda done, total, values: told.append(values["sft/loss"]),
+    )
+    found = ranks.call("fit", successful_paths(lone_groups()))[0]
+    assert [values["sft/loss"] for *_, values in found] == pytest.approx(told, rel=1e-5) and len(told) >= 2
+    assert distance(ranks.call("state")[0], dict(policy.masters)) < PROMISE
+    traces = lone_groups()
+    measure_kl(policy, reference, traces, max_tokens=SETTINGS.max_tokens)
+    wanted = [value for trace in traces for node in trace.nodes for value in node.kl or ()]
+    kls = ranks.call("score", lone_groups())[0]
+    flat = [value for trace in kls for node in trace for value in node or ()]
+    assert flat == pytest.approx(wanted, rel=1e-3, abs=2e-5) and max(map(abs, wanted)) > 1e-3
+
+
+def lone_groups() -> list[Trace]:
+    """Without forks, whose shared tokens neither a cold start nor the reward's KL takes."""
+    return [groups(1, seed=seed, longest=20)[0] for seed in range(4)]

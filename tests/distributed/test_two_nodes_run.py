@@ -1,0 +1,142 @@
+"""A Ray that ``ray start`` began and a run joins by its address: two nodes, servers and processes of their
+own on one machine, one of which is lost. What was there is placed anew where there is room, and else the run
+ends in time.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import command_of, descendants
+from tests.training.tool_run import start_outrider
+from tests.training.whole_runs import command, write_data
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
+PLACE_S = 40
+LIMIT_S = 240.0
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
+
+
+class Nodes:
+    """Each with two processors; all end with :meth:`close`."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._begun = folder, []  # type: tuple[str, list[subprocess.Popen[bytes]]]
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        self.address = f"{socket.gethostbyname(socket.gethostname())}:{port}"
+        self.begin("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}")
+        until = time.monotonic() + LIMIT_S
+        while True:  # until the head listens
+            try:
+                socket.create_connection((self.address.rpartition(":")[0], port), timeout=5).close()
+                return
+            except OSError:
+                assert time.monotonic() < until
+                time.sleep(0.1)
+
+    def begin(self, *given: str) -> "subprocess.Popen[bytes]":
+        """One more, the head first."""
+        place = given or (f"--address={self.address}",)
+        made = subprocess.Popen(
+            [Path(sys.executable).parent / "ray", "start", "--block", "--num-cpus=2", *place,
+             "--object-store-memory=150000000", "--min-worker-port=0", "--max-worker-port=0",
+             "--dashboard-agent-listen-port=0", "--disable-usage-stats"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **TOKEN},
+        )  # fmt: skip
+        self._begun.append(made)
+        return made
+
+    def lose(self, node: "subprocess.Popen[bytes]") -> None:
+        """All that runs there is gone at once, as with a machine."""
+        for pid in [*descendants(node.pid), node.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node.wait()
+
+    def workers(self) -> list[int]:
+        """The rollout workers of a run; there are two."""
+        pids = [pid for node in self._begun for pid in descendants(node.pid)]
+        found = [pid for pid in pids if "ray::RolloutWorker" in command_of(pid)]
+        assert len(found) == 2
+        return found
+
+    def close(self) -> None:
+        for one in reversed(self._begun):
+            if one.poll() is None:
+                self.lose(one)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with tempfile.TemporaryDirectory(prefix="two-nodes-", ignore_cleanup_errors=True) as folder:
+        made = Nodes(folder)  # a short name: sockets inside have to fit into 107 characters
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def test_processes_of_a_lost_node_move_or_the_run_ends(nodes: Nodes, tmp_path: Path) -> None:
+    write_data(tmp_path)
+    run = tmp_path / "run"
+    second = nodes.begin()
+    given = [
+        *command(tmp_path, run, "grpo"), "train.num_steps=50000", "evaluation.at_start=false",
+        "evaluation.every=0", "train.checkpoint_every=1000", f"cluster.ray_address={nodes.address}",
+        "cluster.num_engines=2", "cluster.num_rollout_workers=2", "cluster.max_restarts=9",
+        f"cluster.placement_timeout_s={PLACE_S}",
+    ]  # fmt: skip
+    if "RAY_AUTH_MODE" not in os.environ:
+        _, stderr = start_outrider(*given).communicate(timeout=LIMIT_S)
+        assert "set RAY_AUTH_MODE=token" in stderr and not steps_of(run)
+    process = start_outrider(*given, environment=TOKEN)
+    try:
+        wait_for(process, lambda: len(steps_of(run)) >= 2)  # it has joined, and plays on both
+        for worker in nodes.workers():  # Ray leaves what they start to them, as a Ray of the run's own does
+            environment = Path(f"/proc/{worker}/environ").read_bytes()
+            assert b"RAY_kill_child_processes_on_worker_exit=0" in environment.split(b"\0")
+        nodes.lose(second)
+        third = nodes.begin()
+        num_before = len(steps_of(run))
+        wait_for(process, lambda: len(steps_of(run)) >= num_before + 3)
+        steps = steps_of(run)
+        assert [one["step"] for one in steps] == list(range(1, len(steps) + 1))
+        deaths = sum(one["cluster/engine_deaths"] + one["cluster/worker_deaths"] for one in steps)
+        assert deaths >= 2.0  # both places of the node, and not all anew
+        nodes.lose(third)
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+    assert process.returncode not in (0, -signal.SIGKILL)
+    assert f"found no other place within {PLACE_S} s (cluster.placement_timeout_s): " in stderr + stdout
+    assert "Traceback" not in stderr + stdout
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        return []
+    lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [one for one in map(json.loads, lines) if one["kind"] == "train"]
+
+
+def wait_for(process: "subprocess.Popen[str]", there: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not there():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.1)
